@@ -1,0 +1,1 @@
+"""What every process needs first: configuration, randomness, safe files, logs. Imports nothing of ours."""

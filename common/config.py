@@ -1,0 +1,126 @@
+"""Configuration: one YAML a run, one section a command, dotted overrides, one validation, every problem at once."""
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+SECTIONS = ("prepare", "train")
+
+
+class Strict(BaseModel):
+    """Base of every configuration branch: unknown keys are errors, values are frozen, docstrings describe fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line a problem: key, value, limit, what to do."""
+
+    def __init__(self, title: str, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join([f"{title}: {len(self.problems)} problem(s)", *(f"  - {p}" for p in self.problems)]))
+
+
+Config = TypeVar("Config", bound=Strict)
+
+
+def find_config(name: str) -> Path:
+    """Path of a config file: as given, else beside the code, because `ray submit` runs scripts from the home folder.
+
+    Raises:
+        ConfigError: there is no such file in either place.
+    """
+    given = Path(name)
+    candidates = (given, Path(__file__).resolve().parent.parent / given)
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise ConfigError(name, [f"no such config file; looked at {' and '.join(str(c.absolute()) for c in candidates)}"])
+
+
+def load_config(name: str, section: str, model: type[Config], overrides: Sequence[str] = ()) -> Config:
+    """Reads `section` of the YAML file `name`, applies `key.sub=value` overrides in order, validates once.
+
+    Overrides are relative to the section. Values are YAML (`workers=2`, `inputs=[a.txt]`, `objective={kind: mlm}`).
+
+    Raises:
+        ConfigError: with every problem of the file, the overrides and the values.
+    """
+    path = find_config(name)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(name, [f"is not YAML: {error}"]) from error
+    if not isinstance(tree, dict) or not set(tree) <= set(SECTIONS):
+        found = sorted(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
+        raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {found}"])
+    if section not in tree:
+        raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])
+    values = tree[section] if tree[section] is not None else {}
+    problems = [problem for text in overrides if (problem := _override(values, text))]
+    try:
+        config = model.model_validate(values)
+    except ValidationError as error:
+        problems += describe(error, model)
+    if problems:
+        raise ConfigError(f"{name} ({section})", problems)
+    return config
+
+
+def _override(tree: dict[str, Any], text: str) -> str | None:
+    """Applies one `a.b=value` in place; returns what is wrong with it, if anything."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        return f"override {text!r} is not of the form key=value"
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        return f"override {key}: {value!r} is not YAML: {error}"
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            return f"override {key}: `{parent}` holds {child!r}, not a branch with keys of its own"
+        tree = child
+    tree[last] = parsed
+    return None
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line a problem: dotted key, the value it holds, what is wrong with it."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "(whole section)"
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(item["loc"][-1]), _known_keys(model), n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            lines.append(f"{key}: unknown key{hint}")
+        elif item["type"] == "missing":
+            lines.append(f"{key}: missing, and it has no default")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{key} = {item['input']!r}: {message}" if item["loc"] else message)
+    return lines
+
+
+def _known_keys(model: type[BaseModel]) -> list[str]:
+    """Every key that occurs anywhere in a config tree, for suggestions."""
+    schema = model.model_json_schema()
+    tables = [schema, *schema.get("$defs", {}).values()]
+    return sorted({key for table in tables for key in table.get("properties", {})})
+
+
+def print_config(config: Strict) -> str:
+    """The resolved configuration as YAML: what `--print-config` shows and every run writes beside its results."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def expand(path: str) -> Path:
+    """A user's path with `~` and `$VARIABLES` expanded."""
+    return Path(os.path.expandvars(path)).expanduser()

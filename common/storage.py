@@ -1,0 +1,84 @@
+"""Files that are whole or absent: write aside, fsync, rename. Hashes of contents."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def fsync_path(path: Path) -> None:
+    """Forces a file's or folder's entry to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def write_aside(path: Path) -> Iterator[Path]:
+    """Yields a temporary sibling of `path` to write a file to; it takes the name `path` only if the block succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        fsync_path(aside)
+        os.replace(aside, path)
+        fsync_path(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_aside(path: Path) -> Iterator[Path]:
+    """Yields an empty temporary sibling folder of `path`; it takes the name `path` only if the block succeeds.
+
+    Raises:
+        FileExistsError: `path` exists already; a finished folder is never replaced in place.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path} exists already")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        for file in sorted(aside.rglob("*")):
+            fsync_path(file)
+        fsync_path(aside)
+        os.rename(aside, path)
+        fsync_path(path.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a whole text file or nothing."""
+    with write_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a whole JSON file or nothing."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def hash_json(value: Any) -> str:
+    """SHA-256 of a JSON value, independent of key order and spacing."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
