@@ -39,27 +39,30 @@ def philox(key: int, counters: tuple[U64, U64, U64, U64]) -> U32:
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
-def words(seed: int, purpose: str, major: U64, minor: int, count: int) -> U32:
-    """Uniform 32-bit words, `(len(major), count)`: row i depends on (seed, purpose, major[i], minor) alone.
+def blocks(seed: int, purpose: str, major: U64, minor: U64, index: U64) -> U32:
+    """Four uniform 32-bit words for each position, `(n, 4)`: row i depends on (seed, purpose, position i) alone.
 
     Args:
         seed: the run's seed.
         purpose: what the draws are for, for example "spans".
-        major: 64-bit positions, for example document keys.
-        minor: a second position below 2**32, for example the epoch.
-        count: words a row; a longer row begins with the shorter one.
+        major: `(n,)` 64-bit positions, for example document keys.
+        minor: `(n,)` positions below 2**32, for example epochs.
+        index: `(n,)` positions below 2**32, for example token numbers.
     """
-    blocks = -(-count // 4)
-    block = np.tile(np.arange(blocks, dtype=np.uint64), len(major))
-    high = np.repeat(major >> _SHIFT, blocks)
-    low = np.repeat(major & _LOW, blocks)
-    drawn = philox(key_for(seed, purpose), (block, np.full_like(block, minor), low, high))
-    return drawn.reshape(len(major), blocks * 4)[:, :count]
+    return philox(key_for(seed, purpose), (index, minor, major & _LOW, major >> _SHIFT))
 
 
-def uniforms(seed: int, purpose: str, major: U64, minor: int, count: int) -> NDArray[np.float64]:
-    """As `words`, as floats in [0, 1) with 32 bits: exact multiples of 2**-32, so that floor(u * n) is always below n."""
-    return words(seed, purpose, major, minor, count).astype(np.float64) * 2.0**-32
+def words(seed: int, purpose: str, major: U64, minor: U64, count: int) -> U32:
+    """Uniform 32-bit words, `(n, count)`: `count` a position, where a longer row begins with the shorter one."""
+    per_row = -(-count // 4)
+    index = np.tile(np.arange(per_row, dtype=np.uint64), len(major))
+    drawn = blocks(seed, purpose, np.repeat(major, per_row), np.repeat(minor, per_row), index)
+    return drawn.reshape(len(major), per_row * 4)[:, :count]
+
+
+def unit(drawn: U32) -> NDArray[np.float64]:
+    """32-bit words as floats in [0, 1): exact multiples of 2**-32, so that floor(u * n) is always below n."""
+    return drawn.astype(np.float64) * 2.0**-32
 
 
 def torch_seed(seed: int, purpose: str, *position: int) -> int:

@@ -1,0 +1,44 @@
+"""What is in a shard: an Arrow IPC file, one row a document, record batches of a bounded number of rows.
+
+| column     | type                      | meaning                                                              |
+|------------|---------------------------|----------------------------------------------------------------------|
+| id         | fixed_size_binary(16)     | hash of the normalised text (docs/decisions/0002-document-id.md)      |
+| tokens     | list<uint16> or <uint32>  | token ids without special tokens; uint16 where the vocabulary allows  |
+| windows    | list<int32>               | starts of the windows that may hold an anchor, in tokens              |
+| num_tokens | int64                     | length of `tokens`                                                   |
+| source     | string                    | input file, relative to the input root it was found under             |
+| offset     | int64                     | where the document starts in its source, see below                    |
+
+`offset` is the byte at which the line starts in JSONL and text files (in the uncompressed text of .gz files), the row
+number in Parquet files, and 0 for a Python module; for `pydoc_data.topics` it is the ordinal of the topic.
+"""
+
+import pyarrow as pa
+
+from pipeline.windows import Geometry
+
+SCHEMA_VERSION = 1
+ID_BYTES = 16
+UINT16_VOCABULARY = 2**16
+
+
+def shard_schema(vocab_size: int, geometry: Geometry, fingerprint: str) -> pa.Schema:
+    """Schema of a shard; its metadata names what the tokens and windows mean, so that a shard explains itself."""
+    token_type = pa.uint16() if vocab_size <= UINT16_VOCABULARY else pa.uint32()
+    return pa.schema(
+        [
+            pa.field("id", pa.binary(ID_BYTES), nullable=False),
+            pa.field("tokens", pa.list_(token_type), nullable=False),
+            pa.field("windows", pa.list_(pa.int32()), nullable=False),
+            pa.field("num_tokens", pa.int64(), nullable=False),
+            pa.field("source", pa.string(), nullable=False),
+            pa.field("offset", pa.int64(), nullable=False),
+        ],
+        metadata={
+            "schema_version": str(SCHEMA_VERSION),
+            "tokenizer_fingerprint": fingerprint,
+            "vocab_size": str(vocab_size),
+            "num_anchors": str(geometry.num_anchors),
+            "max_tokens": str(geometry.max_tokens),
+        },
+    )

@@ -1,0 +1,1 @@
+"""Shards to a trained encoder, on Ray Train."""

@@ -1,0 +1,129 @@
+"""Attention over packed spans: one row of tokens, in which no span sees another.
+
+Registered with transformers' own attention interface, so that encoder families work unchanged. Linear layers see
+every real token once and no padding; only inside attention are spans of similar length brought together.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+PACKED = "declutr_packed"
+# A group of spans is one attention call, padded to its longest span. Merging saves calls and wastes multiplications;
+# spans join a group while they are at least this share of its longest, or while the group's scores stay tiny.
+_MIN_FILL = 0.75
+_SMALL_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Spans that attend in one call.
+
+    Attributes:
+        tokens: `(spans, longest)` positions in the packed row; places beyond a span's end repeat its first token.
+        valid: `(spans, longest)` True where there is a token; None when all spans have the same length.
+    """
+
+    tokens: Tensor
+    valid: Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """How packed tokens are grouped for attention and brought back.
+
+    Attributes:
+        groups: groups of spans that cover every token once.
+        order: `(T,)` for each packed token its place in the concatenation of the groups' valid tokens.
+    """
+
+    groups: tuple[AttentionGroup, ...]
+    order: Tensor
+
+
+def group_spans(lengths: Tensor) -> AttentionLayout:
+    """Groups spans of similar length.
+
+    Args:
+        lengths: `(S,)` tokens of each span, in the order in which they are packed; on the CPU.
+    """
+    starts = (lengths.cumsum(0) - lengths).tolist()
+    sizes = lengths.tolist()
+    by_length = sorted(range(len(sizes)), key=lambda span: -sizes[span])
+    members: list[list[int]] = []
+    for span in by_length:
+        longest = sizes[members[-1][0]] if members else 0
+        if members and (sizes[span] >= _MIN_FILL * longest or longest <= _SMALL_TOKENS):
+            members[-1].append(span)
+        else:
+            members.append([span])
+    groups, flat = [], []
+    for group in members:
+        longest = sizes[group[0]]
+        start = torch.tensor([starts[span] for span in group])[:, None]
+        size = torch.tensor([sizes[span] for span in group])[:, None]
+        place = torch.arange(longest)[None, :]
+        valid = place < size
+        tokens = torch.where(valid, start + place, start)
+        ragged = sizes[group[-1]] != longest
+        groups.append(AttentionGroup(tokens, valid if ragged else None))
+        flat.append(tokens[valid])
+    return AttentionLayout(tuple(groups), torch.argsort(torch.cat(flat)))
+
+
+def layout_to(layout: AttentionLayout, device: torch.device) -> AttentionLayout:
+    """The layout on another device."""
+    groups = tuple(
+        AttentionGroup(g.tokens.to(device), None if g.valid is None else g.valid.to(device)) for g in layout.groups
+    )
+    return AttentionLayout(groups, layout.order.to(device))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - the layout says what the mask would say
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_layout: AttentionLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' interface: `(1, heads, T, head_dim)` in, `(1, T, heads, head_dim)` out.
+
+    Args:
+        module: the attention layer.
+        query: queries.
+        key: keys.
+        value: values.
+        attention_mask: unused.
+        scaling: factor on the scores; None means 1 / sqrt(head_dim).
+        dropout: probability that an attention weight is dropped.
+        packed_layout: the groups of spans.
+        kwargs: `sliding_window` w limits attention to |i - j| < w, as ModernBERT's local layers ask.
+    """
+    if packed_layout is None:
+        raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
+    window = kwargs.get("sliding_window")
+    rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
+    outputs = []
+    for group in packed_layout.groups:
+        q, k, v = rows[:, group.tokens].transpose(2, 3)  # each (spans, heads, longest, head_dim)
+        mask = None if group.valid is None else group.valid[:, None, None, :]
+        longest = group.tokens.shape[1]
+        if window is not None and longest > window:
+            place = torch.arange(longest, device=query.device)
+            near = (place[:, None] - place[None, :]).abs() < window
+            mask = near if mask is None else mask & near
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
+        attended = attended.transpose(1, 2)
+        outputs.append(attended.flatten(0, 1) if group.valid is None else attended[group.valid])
+    return torch.cat(outputs)[packed_layout.order][None], None
+
+
+AttentionInterface.register(PACKED, packed_attention)

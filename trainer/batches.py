@@ -1,0 +1,107 @@
+"""Spans as the encoder reads them: packed one after the other without padding, or padded for encoders that cannot pack.
+
+Legend: S spans, T tokens of all spans together (specials included), K tokens that are selected for MLM.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.attention import AttentionLayout, group_spans, layout_to
+
+
+@dataclass(frozen=True)
+class SpanBatch:
+    """Spans with their MLM targets, on one device.
+
+    Attributes:
+        input_ids: `(T,)` tokens of the spans, specials included, some of them masked.
+        lengths: `(S,)` tokens of each span; on the CPU, for planning.
+        selected: `(K,)` places in `input_ids` whose original token is to be predicted.
+        labels: `(K,)` the original tokens.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+    selected: Tensor
+    labels: Tensor
+
+    @property
+    def num_spans(self) -> int:
+        """S."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    def to(self, device: torch.device) -> "SpanBatch":
+        """The batch on another device."""
+        return SpanBatch(
+            self.input_ids.to(device, non_blocking=True),
+            self.lengths,
+            self.selected.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+        )
+
+    def span_slice(self, start: int, end: int) -> "SpanBatch":
+        """The spans [start, end) as a batch of their own."""
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+        first, last = int(bounds[start]), int(bounds[end])
+        inside = (self.selected >= first) & (self.selected < last)
+        return SpanBatch(
+            self.input_ids[first:last],
+            self.lengths[start:end],
+            self.selected[inside] - first,
+            self.labels[inside],
+        )
+
+    def microbatches(self, max_tokens: int | None) -> list["SpanBatch"]:
+        """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a piece of its own."""
+        if max_tokens is None or self.num_tokens <= max_tokens:
+            return [self]
+        return [self.span_slice(start, end) for start, end in _pieces(self.lengths.tolist(), max_tokens)]
+
+
+def _pieces(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:
+    start = total = 0
+    for place, size in enumerate(sizes):
+        if total and total + size > limit:
+            yield start, place
+            start, total = place, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)
+
+
+@dataclass(frozen=True)
+class PackedInput:
+    """What a packed forward needs: `(1, T)` positions within each span, and the attention's layout."""
+
+    position_ids: Tensor
+    layout: AttentionLayout
+
+
+def packed_input(batch: SpanBatch, first_position: int) -> PackedInput:
+    """Positions and layout of a batch.
+
+    Args:
+        batch: the spans.
+        first_position: id of a span's first position (RoBERTa counts from pad_token_id + 1, BERT from 0).
+    """
+    starts = torch.repeat_interleave(batch.lengths.cumsum(0) - batch.lengths, batch.lengths)
+    positions = torch.arange(batch.num_tokens) - starts + first_position
+    device = batch.input_ids.device
+    return PackedInput(positions[None].to(device, non_blocking=True), layout_to(group_spans(batch.lengths), device))
+
+
+def pad_rows(batch: SpanBatch, pad_id: int) -> tuple[Tensor, Tensor]:
+    """The spans as `(S, longest)` ids with padding on the right, and the mask of real tokens."""
+    lengths = batch.lengths.to(batch.input_ids.device)
+    mask = torch.arange(int(batch.lengths.max()), device=lengths.device)[None, :] < lengths[:, None]
+    ids = batch.input_ids.new_full(mask.shape, pad_id)
+    ids[mask] = batch.input_ids
+    return ids, mask

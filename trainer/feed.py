@@ -1,0 +1,141 @@
+"""Documents to span batches: sample, cut, add specials, mask, pack. Numpy until the last line; no Ray, no state.
+
+Order of the spans of n documents: all anchors (document by document), then, if asked, the same anchors unmasked, then
+all positives (document by document, anchor by anchor).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from trainer.batches import SpanBatch
+from trainer.masking import MaskingConfig, mask_tokens
+from trainer.spans import SpanConfig, Spans, draw, place
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the feed knows of a tokenizer.
+
+    Attributes:
+        size: number of ids.
+        bos: id before every span, or None.
+        eos: id after every span, or None.
+        mask: id of the mask token.
+        special: every special id; never selected for MLM.
+    """
+
+    size: int
+    bos: int | None
+    eos: int | None
+    mask: int
+    special: tuple[int, ...]
+
+    @property
+    def num_specials(self) -> int:
+        """Specials around a span."""
+        return (self.bos is not None) + (self.eos is not None)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Turns documents into the spans of a step.
+
+    Attributes:
+        spans: geometry and strategy.
+        masking: None when no MLM loss is computed, so that nothing is masked.
+        unmasked_anchors: also pack every anchor without masks, for the contrastive embedding.
+        max_content: tokens of a span that fit the encoder beside the specials; what is longer is cut at its end.
+        vocabulary: ids.
+        seed: the run's seed.
+    """
+
+    spans: SpanConfig
+    masking: MaskingConfig | None
+    unmasked_anchors: bool
+    max_content: int
+    vocabulary: Vocabulary
+    seed: int
+
+    def sample(self, documents: pa.Table, epochs: I64) -> Spans:
+        """Spans of these shard rows in these epochs."""
+        windows, offsets = ragged(documents.column("windows"))
+        num_tokens = documents.column("num_tokens").to_numpy()
+        return place(self.spans, draw(self.spans, self.seed, epochs, document_keys(documents)), num_tokens, windows, offsets)
+
+    def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
+        """The spans of n documents, cut, masked and packed.
+
+        Args:
+            documents: n rows of the shards.
+            epochs: `(n,)` epoch in which each is read.
+        """
+        spans = self.sample(documents, epochs)
+        tokens, offsets = ragged(documents.column("tokens"))
+        anchors, positives = spans.anchors.reshape(-1, 2), spans.positives.reshape(-1, 2)
+        copies = [anchors, anchors, positives] if self.unmasked_anchors else [anchors, positives]
+        bounds = np.concatenate(copies)
+        document = np.concatenate([np.repeat(np.arange(len(epochs)), len(part) // len(epochs)) for part in copies])
+        content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
+
+        vocabulary = self.vocabulary
+        head = int(vocabulary.bos is not None)
+        lengths = content + vocabulary.num_specials
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        ids = np.empty(int(ends[-1]), np.int64)
+        within = _ranges(content)
+        target = np.repeat(starts + head, content) + within
+        ids[target] = tokens[np.repeat(offsets[document] + bounds[:, 0], content) + within]
+        if vocabulary.bos is not None:
+            ids[starts] = vocabulary.bos
+        if vocabulary.eos is not None:
+            ids[ends - 1] = vocabulary.eos
+
+        selected = labels = np.empty(0, np.int64)
+        if self.masking is not None:
+            num_masked = len(anchors)
+            hidden = int(content[:num_masked].sum())  # the anchors' tokens come first
+            places = target[:hidden]
+            owner = np.repeat(document[:num_masked], content[:num_masked])
+            number = np.repeat(np.tile(np.arange(self.spans.num_anchors), len(epochs)), content[:num_masked])
+            replaced, chosen = mask_tokens(
+                self.masking,
+                self.seed,
+                ids[places],
+                document_keys(documents)[owner],
+                epochs[owner].astype(np.uint64),
+                number,
+                within[:hidden],
+                vocabulary.size,
+                vocabulary.mask,
+                np.array(vocabulary.special),
+            )
+            selected = places[chosen]
+            labels = ids[selected]
+            ids[places] = replaced
+        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels)))
+
+
+def document_keys(documents: pa.Table) -> NDArray[np.uint64]:
+    """`(n,)` first eight bytes of each document's id: the key of all its random draws."""
+    ids = documents.column("id").combine_chunks()
+    raw = np.frombuffer(ids.buffers()[1], np.uint8).reshape(-1, 16)[ids.offset : ids.offset + len(ids)]
+    return np.ascontiguousarray(raw[:, :8]).view("<u8").reshape(-1)
+
+
+def ragged(column: pa.ChunkedArray) -> tuple[NDArray[np.integer], I64]:
+    """Values and `(n + 1,)` offsets of a list column."""
+    lists = column.combine_chunks()
+    return lists.values.to_numpy(), lists.offsets.to_numpy().astype(np.int64)
+
+
+def _ranges(sizes: I64) -> I64:
+    """0..size-1 for each size, one after the other."""
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)

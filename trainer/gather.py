@@ -1,0 +1,91 @@
+"""Tensors that cross workers. Gradients stay exact: what the optimizer sees equals one process with the whole batch.
+
+The rule everywhere: every rank computes the same global loss from gathered embeddings, so a rank's gradient with respect
+to its own rows is already complete; gradients of parameters are SUMMED over ranks, never averaged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BUCKET_ELEMENTS = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the workers.
+
+    Attributes:
+        rank: number of this worker.
+        size: number of workers; 1 needs no process group.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, rows: Tensor, start: int, total: int) -> Tensor:
+        """All ranks' rows in the order of the global batch, `(total, D)`, differentiable.
+
+        Args:
+            rows: this rank's rows `(r, D)`; ranks may hold different numbers, also none.
+            start: place of this rank's first row among all.
+            total: rows of all ranks.
+        """
+        if self.size == 1:
+            return rows
+        gathered: Tensor = _GatherRows.apply(rows, start, total)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks of a tensor of numbers, without gradient."""
+        values = values.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.size == 1:
+            return
+        for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Consecutive tensors of one type, up to a fixed size, so that few large messages are sent."""
+    buckets: list[list[Tensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if not buckets or filled + tensor.numel() > _BUCKET_ELEMENTS or buckets[-1][0].dtype != tensor.dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(tensor)
+        filled += tensor.numel()
+    return buckets
+
+
+class _GatherRows(torch.autograd.Function):
+    """Places each rank's rows into a table of zeros and sums the tables: exact, and indifferent to ragged counts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, start: int, total: int) -> Tensor:
+        ctx.span = (start, start + len(rows))
+        table = rows.new_zeros(total, *rows.shape[1:])
+        table[start : start + len(rows)] = rows
+        dist.all_reduce(table)
+        return table
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        start, end = ctx.span
+        return gradients[0][start:end], None, None

@@ -1,0 +1,64 @@
+"""Masked language modelling (BERT's recipe, as DeCLUTR uses it): which anchor tokens are hidden and what replaces them.
+
+Every draw depends on (seed, epoch, document, anchor, place of the token in the anchor) alone. Numpy only.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from common import seeding
+from common.config import Strict
+
+_ANCHOR_STRIDE = 1 << 20  # more tokens than an anchor can have, so that anchors never share draws
+
+
+class MaskingConfig(Strict):
+    """Which tokens are selected and what becomes of them."""
+
+    select_share: float = Field(default=0.15, ge=0, le=1)
+    """Probability that a token (never a special one) is selected and must be predicted."""
+    mask_share: float = Field(default=0.8, ge=0, le=1)
+    """Of the selected: share replaced by the mask token."""
+    random_share: float = Field(default=0.1, ge=0, le=1)
+    """Of the selected: share replaced by a token drawn uniformly from the whole vocabulary. The rest stays as it is."""
+
+
+def mask_tokens(
+    config: MaskingConfig,
+    seed: int,
+    ids: NDArray[np.int64],
+    key: seeding.U64,
+    epoch: seeding.U64,
+    anchor: NDArray[np.int64],
+    place: NDArray[np.int64],
+    vocab_size: int,
+    mask_id: int,
+    special_ids: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Masked copy of the tokens and which of them are to be predicted.
+
+    Args:
+        config: shares.
+        seed: the run's seed.
+        ids: `(t,)` tokens.
+        key: `(t,)` key of each token's document.
+        epoch: `(t,)` epoch in which the document is read.
+        anchor: `(t,)` number of the anchor in its document.
+        place: `(t,)` place of the token in its anchor, below 2**20.
+        vocab_size: random replacements are below this; they may hit a special token or the token itself.
+        mask_id: id of the mask token.
+        special_ids: ids that are never selected.
+
+    Returns:
+        `(t,)` new ids and `(t,)` selected.
+    """
+    index = (anchor * _ANCHOR_STRIDE + place).astype(np.uint64)
+    drawn = seeding.blocks(seed, "mlm", key, epoch, index)
+    uniform = seeding.unit(drawn)
+    selected = (uniform[:, 0] < config.select_share) & ~np.isin(ids, special_ids)
+    kind = uniform[:, 1]
+    replacement = (uniform[:, 2] * vocab_size).astype(np.int64)
+    randomised = selected & (kind >= config.mask_share) & (kind < config.mask_share + config.random_share)
+    masked = np.where(selected & (kind < config.mask_share), mask_id, np.where(randomised, replacement, ids))
+    return masked, selected

@@ -1,0 +1,205 @@
+"""The encoder: any masked language model of transformers, with packed or padded forward, pooling and projection head.
+
+Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
+
+from common import seeding
+from common.config import Strict
+from trainer.attention import PACKED
+from trainer.batches import SpanBatch, packed_input, pad_rows
+from trainer.feed import Vocabulary
+
+
+class ProjectionConfig(Strict):
+    """The head between pooling and the contrastive loss (DeCLUTR appendix; SimCLR). Dropped at export."""
+
+    kind: Literal["none", "linear", "mlp"] = "none"
+    """Two layers, without (linear) or with (mlp) a ReLU between them; none: the pooled embedding itself."""
+    size: int = Field(default=128, ge=1)
+    """Width of the projected embedding and of the hidden layer."""
+
+
+class EncoderConfig(Strict):
+    """Which encoder is trained and how spans become embeddings."""
+
+    pretrained: str | None = None
+    """Name or folder of a masked language model of transformers."""
+    scratch: dict[str, Any] | None = None
+    """Instead: a transformers config (with `model_type`) whose weights are drawn from the run's seed. Vocabulary size
+    and special ids come from the shards' tokenizer."""
+    trust_remote_code: bool = False
+    """Run code that a pretrained model brings along. Only for models you trust."""
+    pooling: Literal["mean", "cls", "max"] = "mean"
+    """Span embedding: mean or maximum over all its tokens (specials included, as released), or its first token."""
+    projection: ProjectionConfig = ProjectionConfig()
+    layout: Literal["packed", "padded"] = "packed"
+    """packed: no padding, attention within spans only. padded: the reference, for encoders that cannot pack."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Replaces every dropout probability of the model; None keeps the model's own."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "EncoderConfig":
+        if (self.pretrained is None) == (self.scratch is None):
+            raise ValueError("give exactly one of `pretrained` (a name or folder) and `scratch` (a transformers config)")
+        if self.scratch is not None and "model_type" not in self.scratch:
+            raise ValueError("scratch needs `model_type`, for example roberta, bert or modernbert")
+        return self
+
+
+_DROPOUTS = (
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
+    "hidden_dropout", "activation_dropout", "dropout",
+)  # fmt: skip
+
+
+def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, int | None]) -> Any:
+    """The transformers config of the encoder, without its weights.
+
+    Args:
+        config: the encoder.
+        vocabulary_size: ids of the tokenizer; used from scratch only.
+        ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used from scratch only.
+    """
+    if config.pretrained is not None:
+        hf = AutoConfig.from_pretrained(config.pretrained, trust_remote_code=config.trust_remote_code)
+    else:
+        assert config.scratch is not None
+        given = dict(config.scratch)
+        hf = AutoConfig.for_model(given.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **given})
+    if config.dropout is not None:
+        for name in _DROPOUTS:
+            if hasattr(hf, name):
+                setattr(hf, name, config.dropout)
+    return hf
+
+
+def build_model(config: EncoderConfig, hf: Any, seed: int) -> PreTrainedModel:
+    """The masked language model in float32: pretrained weights, or weights drawn from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeding.torch_seed(seed, "weights"))
+        if config.pretrained is None:
+            model = AutoModelForMaskedLM.from_config(hf, dtype=torch.float32)
+        else:
+            model = AutoModelForMaskedLM.from_pretrained(
+                config.pretrained, config=hf, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
+    return model  # type: ignore[no-any-return]
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """Position id of a sequence's first token: RoBERTa's family counts from pad_token_id + 1, the others from 0."""
+    embeddings = getattr(model.base_model, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return int(model.config.pad_token_id) + 1
+    return 0
+
+
+def max_span_tokens(model: PreTrainedModel) -> int:
+    """Longest span the positions allow, specials included."""
+    return int(model.config.max_position_embeddings) - first_position(model)
+
+
+def mlm_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The part of the model that turns `(K, H)` hidden states into `(K, vocabulary)` logits.
+
+    Raises:
+        ValueError: an encoder family whose head is not known here.
+    """
+    for name in ("lm_head", "cls"):  # RoBERTa, XLM-R, CamemBERT; BERT, ELECTRA-like
+        if hasattr(model, name):
+            head: Callable[[Tensor], Tensor] = getattr(model, name)
+            return head
+    if hasattr(model, "head") and hasattr(model, "decoder"):  # ModernBERT
+        return lambda hidden: model.decoder(model.head(hidden))
+    raise ValueError(
+        f"encoder: {type(model).__name__} has no known MLM head; tested families: RoBERTa, DistilRoBERTa, BERT, ModernBERT"
+    )
+
+
+class Encoder(nn.Module):
+    """A masked language model with pooling and projection, over batches of spans.
+
+    Args:
+        config: pooling, projection, layout.
+        model: the masked language model.
+        seed: the run's seed, for the projection's weights.
+    """
+
+    def __init__(self, config: EncoderConfig, model: PreTrainedModel, seed: int) -> None:
+        super().__init__()
+        self.config = config
+        self.model = model
+        self.head = mlm_head(model)
+        self.first_position = first_position(model)
+        self.hidden_size = int(model.config.hidden_size)
+        model.set_attn_implementation(PACKED if config.layout == "packed" else "sdpa")
+        self.projection: nn.Module = nn.Identity()
+        self.embedding_size = self.hidden_size
+        if config.projection.kind != "none":
+            size = self.embedding_size = config.projection.size
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seeding.torch_seed(seed, "projection"))
+                between = nn.ReLU() if config.projection.kind == "mlp" else nn.Identity()
+                self.projection = nn.Sequential(nn.Linear(self.hidden_size, size), between, nn.Linear(size, size))
+
+    def hidden(self, batch: SpanBatch) -> Tensor:
+        """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order."""
+        if self.config.layout == "padded":
+            ids, mask = pad_rows(batch, int(self.model.config.pad_token_id or 0))
+            rows = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            return rows[mask]  # type: ignore[no-any-return]
+        packed = packed_input(batch, self.first_position)
+        kinds = {"token_type_ids": torch.zeros_like(packed.position_ids)} if self._has_token_types() else {}
+        output = self.model.base_model(
+            input_ids=batch.input_ids[None], position_ids=packed.position_ids, packed_layout=packed.layout, **kinds
+        )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _has_token_types(self) -> bool:
+        return getattr(self.model.config, "type_vocab_size", 0) > 0
+
+    def pool(self, hidden: Tensor, lengths: Tensor) -> Tensor:
+        """Span embeddings before projection, `(S, H)`, in at least float32."""
+        hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
+        if self.config.pooling == "cls":
+            return hidden[(lengths.cumsum(0) - lengths).to(hidden.device)]
+        pooled: Tensor = torch.segment_reduce(
+            hidden, self.config.pooling, lengths=lengths.to(hidden.device), axis=0, unsafe=True
+        )
+        return pooled
+
+    def embed(self, batch: SpanBatch) -> Tensor:
+        """Pooled embeddings of the spans, `(S, H)`: what the exported encoder gives."""
+        return self.pool(self.hidden(batch), batch.lengths)
+
+    def forward(self, batch: SpanBatch) -> tuple[Tensor, Tensor]:
+        """Projected span embeddings `(S, D)` and the MLM loss summed over the batch's K selected tokens."""
+        hidden = self.hidden(batch)
+        embeddings = self.projection(self.pool(hidden, batch.lengths))
+        if len(batch.selected) == 0:
+            return embeddings, embeddings.new_zeros(())
+        logits = self.head(hidden[batch.selected])
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return embeddings, F.cross_entropy(logits, batch.labels, reduction="sum")
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """Ids the feed needs, from a transformers tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has no mask token.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no mask token, which MLM needs")
+    bos = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+    eos = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))

@@ -1,0 +1,123 @@
+"""DeCLUTR: contrast spans of the same document against all others, and predict masked tokens of the anchors.
+
+Legend: n documents on this rank, A anchors a document, P positives an anchor, M = anchors of the global batch, D size.
+"""
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from common.config import Strict
+from trainer.gather import World
+from trainer.masking import MaskingConfig
+from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss, NTXentConfig, ntxent
+
+ContrastiveLossConfig = Annotated[NTXentConfig | MetricLearningConfig, Field(discriminator="kind")]
+
+
+class DeclutrConfig(Strict):
+    """What is minimised: contrastive + MLM (paper eq. 3), or one of them alone (paper Figure 3)."""
+
+    kind: Literal["declutr"] = "declutr"
+    terms: Literal["both", "contrastive", "mlm"] = "both"
+    """Which losses are summed."""
+    loss: ContrastiveLossConfig = NTXentConfig()
+    """The contrastive loss."""
+    masking: MaskingConfig = MaskingConfig()
+    """How anchors are masked for MLM."""
+    contrast_unmasked_anchors: bool = False
+    """Embed anchors a second time without masks for the contrastive loss; the released code contrasts masked ones."""
+    queue_size: int = Field(default=0, ge=0)
+    """Embeddings of earlier steps kept as extra negatives (the paper's memory bank); 0: none."""
+    released_rank_scaling: bool = False
+    """Multiply the contrastive gradient by 1 / world size, as the released configs do on several GPUs."""
+
+    @model_validator(mode="after")
+    def _queue_needs_ntxent(self) -> "DeclutrConfig":
+        if self.queue_size and self.loss.kind != "ntxent":
+            raise ValueError(f"queue_size = {self.queue_size} needs loss kind ntxent, not {self.loss.kind}")
+        return self
+
+    @property
+    def contrastive(self) -> bool:
+        """Is the contrastive loss computed?"""
+        return self.terms != "mlm"
+
+    @property
+    def mlm(self) -> bool:
+        """Is the MLM loss computed?"""
+        return self.terms != "contrastive"
+
+    @property
+    def unmasked_anchors(self) -> bool:
+        """Are anchors packed twice, masked for MLM and unmasked for the contrastive loss?"""
+        return self.contrast_unmasked_anchors and self.terms == "both"
+
+
+class Declutr:
+    """The contrastive half of the objective: from this rank's span embeddings to the loss of the global batch.
+
+    Args:
+        config: terms and losses.
+        num_anchors: A.
+        num_positives: P.
+    """
+
+    def __init__(self, config: DeclutrConfig, num_anchors: int, num_positives: int) -> None:
+        self.config = config
+        self.num_anchors = num_anchors
+        self.num_positives = num_positives
+        self.queue: Tensor | None = None
+        self._metric_loss = MetricLearningLoss(config.loss) if isinstance(config.loss, MetricLearningConfig) else None
+
+    def represent(self, spans: Tensor, num_documents: int) -> Tensor:
+        """Views that meet other workers, `(n * A, 2, D)`: each anchor and the mean of its positives (paper section 3.1).
+
+        Args:
+            spans: `(S, D)` embeddings in the feed's order.
+            num_documents: n.
+        """
+        rows = num_documents * self.num_anchors
+        masked, rest = spans[:rows], spans[rows:]
+        anchors, rest = (rest[:rows], rest[rows:]) if self.config.unmasked_anchors else (masked, rest)
+        positives = rest.reshape(rows, self.num_positives, -1).mean(dim=1)
+        return torch.stack([anchors, positives], dim=1)
+
+    def loss(self, views: Tensor, start: int, total: int, world: World) -> tuple[Tensor, Tensor]:
+        """The contrastive loss of the global batch, and the embeddings it saw.
+
+        Args:
+            views: this rank's `(n * A, 2, D)`.
+            start: place of this rank's first anchor among all M.
+            total: M.
+            world: the workers.
+
+        Returns:
+            A scalar whose gradient with respect to `views` is complete, and `(2M, D)` detached embeddings.
+        """
+        gathered = world.gather(views.flatten(1), start, total).view(total, 2, -1)
+        embeddings = torch.cat([gathered[:, 0], gathered[:, 1]])
+        if self._metric_loss is not None:
+            value = self._metric_loss(embeddings)
+        else:
+            assert isinstance(self.config.loss, NTXentConfig)
+            value = ntxent(embeddings, self.config.loss.temperature, self.queue)
+        if self.config.released_rank_scaling:
+            value = value / world.size + (value - value / world.size).detach()
+        return value, embeddings.detach()
+
+    def remember(self, embeddings: Tensor) -> None:
+        """Puts a finished step's `(2M, D)` embeddings into the queue; the oldest leave it."""
+        if self.config.queue_size:
+            kept = embeddings if self.queue is None else torch.cat([self.queue, embeddings])
+            self.queue = kept[-self.config.queue_size :].clone()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold: the queue, once it exists."""
+        return {} if self.queue is None else {"queue": self.queue}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores `state_dict`."""
+        self.queue = state.get("queue")
