@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,11 +95,11 @@ def file_parts(corpus: FilesCorpus, part_bytes: int) -> tuple[list[Part], list[s
                 )
         if matches and not any(path.resolve() in found for path, _, _ in matches):
             problems.append(f"corpus.paths: {given!r} holds no file named like {' '.join(SUFFIXES)} (.gz allowed)")
-    sources = [source for source, _ in found.values()]
+    sources = Counter(source for source, _ in found.values())
     parts: list[Part] = []
     for path in sorted(found, key=lambda path: (found[path][0], str(path))):
         source, file_format = found[path]
-        source = source if sources.count(source) == 1 else str(path)
+        source = source if sources[source] == 1 else str(path)
         if file_format == "parquet":
             row_groups, problem = _parquet_parts(path, source, corpus.text_field)
             parts += row_groups

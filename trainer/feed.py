@@ -1,7 +1,7 @@
 """Documents to span batches: sample, cut, add specials, mask, pack. Numpy until the last line; no Ray, no state.
 
 Order of the spans of n documents: all anchors (document by document), then, if asked, the same anchors unmasked, then
-all positives (document by document, anchor by anchor).
+(unless only MLM is trained) all positives, document by document, anchor by anchor.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ class Feed:
         spans: geometry and strategy.
         masking: None when no MLM loss is computed, so that nothing is masked.
         unmasked_anchors: also pack every anchor without masks, for the contrastive embedding.
+        include_positives: False when nothing is contrasted.
         max_content: tokens of a span that fit the encoder beside the specials; what is longer is cut at its end.
         vocabulary: ids.
         seed: the run's seed.
@@ -58,6 +59,7 @@ class Feed:
     spans: SpanConfig
     masking: MaskingConfig | None
     unmasked_anchors: bool
+    include_positives: bool
     max_content: int
     vocabulary: Vocabulary
     seed: int
@@ -65,8 +67,15 @@ class Feed:
     def sample(self, documents: pa.Table, epochs: I64) -> Spans:
         """Spans of these shard rows in these epochs."""
         windows, offsets = ragged(documents.column("windows"))
+        windows = windows.astype(np.int64)
         num_tokens = documents.column("num_tokens").to_numpy()
-        return place(self.spans, draw(self.spans, self.seed, epochs, document_keys(documents)), num_tokens, windows, offsets)
+        return place(
+            self.spans,
+            draw(self.spans, self.seed, epochs, document_keys(documents)),
+            num_tokens,
+            windows,
+            offsets,
+        )
 
     def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
         """The spans of n documents, cut, masked and packed.
@@ -78,7 +87,7 @@ class Feed:
         spans = self.sample(documents, epochs)
         tokens, offsets = ragged(documents.column("tokens"))
         anchors, positives = spans.anchors.reshape(-1, 2), spans.positives.reshape(-1, 2)
-        copies = [anchors, anchors, positives] if self.unmasked_anchors else [anchors, positives]
+        copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives
         bounds = np.concatenate(copies)
         document = np.concatenate([np.repeat(np.arange(len(epochs)), len(part) // len(epochs)) for part in copies])
         content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)

@@ -49,7 +49,9 @@ class EncoderConfig(Strict):
     @model_validator(mode="after")
     def _one_source(self) -> "EncoderConfig":
         if (self.pretrained is None) == (self.scratch is None):
-            raise ValueError("give exactly one of `pretrained` (a name or folder) and `scratch` (a transformers config)")
+            raise ValueError(
+                "give exactly one of `pretrained` (a name or folder) and `scratch` (a transformers config)"
+            )
         if self.scratch is not None and "model_type" not in self.scratch:
             raise ValueError("scratch needs `model_type`, for example roberta, bert or modernbert")
         return self
@@ -92,7 +94,7 @@ def build_model(config: EncoderConfig, hf: Any, seed: int) -> PreTrainedModel:
             model = AutoModelForMaskedLM.from_pretrained(
                 config.pretrained, config=hf, dtype=torch.float32, trust_remote_code=config.trust_remote_code
             )
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def first_position(model: PreTrainedModel) -> int:
@@ -160,7 +162,10 @@ class Encoder(nn.Module):
         packed = packed_input(batch, self.first_position)
         kinds = {"token_type_ids": torch.zeros_like(packed.position_ids)} if self._has_token_types() else {}
         output = self.model.base_model(
-            input_ids=batch.input_ids[None], position_ids=packed.position_ids, packed_layout=packed.layout, **kinds
+            input_ids=batch.input_ids[None],
+            position_ids=packed.position_ids,
+            packed_layout=packed.layout,
+            **kinds,
         )
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 

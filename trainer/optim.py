@@ -42,8 +42,11 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two groups: with decay, and without it (biases and weights of normalisation layers)."""
-    bare = {id(p) for layer in module.modules() if "Norm" in type(layer).__name__ for p in layer.parameters(recurse=False)}
-    decay, no_decay = [], []
+    bare = {
+        id(p) for layer in module.modules() if "Norm" in type(layer).__name__ for p in layer.parameters(recurse=False)
+    }
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (no_decay if id(parameter) in bare or name.endswith("bias") else decay).append(parameter)
@@ -63,7 +66,12 @@ class UncorrectedAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -81,7 +89,10 @@ class UncorrectedAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     state: dict[str, Tensor] = self.state[parameter]
                     if not state:
-                        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                        state["exp_avg"], state["exp_avg_sq"] = (
+                            torch.zeros_like(parameter),
+                            torch.zeros_like(parameter),
+                        )
                     state["exp_avg"].lerp_(parameter.grad, 1 - first)
                     state["exp_avg_sq"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
                     denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])

@@ -159,7 +159,10 @@ class Stepper:
 
     def _forward(self, piece: SpanBatch, start: int, number: int, step: int) -> tuple[Tensor, Tensor]:
         """Embeddings and MLM loss of a microbatch, with dropout keyed by (seed, step, place in the global batch)."""
-        with self._keyed_dropout(piece.input_ids.device, start, number, step), self._autocast(piece.input_ids.device):
+        with (
+            self._keyed_dropout(piece.input_ids.device, start, number, step),
+            self._autocast(piece.input_ids.device),
+        ):
             embeddings, mlm_sum = self.encoder(piece)
         return embeddings, mlm_sum
 
