@@ -5,6 +5,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -120,10 +121,11 @@ def _matches(given: str) -> Iterator[tuple[Path, str, bool]]:
             if path.is_file() and not any(name.startswith(".") for name in relative.parts):
                 yield path, relative.as_posix(), True
     elif glob.has_magic(str(root)):
-        plain = [name for name in root.parts[: next(i for i, p in enumerate(root.parts) if glob.has_magic(p))]]
-        for name in sorted(glob.glob(str(root), recursive=True)):
-            if Path(name).is_file():
-                yield Path(name), Path(name).relative_to(Path(*plain)).as_posix(), True
+        num_plain = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))
+        plain = Path(*root.parts[:num_plain])
+        for path in sorted(plain.glob(str(Path(*root.parts[num_plain:])))):
+            if path.is_file():
+                yield path, path.relative_to(plain).as_posix(), True
 
 
 def _bare_suffix(path: Path) -> str:
@@ -141,7 +143,7 @@ def _line_parts(path: Path, source: str, file_format: str, part_bytes: int) -> l
             {"format": file_format, "path": str(path), "source": source}
             | {"start": start, "stop": stop, "num_bytes": stop - start}
         )
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in pairwise(cuts)
     ]
 
 

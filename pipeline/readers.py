@@ -50,7 +50,7 @@ def read_parquet(part: Part, text_field: str) -> Iterator[Record]:
 
 
 def _lines(part: Part) -> Iterator[tuple[bytes, int] | Failure]:
-    """Lines whose first byte lies in [start, stop), with that byte's position; a file that breaks off is one failure."""
+    """Lines whose first byte lies in [start, stop), with its position; a file that breaks off is one failure."""
     position = part.start
     compressed = part.path.endswith(".gz")
     try:
@@ -67,9 +67,9 @@ def _lines(part: Part) -> Iterator[tuple[bytes, int] | Failure]:
         yield Failure(reason="unreadable", source=part.source, offset=position, message=message)
 
 
-def _open(path: str, compressed: bool) -> BinaryIO:
+def _open(path: str, compressed: bool) -> BinaryIO | gzip.GzipFile:
     """A buffered binary stream of the uncompressed file."""
-    return gzip.open(path, "rb") if compressed else open(path, "rb", buffering=1 << 20)  # noqa: PTH123, SIM115
+    return gzip.open(path, "rb") if compressed else open(path, "rb", buffering=1 << 20)  # noqa: PTH123
 
 
 def _from_json(line: bytes, offset: int, source: str, text_field: str) -> Record:

@@ -1,0 +1,65 @@
+"""Configuration of `prepare`: composes the branches that sit beside the code they configure."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from common.config import Strict
+from common.storage import hash_json
+from pipeline.corpus import FilesCorpus
+from pipeline.pydocs import PythonDocs
+from pipeline.session import SessionConfig
+from pipeline.tokenization import TokenizerConfig
+from pipeline.windows import Geometry
+
+# Settings that say where and how the work runs, not what it makes.
+_NO_INFLUENCE = {"output", "session"}
+
+
+class PipelineConfig(Strict):
+    """From a corpus to shards: the `prepare` section of a config file."""
+
+    output: str
+    """Folder of the shards; made when missing."""
+    corpus: Annotated[FilesCorpus | PythonDocs, Field(discriminator="kind")]
+    tokenizer: TokenizerConfig
+    geometry: Geometry = Geometry()
+    short_documents: Literal["drop"] = "drop"
+    """What becomes of documents under 2 * num_anchors * max_tokens tokens."""
+    held_out_share: float = Field(default=0.01, ge=0, lt=1)
+    """Share of documents kept from training, chosen by document id."""
+    unit_mib: float = Field(default=64.0, gt=0)
+    """Input that one task reads, MiB: what a killed run loses at most, for each worker. 2-5 s of work is good."""
+    block_documents: int = Field(default=1000, ge=1)
+    """Rows of a record batch in a shard: what a task of the trainer reads at once."""
+    seed: int = Field(default=0, ge=0)
+    """Of the held-out split."""
+    session: SessionConfig = SessionConfig()
+
+
+def identity(config: PipelineConfig) -> dict[str, Any]:
+    """The settings that decide what the shards hold, as JSON."""
+    return config.model_dump(mode="json", exclude=_NO_INFLUENCE)
+
+
+def config_hash(config: PipelineConfig) -> str:
+    """SHA-256 of `identity`: runs with equal hashes over equal inputs write equal bytes."""
+    return hash_json(identity(config))
+
+
+def differing_keys(config: PipelineConfig, other: dict[str, Any]) -> list[str]:
+    """Lines `key: here <value>, there <value>` for the settings in which an `identity` differs from this config's."""
+    mine, theirs = _flat(identity(config)), _flat(other)
+    return [
+        f"{key}: here {mine.get(key, '(not set)')!r}, there {theirs.get(key, '(not set)')!r}"
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key, "(not set)") != theirs.get(key, "(not set)")
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

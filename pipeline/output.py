@@ -1,0 +1,91 @@
+"""The output folder of a preparation: whose it is, what is finished in it, what a killed run left behind."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from common.config import Strict
+from common.storage import write_text
+from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from pipeline.manifest import MANIFEST
+from pipeline.progress import PROGRESS
+from pipeline.units import Unit, hash_unit
+
+PLAN = "plan.json"
+TOKENIZER = "tokenizer"
+
+
+class Plan(Strict):
+    """What a folder is being made from. Written first, so that a later run knows what it finds."""
+
+    config: dict[str, Any]
+    config_hash: str
+    units: dict[str, str]
+    """Hash of each unit's inputs, by unit name."""
+    sources: dict[str, str]
+    """First source of each unit, by unit name: what to tell a person when inputs changed."""
+
+
+def plan_of(config: PipelineConfig, units: Sequence[Unit]) -> Plan:
+    """The plan of these settings over these inputs."""
+    return Plan(
+        config=identity(config),
+        config_hash=config_hash(config),
+        units={unit.name: hash_unit(unit) for unit in units},
+        sources={unit.name: unit.parts[0].source for unit in units},
+    )
+
+
+def claim(folder: Path, plan: Plan) -> None:
+    """Marks the folder as this plan's and removes what a killed run was in the middle of writing."""
+    if not (folder / PLAN).exists():
+        write_text(folder / PLAN, plan.model_dump_json(indent=1) + "\n")
+    for aside in [*folder.glob(".*.tmp"), *(folder / "units").glob(".*.tmp")]:
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink(missing_ok=True)
+
+
+def discard(folder: Path) -> None:
+    """Removes everything a preparation wrote, and the folder if nothing else is in it."""
+    for name in (TOKENIZER, "units"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in [*folder.glob("train-*.arrow"), *folder.glob("held-out-*.arrow")]:
+        path.unlink()
+    for name in (MANIFEST, PROGRESS, PLAN):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[str]:
+    """Why the output folder cannot be used for this plan, one line a problem; none when it is new or its own."""
+    where = f"output = {config.output!r}"
+    if folder.exists() and not folder.is_dir():
+        return [f"{where} is a file; name a folder"]
+    if not folder.is_dir() or not any(not path.name.startswith(".") for path in folder.iterdir()):
+        return []
+    try:
+        other = Plan.model_validate_json((folder / PLAN).read_bytes())
+    except FileNotFoundError:
+        return [f"{where} holds files that `prepare` did not write; name an empty or a new folder"]
+    except ValidationError:
+        return [f"{where}: its {PLAN} is of another version; name another folder or delete this one"]
+    if other.config_hash != plan.config_hash:
+        differing = "; ".join(differing_keys(config, other.config))
+        return [f"{where} was made with other settings ({differing}); name another folder or delete this one"]
+    # Installed packages change under a developer's hands; finished documentation of the ones before stays good.
+    if plan.units == other.units or (config.corpus.kind == "python_docs" and (folder / MANIFEST).exists()):
+        return []
+    changed = sorted(
+        name for name in plan.units.keys() | other.units.keys() if plan.units.get(name) != other.units.get(name)
+    )
+    first = plan.sources.get(changed[0]) or other.sources[changed[0]]
+    return [
+        f"{where} was begun with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
+        f"{first}; name another folder or delete this one"
+    ]

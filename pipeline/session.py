@@ -1,0 +1,42 @@
+"""A quiet Ray session: a cluster where one is named, this machine otherwise."""
+
+import logging
+import os
+
+from pydantic import Field
+
+from common.config import Strict
+
+# Ray reads these when it is imported or started, hence here and before `import ray`.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+
+import ray
+from ray.data import DataContext
+
+
+class SessionConfig(Strict):
+    """Where the work runs. Has no influence on results."""
+
+    num_cpus: int | None = Field(default=None, ge=1)
+    """Logical CPUs of a local session; all of this machine's when not set. A cluster has its own."""
+    address: str | None = None
+    """Address of a running cluster (`auto`: the one this host belongs to). RAY_ADDRESS does the same."""
+
+
+def start_ray(num_cpus: int | None = None, address: str | None = None) -> None:
+    """Attaches to a cluster when `address` or RAY_ADDRESS names one, else starts a local session; both stay quiet.
+
+    Does nothing when this process has a session already.
+    """
+    if not ray.is_initialized():
+        address = address or os.environ.get("RAY_ADDRESS")
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
