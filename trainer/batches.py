@@ -47,6 +47,11 @@ class SpanBatch:
             self.labels.to(device, non_blocking=True),
         )
 
+    def pin_memory(self) -> "SpanBatch":
+        """The batch in page-locked memory, from which copies to a GPU overlap with its work."""
+        pinned = (tensor.pin_memory() for tensor in (self.input_ids, self.lengths, self.selected, self.labels))
+        return SpanBatch(*pinned)
+
     def span_slice(self, start: int, end: int) -> "SpanBatch":
         """The spans [start, end) as a batch of their own."""
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
@@ -85,17 +90,23 @@ class PackedInput:
     layout: AttentionLayout
 
 
-def packed_input(batch: SpanBatch, first_position: int) -> PackedInput:
+def packed_input(batch: SpanBatch, padding_index: int | None) -> PackedInput:
     """Positions and layout of a batch.
 
     Args:
         batch: the spans.
-        first_position: id of a span's first position (RoBERTa counts from pad_token_id + 1, BERT from 0).
+        padding_index: None: positions count from 0. Otherwise RoBERTa's rule: they count from padding_index + 1, and a
+            token with this id (MLM may draw it as a replacement) has position padding_index and is not counted.
     """
-    starts = torch.repeat_interleave(batch.lengths.cumsum(0) - batch.lengths, batch.lengths)
-    positions = torch.arange(batch.num_tokens) - starts + first_position
     device = batch.input_ids.device
-    return PackedInput(positions[None].to(device, non_blocking=True), layout_to(group_spans(batch.lengths), device))
+    starts = torch.repeat_interleave(batch.lengths.cumsum(0) - batch.lengths, batch.lengths)
+    if padding_index is None:
+        positions = (torch.arange(batch.num_tokens) - starts).to(device, non_blocking=True)
+    else:
+        counted = (batch.input_ids != padding_index).long()
+        before = counted.cumsum(0) - counted
+        positions = (before - before[starts.to(device, non_blocking=True)] + 1) * counted + padding_index
+    return PackedInput(positions[None], layout_to(group_spans(batch.lengths), device))
 
 
 def pad_rows(batch: SpanBatch, pad_id: int) -> tuple[Tensor, Tensor]:

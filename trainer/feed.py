@@ -67,13 +67,12 @@ class Feed:
     def sample(self, documents: pa.Table, epochs: I64) -> Spans:
         """Spans of these shard rows in these epochs."""
         windows, offsets = ragged(documents.column("windows"))
-        windows = windows.astype(np.int64)
         num_tokens = documents.column("num_tokens").to_numpy()
         return place(
             self.spans,
             draw(self.spans, self.seed, epochs, document_keys(documents)),
             num_tokens,
-            windows,
+            windows.astype(np.int64),
             offsets,
         )
 
@@ -89,7 +88,8 @@ class Feed:
         anchors, positives = spans.anchors.reshape(-1, 2), spans.positives.reshape(-1, 2)
         copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives
         bounds = np.concatenate(copies)
-        document = np.concatenate([np.repeat(np.arange(len(epochs)), len(part) // len(epochs)) for part in copies])
+        per_document = [part.shape[0] // max(1, len(epochs)) for part in copies]
+        document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in per_document])
         content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
 
         vocabulary = self.vocabulary
@@ -97,7 +97,7 @@ class Feed:
         lengths = content + vocabulary.num_specials
         ends = np.cumsum(lengths)
         starts = ends - lengths
-        ids = np.empty(int(ends[-1]), np.int64)
+        ids = np.empty(int(lengths.sum()), np.int64)
         within = _ranges(content)
         target = np.repeat(starts + head, content) + within
         ids[target] = tokens[np.repeat(offsets[document] + bounds[:, 0], content) + within]

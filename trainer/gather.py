@@ -1,7 +1,7 @@
-"""Tensors that cross workers. Gradients stay exact: what the optimizer sees equals one process with the whole batch.
+"""Tensors that cross workers. Gradients stay exact: as if one process held the whole batch.
 
-The rule everywhere: every rank computes the same global loss from gathered embeddings, so a rank's gradient with respect
-to its own rows is already complete; gradients of parameters are SUMMED over ranks, never averaged.
+The rule everywhere: every rank computes the same global loss from gathered embeddings, so a rank's gradient with
+respect to its own rows is already complete; gradients of parameters are SUMMED over ranks, never averaged.
 """
 
 from collections.abc import Sequence

@@ -97,17 +97,18 @@ def build_model(config: EncoderConfig, hf: Any, seed: int) -> PreTrainedModel:
     return model
 
 
-def first_position(model: PreTrainedModel) -> int:
-    """Position id of a sequence's first token: RoBERTa's family counts from pad_token_id + 1, the others from 0."""
+def padding_index(model: PreTrainedModel) -> int | None:
+    """pad_token_id where positions skip it and count from the next (RoBERTa's family); None where they count from 0."""
     embeddings = getattr(model.base_model, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
-        return int(model.config.pad_token_id) + 1
-    return 0
+        return int(model.config.pad_token_id)
+    return None
 
 
 def max_span_tokens(model: PreTrainedModel) -> int:
     """Longest span the positions allow, specials included."""
-    return int(model.config.max_position_embeddings) - first_position(model)
+    skipped = padding_index(model)
+    return int(model.config.max_position_embeddings) - (0 if skipped is None else skipped + 1)
 
 
 def mlm_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -123,7 +124,8 @@ def mlm_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     if hasattr(model, "head") and hasattr(model, "decoder"):  # ModernBERT
         return lambda hidden: model.decoder(model.head(hidden))
     raise ValueError(
-        f"encoder: {type(model).__name__} has no known MLM head; tested families: RoBERTa, DistilRoBERTa, BERT, ModernBERT"
+        f"encoder: {type(model).__name__} has no known MLM head; "
+        "tested families: RoBERTa, DistilRoBERTa, BERT, ModernBERT"
     )
 
 
@@ -140,8 +142,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = model
-        self.head = mlm_head(model)
-        self.first_position = first_position(model)
+        mlm_head(model)  # an unknown family stops here, not in the first step
+        self.padding_index = padding_index(model)
         self.hidden_size = int(model.config.hidden_size)
         model.set_attn_implementation(PACKED if config.layout == "packed" else "sdpa")
         self.projection: nn.Module = nn.Identity()
@@ -155,11 +157,13 @@ class Encoder(nn.Module):
 
     def hidden(self, batch: SpanBatch) -> Tensor:
         """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order."""
+        if batch.num_tokens == 0:  # a rank without documents
+            return next(self.model.parameters()).new_zeros(0, self.hidden_size)
         if self.config.layout == "padded":
             ids, mask = pad_rows(batch, int(self.model.config.pad_token_id or 0))
             rows = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
             return rows[mask]  # type: ignore[no-any-return]
-        packed = packed_input(batch, self.first_position)
+        packed = packed_input(batch, self.padding_index)
         kinds = {"token_type_ids": torch.zeros_like(packed.position_ids)} if self._has_token_types() else {}
         output = self.model.base_model(
             input_ids=batch.input_ids[None],
@@ -169,12 +173,18 @@ class Encoder(nn.Module):
         )
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
+    def token_places(self, batch: SpanBatch) -> int:
+        """Token places that a forward computes: T when packed, padding included otherwise."""
+        if self.config.layout == "packed" or batch.num_spans == 0:
+            return batch.num_tokens
+        return batch.num_spans * int(batch.lengths.max())
+
     def _has_token_types(self) -> bool:
         return getattr(self.model.config, "type_vocab_size", 0) > 0
 
     def pool(self, hidden: Tensor, lengths: Tensor) -> Tensor:
         """Span embeddings before projection, `(S, H)`, in at least float32."""
-        hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
+        hidden = _at_least_float32(hidden)
         if self.config.pooling == "cls":
             return hidden[(lengths.cumsum(0) - lengths).to(hidden.device)]
         pooled: Tensor = torch.segment_reduce(
@@ -189,12 +199,16 @@ class Encoder(nn.Module):
     def forward(self, batch: SpanBatch) -> tuple[Tensor, Tensor]:
         """Projected span embeddings `(S, D)` and the MLM loss summed over the batch's K selected tokens."""
         hidden = self.hidden(batch)
-        embeddings = self.projection(self.pool(hidden, batch.lengths))
+        embeddings = _at_least_float32(self.projection(self.pool(hidden, batch.lengths)))
         if len(batch.selected) == 0:
             return embeddings, embeddings.new_zeros(())
-        logits = self.head(hidden[batch.selected])
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = _at_least_float32(mlm_head(self.model)(hidden[batch.selected]))
         return embeddings, F.cross_entropy(logits, batch.labels, reduction="sum")
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    """Autocast's half precision ends here: losses are computed in float32."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:

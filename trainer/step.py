@@ -48,6 +48,7 @@ class StepMetrics:
         lr: learning rate of the update.
         num_selected: selected tokens.
         num_tokens: tokens that went through the encoder, specials included.
+        padding_share: share of the encoder's token places that held padding.
     """
 
     loss: float
@@ -57,6 +58,7 @@ class StepMetrics:
     lr: float
     num_selected: int
     num_tokens: int
+    padding_share: float
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -100,8 +102,11 @@ class Stepper:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.world.sum_gradients(parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.optim.max_grad_norm))
-        totals = self.world.sum(torch.stack([mlm_sum.double(), mlm_sum.new_tensor(batch.spans.num_tokens).double()]))
-        mlm = float(totals[0]) / max(1, num_selected)
+        pieces = batch.spans.microbatches(self.microbatch_tokens)
+        places = sum(self.encoder.token_places(piece) for piece in pieces)
+        counts = mlm_sum.new_tensor([batch.spans.num_tokens, places], dtype=torch.float64)
+        totals = self.world.sum(torch.cat([mlm_sum.double()[None], counts])).tolist()
+        mlm = totals[0] / max(1, num_selected)
         loss = float(contrastive) + mlm
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
@@ -115,7 +120,16 @@ class Stepper:
         self.optimizer.step()
         if embeddings is not None:
             self.objective.remember(embeddings)
-        return StepMetrics(loss, float(contrastive), mlm, norm, lr, num_selected, int(totals[1]))
+        return StepMetrics(
+            loss=loss,
+            contrastive=float(contrastive),
+            mlm=mlm,
+            grad_norm=norm,
+            lr=lr,
+            num_selected=num_selected,
+            num_tokens=int(totals[1]),
+            padding_share=1 - totals[1] / max(1.0, totals[2]),
+        )
 
     def gradients(self, batch: RankBatch, step: int) -> tuple[Tensor, Tensor, int, Tensor | None]:
         """Accumulates this rank's part of the global gradient in the encoder's parameters.
@@ -134,7 +148,9 @@ class Stepper:
         if len(pieces) == 1:
             spans, mlm_sum = self._forward(pieces[0], batch.start, 0, step)
             contrastive, embeddings = self._contrast(spans, batch)
-            (contrastive + mlm_sum * share).backward()
+            loss = contrastive + mlm_sum * share
+            if loss.requires_grad:  # not on a rank without documents
+                loss.backward()
             return contrastive.detach(), mlm_sum.detach(), selected, embeddings
         with torch.no_grad():
             cached = torch.cat([self._forward(p, batch.start, i, step)[0] for i, p in enumerate(pieces)])

@@ -64,15 +64,22 @@ def ntxent(embeddings: Tensor, temperature: float, queue: Tensor | None = None) 
         temperature: t.
         queue: `(Q, D)` embeddings of earlier steps, negatives for every row; no gradient.
     """
-    rows = F.normalize(embeddings, dim=-1)
-    num_rows = len(rows)
-    scores = rows @ rows.T / temperature
-    itself = torch.eye(num_rows, dtype=torch.bool, device=rows.device)
-    scores = scores.masked_fill(itself, float("-inf"))
-    if queue is not None and len(queue):
-        scores = torch.cat([scores, rows @ F.normalize(queue.to(rows.dtype), dim=-1).T / temperature], dim=1)
-    partner = torch.arange(num_rows, device=rows.device).roll(num_rows // 2)
-    return F.cross_entropy(scores, partner)
+    with torch.autocast(embeddings.device.type, enabled=False):
+        embeddings = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+        rows = F.normalize(embeddings, dim=-1)
+        num_rows = len(rows)
+        scores = rows @ rows.T / temperature
+        partner = torch.arange(num_rows, device=rows.device).roll(num_rows // 2)[:, None]
+        positive = scores.gather(1, partner)[:, 0]
+        # The lowest finite number, not -inf: with one pair there is no negative, and the gradient must be 0, not NaN.
+        itself = torch.eye(num_rows, dtype=torch.bool, device=rows.device)
+        left_out = itself.scatter(1, partner, True)
+        scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
+        if queue is not None and len(queue):
+            scores = torch.cat([scores, rows @ F.normalize(queue.to(rows.dtype), dim=-1).T / temperature], dim=1)
+        # log(1 + exp(logsumexp of the negatives - positive)): unlike softmax minus one-hot, it and its gradient keep
+        # their digits in float32 when the positive wins by far and the loss is almost 0.
+        return -F.logsigmoid(positive - scores.logsumexp(dim=1)).mean()
 
 
 class MetricLearningLoss:

@@ -1,0 +1,125 @@
+"""What can be known to be wrong with a training run before Ray starts, all of it at once."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from common.config import expand
+from common.storage import read_json
+from pipeline.manifest import Manifest, ShardError, load_manifest
+from pipeline.shards import check_shards
+from pipeline.tokenization import fingerprint, load_tokenizer
+from trainer.config import TrainConfig
+from trainer.loop import TOKENIZER
+from trainer.model import load_hf_config, vocabulary_of
+from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
+
+DECISIVE = "decisive.json"
+
+
+def problems(config: TrainConfig) -> list[str]:
+    """Everything that is wrong with this run, one line a problem: key, value, limit, what to do."""
+    found = _run_problems(config, expand(config.run))
+    folder = expand(config.data)
+    try:
+        manifest = load_manifest(folder)
+    except ShardError as error:
+        return [*found, f"data = {config.data}: {error}"]
+    found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
+    return [
+        *found,
+        *_data_problems(config, manifest),
+        *_objective_problems(config),
+        *_encoder_problems(config, manifest),
+    ]
+
+
+def _run_problems(config: TrainConfig, run: Path) -> list[str]:
+    """The folder holds a run of another configuration."""
+    if not (run / DECISIVE).is_file():
+        return []
+    before, now = flatten(read_json(run / DECISIVE)), flatten(config.decisive())
+    changed = [
+        f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(set(before) | set(now))
+        if before.get(key) != now.get(key)
+    ]
+    if not changed:
+        return []
+    return [f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder"]
+
+
+def flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    """A tree of settings as dotted keys."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, value in tree.items() for k, v in flatten(value, f"{prefix}.{key}".lstrip(".")).items()}
+
+
+def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+    found = []
+    spans, geometry = config.spans, manifest.geometry
+    if spans.max_tokens != geometry.max_tokens:
+        found.append(
+            f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use that "
+            "value, or prepare the corpus again"
+        )
+    if spans.num_anchors > geometry.num_anchors:
+        found.append(
+            f"spans.num_anchors = {spans.num_anchors}: the shards keep documents that hold {geometry.num_anchors}; "
+            "prepare the corpus again with a larger geometry.num_anchors"
+        )
+    if config.batch_documents > manifest.totals["kept_train"]:
+        found.append(
+            f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
+            "training documents, and a batch must not contrast a document with itself"
+        )
+    if config.validation.every_steps and manifest.totals["kept_held_out"] < 2:
+        found.append(
+            f"validation.every_steps = {config.validation.every_steps}: the shards hold "
+            f"{manifest.totals['kept_held_out']} held-out documents, at least 2 are needed; prepare with a larger "
+            "held_out_share, or set it to 0"
+        )
+    return found
+
+
+def _objective_problems(config: TrainConfig) -> list[str]:
+    if isinstance(config.objective.loss, MetricLearningConfig):
+        try:
+            MetricLearningLoss(config.objective.loss)
+        except ValueError as error:
+            return [str(error)]
+    return []
+
+
+def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+    encoder, info = config.encoder, manifest.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(expand(config.data) / TOKENIZER)
+    found = []
+    try:
+        vocabulary_of(tokenizer)
+        if encoder.pretrained is not None:
+            own = fingerprint(load_tokenizer(encoder.pretrained, encoder.trust_remote_code))
+            if own != info.fingerprint:
+                found.append(
+                    f"encoder.pretrained = {encoder.pretrained}: its tokenizer ({own[:12]}) is not the one that made "
+                    f"the shards ({info.fingerprint[:12]}); prepare the corpus with tokenizer.name = {encoder.pretrained}"
+                )
+        hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
+    except (OSError, ValueError, KeyError) as error:
+        source = encoder.pretrained if encoder.pretrained is not None else encoder.scratch
+        return [*found, f"encoder = {source}: {error}"]
+    if hf.vocab_size < info.vocab_size:
+        found.append(
+            f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
+            f"token ids up to {info.vocab_size - 1} would be beyond it"
+        )
+    # RoBERTa's positions begin at pad_token_id + 1
+    first = hf.pad_token_id + 1 if hf.model_type in ("roberta", "xlm-roberta", "camembert") else 0
+    positions = hf.max_position_embeddings - first
+    if config.spans.max_tokens > positions:
+        found.append(
+            f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
+            "included; use shorter spans (and prepare again) or an encoder with more positions"
+        )
+    return found

@@ -1,0 +1,88 @@
+"""The configuration of a training run: composes the branches that live beside the code they configure."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from common.config import Strict
+from common.storage import hash_json
+from trainer.model import EncoderConfig
+from trainer.objectives import DeclutrConfig, ObjectiveConfig
+from trainer.optim import OptimConfig
+from trainer.spans import SpanConfig
+from trainer.validation import ValidationConfig
+
+
+class ScalingConfig(Strict):
+    """Where the run runs. Nothing here changes its batches."""
+
+    workers: int = Field(default=1, ge=1)
+    """Processes that train, one a GPU where GPUs are used."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs when the cluster has one for every worker, else CPUs."""
+    cpus_per_worker: int = Field(default=1, ge=1)
+    """CPUs a worker reserves; on CPU also its threads."""
+    address: str | None = None
+    """A running Ray cluster; None: RAY_ADDRESS if that is set, else a session on this machine."""
+    max_failures: int = Field(default=3, ge=0)
+    """How often the workers are started again after a failure."""
+    storage_threads: int = Field(default=2, ge=1)
+    """CPUs for the tasks that read shards, on a session on this machine."""
+
+
+class CheckpointConfig(Strict):
+    """When weights are saved and which are kept: always the last, and the best by `validation.score`."""
+
+    every_steps: int = Field(default=1000, ge=1)
+    keep_last: int = Field(default=1, ge=1)
+
+
+class TrainConfig(Strict):
+    """One training run."""
+
+    run: str
+    """Folder of the run: checkpoints, metrics, export. The same command continues what is there."""
+    data: str
+    """Folder of prepared shards."""
+    encoder: EncoderConfig
+    spans: SpanConfig = SpanConfig()
+    objective: ObjectiveConfig = DeclutrConfig()
+    optim: OptimConfig = OptimConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    batch_documents: int = Field(default=16, ge=1)
+    """Documents of one optimizer step over all workers: what meets in the contrastive loss."""
+    microbatch_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens in one forward; the gradient does not depend on it. None: a worker's whole share at once."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the run; give this or `epochs`."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Instead: how often the corpus is read. Without both: 1 epoch."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: matrix products of the forward in bfloat16; parameters, pooling and losses stay in float32."""
+    seed: int = Field(default=0, ge=0)
+    """Decides weights, order, spans, masks and dropout."""
+    export: Literal["last", "best"] = "last"
+    """Which checkpoint becomes the exported encoder."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "TrainConfig":
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"give steps = {self.steps} or epochs = {self.epochs}, not both")
+        if self.export == "best" and self.validation.every_steps == 0:
+            raise ValueError("export = best needs validation.every_steps above 0")
+        if self.export == "best" and self.validation.every_steps % self.checkpoint.every_steps:
+            raise ValueError(
+                f"export = best needs validated checkpoints: validation.every_steps = {self.validation.every_steps} "
+                f"must be a multiple of checkpoint.every_steps = {self.checkpoint.every_steps}"
+            )
+        return self
+
+    def decisive(self) -> dict[str, object]:
+        """The part of the configuration that decides the result; a run is continued only if it is unchanged."""
+        return self.model_dump(mode="json", exclude={"scaling", "checkpoint", "run", "data"})
+
+    def hash(self) -> str:
+        """Hash of the decisive part."""
+        return hash_json(self.decisive())

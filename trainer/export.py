@@ -1,0 +1,106 @@
+"""A trained encoder as a folder that transformers and sentence-transformers load."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from common.config import expand
+from common.storage import folder_aside, read_json, write_json, write_text
+from pipeline.manifest import load_manifest
+from trainer import checkpoint
+from trainer.config import TrainConfig
+from trainer.loop import CHECKPOINTS, TOKENIZER, build_encoder
+from trainer.model import max_span_tokens
+from trainer.state import RunState
+
+EXPORT = "export"
+SETTINGS = "declutr.json"
+
+
+def export(config: TrainConfig, run: Path) -> Path:
+    """Writes `run/export` from the run's last or best checkpoint: weights, tokenizer, pooling, model card.
+
+    Raises:
+        CheckpointError: no checkpoint of the run verifies.
+    """
+    target = run / EXPORT
+    folder = run / CHECKPOINTS
+    best = config.export == "best"
+    found = checkpoint.find_best(folder, config.validation.score) if best else checkpoint.find_latest(folder)
+    if found is None:
+        raise checkpoint.CheckpointError(f"{folder}: holds no whole checkpoint to export")
+    path, state = found
+    if target.exists() and read_json(target / SETTINGS)["step"] == state.step:
+        return target
+    tokenizer = AutoTokenizer.from_pretrained(expand(config.data) / TOKENIZER)
+    encoder = build_encoder(config, tokenizer)
+    checkpoint.load_encoder(path, encoder)
+    with folder_aside(target) as aside:
+        transformers_logging.disable_progress_bar()
+        encoder.model.save_pretrained(aside)
+        limit = max_span_tokens(encoder.model)
+        tokenizer.model_max_length = limit
+        tokenizer.save_pretrained(aside)
+        for name, value in sentence_transformers_files(encoder.hidden_size, limit, config.encoder.pooling).items():
+            write_json(aside / name, value)
+        settings = {"step": state.step, "pooling": config.encoder.pooling, "config": config.model_dump(mode="json")}
+        write_json(aside / SETTINGS, settings)
+        write_text(aside / "README.md", model_card(config, state))
+    return target
+
+
+def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dict[str, Any]:
+    """The small JSON files by which sentence-transformers recognises an encoder with its pooling."""
+    return {
+        "modules.json": [
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        ],
+        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
+        "config_sentence_transformers.json": {"similarity_fn_name": "cosine", "prompts": {}},
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": size,
+            "pooling_mode_cls_token": pooling == "cls",
+            "pooling_mode_mean_tokens": pooling == "mean",
+            "pooling_mode_max_tokens": pooling == "max",
+        },
+    }
+
+
+def model_card(config: TrainConfig, state: RunState) -> str:
+    """What the encoder is, where it comes from, how it scored."""
+    manifest = load_manifest(expand(config.data))
+    scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
+    source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
+    return f"""---
+library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+tags: [sentence-transformers, feature-extraction, declutr]
+---
+# Sentence encoder trained with DeCLUTR
+
+Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
+Trained for {state.step} steps of {config.batch_documents} documents ({state.documents} documents read), without labels.
+
+    from sentence_transformers import SentenceTransformer
+    embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
+
+## Held-out scores of these weights
+Same-document span retrieval, alignment, uniformity (log form) and effective rank on held-out documents of the corpus.
+
+| score | value |
+| --- | --- |
+{scores}
+
+## Data
+{manifest.totals["kept_train"]} training documents, {manifest.totals["num_tokens"]} tokens; data hash
+`{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{manifest.tokenizer.fingerprint}`.
+
+## Configuration (hash `{state.config_hash}`)
+```json
+{json.dumps(config.model_dump(mode="json"), indent=1)}
+```
+"""

@@ -1,0 +1,54 @@
+"""What a person watches while a run trains: a bar on the driver, fed by the run's own metrics file."""
+
+import sys
+import threading
+from pathlib import Path
+
+from tqdm import tqdm
+
+from trainer.metrics import METRICS, read_last_step
+
+_EVERY_SECONDS = 0.5
+
+
+class ProgressBar:
+    """Shows step, losses, speed, padding, data-wait and ETA while its block runs.
+
+    Args:
+        run: folder of the run.
+        steps: last step.
+    """
+
+    def __init__(self, run: Path, steps: int) -> None:
+        self.run = run
+        self.bar = tqdm(total=steps, unit="step", desc="train", file=sys.stderr, dynamic_ncols=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "ProgressBar":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._show()
+        self.bar.close()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_EVERY_SECONDS):
+            self._show()
+
+    def _show(self) -> None:
+        line = read_last_step(self.run / METRICS)
+        if line is None or line["step"] == self.bar.n:
+            return
+        if self.bar.n == 0 or line["step"] < self.bar.n:  # resumed: the rate counts from here
+            self.bar.initial = line["step"]
+            self.bar.unpause()
+        self.bar.n = line["step"]
+        self.bar.set_postfix_str(
+            f"loss {line['loss']:.3f} (contrastive {line['contrastive']:.3f} mlm {line['mlm']:.3f}) "
+            f"{line['documents_per_second']:.0f} docs/s {line['tokens_per_second'] / 1000:.1f}k tok/s "
+            f"padding {line['padding_share']:.1%} data-wait {line['data_wait_share']:.1%}"
+        )
