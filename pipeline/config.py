@@ -28,8 +28,8 @@ class PipelineConfig(Strict):
     """What becomes of documents under 2 * num_anchors * max_tokens tokens."""
     held_out_share: float = Field(default=0.01, ge=0, lt=1)
     """Share of documents kept from training, chosen by document id."""
-    unit_mib: float = Field(default=64.0, gt=0)
-    """Input that one task reads, MiB: what a killed run loses at most, for each worker. 2-5 s of work is good."""
+    unit_mib: float = Field(default=32.0, gt=0)
+    """Text that one task reads, MiB: what each worker loses at most when a run is killed. A .gz file is never cut."""
     block_documents: int = Field(default=1000, ge=1)
     """Rows of a record batch in a shard: what a task of the trainer reads at once."""
     seed: int = Field(default=0, ge=0)

@@ -118,14 +118,19 @@ def _matches(given: str) -> Iterator[tuple[Path, str, bool]]:
     elif root.is_dir():
         for path in sorted(root.rglob("*")):
             relative = path.relative_to(root)
-            if path.is_file() and not any(name.startswith(".") for name in relative.parts):
+            if path.is_file() and not _is_hidden(relative):
                 yield path, relative.as_posix(), True
     elif glob.has_magic(str(root)):
         num_plain = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))
         plain = Path(*root.parts[:num_plain])
         for path in sorted(plain.glob(str(Path(*root.parts[num_plain:])))):
-            if path.is_file():
+            if path.is_file() and not _is_hidden(path.relative_to(plain)):
                 yield path, path.relative_to(plain).as_posix(), True
+
+
+def _is_hidden(relative: Path) -> bool:
+    """Whether a name on the way from the input root starts with a dot."""
+    return any(name.startswith(".") for name in relative.parts)
 
 
 def _bare_suffix(path: Path) -> str:

@@ -155,10 +155,12 @@ def _nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
     """Why there is nothing to train on, in words; None when some document was kept."""
     if counts.kept:
         return None
+    if counts.read == 0:
+        return "corpus: empty, the inputs hold not one document; check corpus.paths"
     failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
     could_not = f" ({failed})" if failed else ""
     if counts.read == sum(counts.failed.values()):
-        return f"corpus: no document could be read, {counts.read} failed{could_not}; check corpus.paths and text_field"
+        return f"corpus: no document could be read, all {counts.read} failed{could_not}; check corpus.paths, format and text_field"
     geometry = config.geometry
     return (
         f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "

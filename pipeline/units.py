@@ -10,6 +10,8 @@ from pipeline.readers import Record, read_jsonl, read_parquet, read_text
 
 Corpus = FilesCorpus | PythonDocs
 MIB = 2**20
+_GZIP_RATIO = 3
+"""English text is about three times its gzipped size: units are cut by the work in them."""
 
 
 class Unit(Strict):
@@ -26,7 +28,7 @@ class Unit(Strict):
 
 
 def plan_units(corpus: Corpus, unit_mib: float) -> tuple[list[Unit], list[str]]:
-    """Groups the corpus into units of about `unit_mib` of input.
+    """Groups the corpus into units of about `unit_mib` of uncompressed input.
 
     Returns:
         The units, and what is wrong with the inputs: one line a problem.
@@ -37,13 +39,14 @@ def plan_units(corpus: Corpus, unit_mib: float) -> tuple[list[Unit], list[str]]:
     else:
         parts, problems = python_parts(), []
     groups: list[list[Part]] = []
-    held = unit_bytes
+    held = 0
     for part in parts:
-        if held + part.num_bytes > unit_bytes:
+        weight = part.num_bytes * (_GZIP_RATIO if part.path.endswith(".gz") else 1)
+        if not groups or held + weight > unit_bytes:
             groups.append([])
             held = 0
         groups[-1].append(part)
-        held += part.num_bytes
+        held += weight
     return [Unit(name=f"{index:05d}", parts=group) for index, group in enumerate(groups)], problems
 
 

@@ -1,0 +1,174 @@
+"""Preparation for real, on Ray: accounted for, the same to the byte whatever happens, and clear when it cannot be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+
+from common.config import ConfigError
+from common.storage import hash_file
+from pipeline.config import PipelineConfig
+from pipeline.prepare import main, prepare
+from pipeline.session import start_ray
+from pipeline.shards import ShardSet, check_shards, load_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session():
+    start_ray(num_cpus=2)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """About 1.5 MB in a folder of two files, with one bad line."""
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = [json.dumps({"text": f"document {n}: " + f"{n * 31 % 97} words of it " * (n % 60)}) for n in range(1500)]
+    (folder / "a.jsonl").write_bytes("\n".join(lines[:1000]).encode() + b"\n\xff\n")
+    (folder / "b.jsonl").write_text("\n".join(lines[1000:]))
+    return folder
+
+
+def config_of(corpus, output, **changes):
+    values = {
+        "output": str(output),
+        "corpus": {"kind": "files", "paths": [str(corpus)]},
+        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
+        "geometry": {"num_anchors": 1, "max_tokens": 32},
+        "held_out_share": 0.2,
+        "unit_mib": 0.1,
+        "block_documents": 20,
+    }
+    return PipelineConfig.model_validate(values | changes)
+
+
+def contents(folder):
+    """Checksums of everything but the log of how long it took."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
+    return {str(path.relative_to(folder)): hash_file(path) for path in files}
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "out"
+    return folder, prepare(config_of(corpus, folder))
+
+
+def test_every_document_is_accounted_for(prepared):
+    folder, manifest = prepared
+    totals = manifest.totals
+    assert totals["read"] == 1501
+    assert manifest.failed == {"invalid_utf8": 1}
+    assert totals["kept"] + manifest.dropped["too_short"] + 1 == 1501
+    assert load_manifest(folder) == manifest
+    assert check_shards(folder, full=True) == []
+    train, held_out = ShardSet(folder, "train"), ShardSet(folder, "held-out")
+    assert (train.num_documents, held_out.num_documents) == (totals["kept_train"], totals["kept_held_out"])
+    assert 0.1 < held_out.num_documents / totals["kept"] < 0.3
+    progress = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+    assert progress[-1]["documents"] == 1501
+    assert progress[-1]["input_bytes"] == progress[-1]["total_input_bytes"]
+
+
+def test_the_same_command_again_changes_nothing(corpus, prepared):
+    folder, manifest = prepared
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert prepare(config_of(corpus, folder)) == manifest
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_lost_and_truncated_shards_are_made_again_to_the_byte(corpus, tmp_path, prepared):
+    folder = tmp_path / "out"
+    prepare(config_of(corpus, folder))
+    assert contents(folder) == contents(prepared[0])
+    names = [shard.name for shard in load_manifest(folder).shards]
+    (folder / names[0]).unlink()
+    (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-1])
+    (folder / ".train-00000.arrow.1.tmp").write_text("left by a killed run")
+    prepare(config_of(corpus, folder))
+    assert contents(folder) == contents(prepared[0])
+
+
+def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepared, tmp_path):
+    folder, _ = prepared
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"geometry\.max_tokens: here 16, there 32"):
+        prepare(config_of(corpus, folder, geometry={"num_anchors": 1, "max_tokens": 16}))
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="other settings"):
+        prepare(config_of(tmp_path, folder))
+    extra = corpus / "c.jsonl"
+    extra.write_text('{"text": "new"}')
+    try:
+        with pytest.raises(ConfigError, match="other inputs: 1 of"):
+            prepare(config_of(corpus, folder))
+    finally:
+        extra.unlink()
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty, the inputs hold not one document"),
+        ("not json\n", r"no document could be read, all 1 failed \(1 invalid_json\)"),
+        (
+            '{"text": "too short"}\n{"text": ""}\n',
+            r"none of 2 documents is long enough: the longest has \d+ tokens.*64",
+        ),
+    ],
+)
+def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path, text, message):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        prepare(config_of(tmp_path / "a.jsonl", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def write_config(folder, config):
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"prepare": config.model_dump(mode="json")}))
+    return path
+
+
+def command(config_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, str(ROOT / "pipeline" / "prepare.py"), str(config_path), "session.num_cpus=1"]
+    return {"args": arguments, "env": environment, "cwd": config_path.parent, "stderr": subprocess.DEVNULL}
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_another_number_of_cpus_ends_in_the_same_bytes(corpus, tmp_path, prepared):
+    folder = tmp_path / "out"
+    config_path = write_config(tmp_path, config_of(corpus, folder))
+    killed = subprocess.Popen(**command(config_path))
+    deadline = time.monotonic() + 120
+    while not list((folder / "units").glob("[0-9]*.json")):
+        assert killed.poll() is None, "finished before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (folder / "manifest.json").exists()
+    again = subprocess.run(**command(config_path), check=True, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert "1,501 documents read" in again.stdout
+    assert contents(folder) == contents(prepared[0])
+
+
+def test_the_command_prints_one_line(corpus, tmp_path, capsys):
+    config_path = write_config(tmp_path, config_of(corpus, tmp_path / "out"))
+    assert main([str(config_path), "held_out_share=0"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "1,501 documents read" in line
+    assert "0 held out" in line

@@ -1,0 +1,63 @@
+"""A small corpus and a tokenizer trained on it, for tests without Ray."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import PipelineConfig
+from pipeline.tokenization import describe_tokenizer, train_tokenizer
+
+WORDS = [
+    "the",
+    "span",
+    "of",
+    "a",
+    "document",
+    "is",
+    "encoded",
+    "and",
+    "the",
+    "mean",
+    "of",
+    "its",
+    "tokens",
+    "is",
+    "pulled",
+    "to",
+    "an",
+    "anchor",
+    "nearby",
+]
+
+
+def sentence(number: int, num_words: int) -> str:
+    """Text that differs from that of any other number."""
+    return " ".join(f"{WORDS[(number * 7 + i * i) % len(WORDS)]}{number if i == 0 else ''}" for i in range(num_words))
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return train_tokenizer((sentence(number, 60) for number in range(50)), 300)
+
+
+@pytest.fixture
+def output(tmp_path: Path, tokenizer):
+    """An output folder with a tokenizer, and its facts."""
+    folder = tmp_path / "out"
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    return folder, describe_tokenizer(tokenizer, "train")
+
+
+@pytest.fixture
+def make_config(tmp_path: Path):
+    def make(*paths: Path, **changes) -> PipelineConfig:
+        values = {
+            "output": str(tmp_path / "out"),
+            "corpus": {"kind": "files", "paths": [str(path) for path in paths]},
+            "tokenizer": {"kind": "train", "vocab_size": 300, "sample_mib": 0.1},
+            "geometry": {"num_anchors": 1, "max_tokens": 16},
+            "held_out_share": 0.3,
+        }
+        return PipelineConfig.model_validate(values | changes)
+
+    return make

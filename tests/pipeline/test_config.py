@@ -1,0 +1,98 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.config import ConfigError, load_config
+from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from pipeline.prepare import main, problems, sample_texts
+from pipeline.units import plan_units
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join(f"document number {number} " * 20 for number in range(30)))
+    return path
+
+
+@pytest.fixture
+def write_config(tmp_path, make_config):
+    def write(*paths, **changes):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"prepare": make_config(*paths, **changes).model_dump(mode="json")}))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "openwebtext.yaml"])
+def test_our_configs_are_valid(name):
+    load_config(f"configs/{name}", "prepare", PipelineConfig)
+
+
+def test_every_wrong_key_and_value_is_reported_at_once(write_config, corpus):
+    overrides = ["geometry.max_token=3", "held_out_share=1", "tokenizer.vocab_size=10", "corpus.format=csv"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_config(corpus), "prepare", PipelineConfig, overrides)
+    assert len(caught.value.problems) == 4
+    text = str(caught.value)
+    assert "did you mean `max_tokens`" in text
+    for key in ("held_out_share", "vocab_size", "format"):
+        assert key in text
+
+
+def test_missing_inputs_tokenizer_and_a_foreign_output_are_reported_together(
+    tmp_path, make_config, corpus, monkeypatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    missing = {"kind": "pretrained", "name": str(tmp_path / "no-tokenizer")}
+    found = problems(make_config(tmp_path / "no-1.txt", tmp_path / "no-2.jsonl", corpus, tokenizer=missing))
+    assert len(found) == 3
+    for name, problem in zip(("no-1.txt", "no-2.jsonl", "no-tokenizer"), found, strict=True):
+        assert name in problem
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.doc").write_text("years of work")
+    (problem,) = problems(make_config(corpus))
+    assert "files that `prepare` did not write" in problem
+
+
+def test_a_problem_ends_the_command_with_its_message_and_nothing_written(write_config, tmp_path, capsys):
+    assert main([write_config(tmp_path / "no.txt")]) == 1
+    assert "no.txt" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_data_half_does_not_import_torch():
+    code = "import sys, pipeline.prepare, pipeline.worker; sys.exit('torch' in sys.modules)"
+    root = str(Path(__file__).resolve().parents[2])
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}).returncode == 0
+
+
+def test_print_config_shows_the_resolved_settings(write_config, corpus, capsys):
+    assert main([write_config(corpus), "seed=7", "--print-config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 7
+
+
+def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):
+    config = make_config(corpus)
+    assert config_hash(make_config(corpus, output="elsewhere", session={"num_cpus": 2})) == config_hash(config)
+    other = make_config(corpus, seed=1, geometry={"num_anchors": 2, "max_tokens": 16})
+    assert config_hash(other) != config_hash(config)
+    assert differing_keys(other, identity(config)) == ["geometry.num_anchors: here 2, there 1", "seed: here 1, there 0"]
+
+
+def test_units_depend_on_the_inputs_and_the_sample_is_even_over_them(make_config, corpus):
+    config = make_config(corpus, unit_mib=0.002)
+    units, _ = plan_units(config.corpus, config.unit_mib)
+    assert [unit.name for unit in units] == [f"{number:05d}" for number in range(len(units))]
+    assert sum(unit.num_bytes for unit in units) == corpus.stat().st_size
+    assert len(units) > 4
+    sample = list(sample_texts(config, units, 0.004))
+    assert sample == list(sample_texts(config, units, 0.004))
+    assert 4000 < sum(map(len, sample)) < 4000 + 500 * len(units)
+    assert len(set(sample)) == len(sample) >= len(units)
+    assert len(list(sample_texts(config, units, 100))) == 30

@@ -1,0 +1,125 @@
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.corpus import Document, Failure, FilesCorpus, document_id, file_parts, normalise
+from pipeline.readers import read_jsonl, read_text
+from pipeline.units import plan_units, read_unit
+
+
+def read_all(corpus, unit_mib=64.0):
+    units, problems = plan_units(corpus, unit_mib)
+    assert not problems
+    return [record for unit in units for record in read_unit(unit, corpus)]
+
+
+def files(*paths, **changes):
+    return FilesCorpus(kind="files", paths=[str(path) for path in paths], **changes)
+
+
+LINES = st.lists(st.binary(max_size=20).map(lambda line: line.replace(b"\n", b" ")), min_size=1, max_size=12)
+
+
+@given(LINES, st.booleans(), st.integers(1, 40))
+def test_every_line_is_read_once_however_a_file_is_cut(tmp_path_factory, lines, ends_with_newline, part_bytes):
+    path = tmp_path_factory.mktemp("cut") / "a.txt"
+    path.write_bytes(b"\n".join(lines) + (b"\n" if ends_with_newline else b""))
+    whole, cut = (file_parts(files(path), size)[0] for size in (1 << 30, part_bytes))
+    assert [r for part in cut for r in read_text(part)] == [r for part in whole for r in read_text(part)]
+    offsets = [record.offset for part in cut for record in read_text(part)]
+    assert offsets == sorted(set(offsets))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_bad_lines_are_counted_with_their_place_and_the_rest_is_read(tmp_path, compressed):
+    lines = [
+        json.dumps({"text": "good"}).encode(),
+        b'{"text": "\xff"}',
+        b"{not json",
+        b'{"body": "x"}',
+        b'{"text": 3}',
+        b'["text"]',
+        b'{"text": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"text": "last", "other": ' + b"9" * 5000 + b"}",
+        json.dumps({"text": "good too"}).encode(),
+    ]
+    path = tmp_path / ("a.jsonl.gz" if compressed else "a.jsonl")
+    data = b"\n".join(lines)
+    path.write_bytes(gzip.compress(data) if compressed else data)
+    records = read_all(files(path))
+    assert [r.text if isinstance(r, Document) else r.reason for r in records] == [
+        "good",
+        "invalid_utf8",
+        "invalid_json",
+        "no_text_field",
+        "no_text_field",
+        "no_text_field",
+        "invalid_utf8",
+        "invalid_json",
+        "invalid_json",
+        "good too",
+    ]
+    assert [r.offset for r in records] == [sum(len(line) + 1 for line in lines[:i]) for i in range(len(lines))]
+    assert {r.source for r in records} == {path.name}
+
+
+def test_a_truncated_gzip_file_is_one_failure_after_what_could_be_read(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress("\n".join(f"line {i * i}" for i in range(50_000)).encode())[:-2000])
+    *documents, failure = read_all(files(path))
+    assert documents[0] == Document("line 0\n", "a.txt.gz", 0)
+    assert isinstance(failure, Failure)
+    assert (failure.reason, failure.source) == ("unreadable", "a.txt.gz")
+
+
+def test_parquet_is_cut_at_row_groups_and_null_is_a_failure(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"body": ["a", "b", None, "d", "e"]}), path, row_group_size=2)
+    corpus = files(path, text_field="body")
+    assert len(file_parts(corpus, 1 << 20)[0]) == 3
+    records = read_all(corpus, unit_mib=1e-5)
+    assert [(getattr(r, "text", None), r.offset) for r in records] == [
+        ("a", 0),
+        ("b", 1),
+        (None, 2),
+        ("d", 3),
+        ("e", 4),
+    ]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "x"}')
+    assert [r.text for part in file_parts(files(tmp_path), 99)[0] for r in read_jsonl(part, "text")] == ["x"]
+
+
+def test_sources_are_relative_to_the_given_root_and_order_is_by_name(tmp_path):
+    for name in ("b/x.txt", "a/y.txt", ".hidden/z.txt", "a/readme.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [r.source for r in read_all(files(tmp_path))] == ["a/y.txt", "b/x.txt"]
+    assert [r.source for r in read_all(files(tmp_path / "*" / "*.txt", tmp_path / "a"))] == ["a/y.txt", "b/x.txt"]
+
+
+def test_every_problem_of_the_inputs_is_reported(tmp_path):
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 but no more")
+    pq.write_table(pa.table({"body": ["a"]}), tmp_path / "good.parquet")
+    (tmp_path / "data.csv").write_text("x")
+    (tmp_path / "empty").mkdir()
+    names = ["missing.jsonl", "bad.parquet", "good.parquet", "data.csv", "empty"]
+    problems = file_parts(files(*[tmp_path / name for name in names]), 99)[1]
+    assert len(problems) >= len(names)
+    for name in names:
+        assert any(name in problem for problem in problems), name
+
+
+def test_the_id_is_of_the_normalised_text():
+    assert normalise("  a\tb\u00a0\n c ") == "a b c"
+    assert document_id(b"a b c").hex() == document_id(normalise(" a  b c").encode()).hex()
+    assert len(document_id(b"")) == 16
+    assert document_id(b"a") != document_id(b"A")

@@ -1,0 +1,161 @@
+import json
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.corpus import Document, document_id
+from pipeline.manifest import Counts, Sidecar, build_manifest
+from pipeline.schema import shard_schema
+from pipeline.shards import ShardError, ShardSet, check_shards, load_manifest
+from pipeline.tokenization import TokenizerInfo
+from pipeline.windows import Geometry
+from pipeline.writer import ShardWriter
+
+GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
+LENGTHS = [8 + number % 13 for number in range(57)]
+
+
+def info(vocab_size):
+    return TokenizerInfo(
+        kind="train",
+        fingerprint="f",
+        vocab_size=vocab_size,
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=1,
+        mask_token_id=4,
+        unk_token_id=3,
+        special_ids=[0, 1, 2, 3, 4],
+    )
+
+
+def tokens_of(number, vocab_size=1000):
+    return (np.arange(LENGTHS[number], dtype=np.uint32) * 31 + number) % vocab_size
+
+
+def write(folder, vocab_size=1000, units=3):
+    """57 documents in three shards of blocks of 5."""
+    folder.mkdir(exist_ok=True)
+    schema = shard_schema(vocab_size, GEOMETRY, "f")
+    sidecars = []
+    for unit in range(units):
+        with ShardWriter(folder, f"{unit:05d}", "train", schema, 5) as writer:
+            for number in range(unit * 19, (unit + 1) * 19):
+                writer.add(document_id(b"%d" % number), tokens_of(number, vocab_size), Document("", "s", number))
+        counts = Counts(read=19, kept=19, dropped={}, failed={}, text_bytes=0, longest_tokens=20)
+        sidecars.append(
+            Sidecar(
+                unit=f"{unit:05d}",
+                unit_hash="",
+                config_hash="",
+                num_bytes=1,
+                counts=counts,
+                failures=[],
+                shards=writer.result(),
+            )
+        )
+    manifest = build_manifest(sidecars, info(vocab_size), GEOMETRY, {}, "")
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    return folder
+
+
+@pytest.mark.parametrize(("vocab_size", "token_type"), [(65536, pa.uint16()), (65537, pa.uint32())])
+def test_any_documents_come_back_in_the_order_asked(tmp_path, vocab_size, token_type):
+    shards = pickle.loads(pickle.dumps(ShardSet(write(tmp_path / "out", vocab_size), "train")))
+    assert shards.num_documents == 57
+    rows = np.random.default_rng(0).integers(0, 57, 200)
+    table = shards.take(rows)
+    assert table.schema.field("tokens").type == pa.list_(token_type)
+    assert all(column.num_chunks == 1 for column in table.columns)
+    assert table.column("offset").to_pylist() == rows.tolist()
+    assert table.column("num_tokens").to_pylist() == [LENGTHS[row] for row in rows]
+    for row, tokens, windows, identity in zip(
+        rows, table.column("tokens"), table.column("windows"), table.column("id"), strict=True
+    ):
+        assert tokens.as_py() == tokens_of(row, vocab_size).tolist()
+        assert windows.as_py() == list(range(0, LENGTHS[row] // 4 * 4, 4))
+        assert identity.as_py() == document_id(b"%d" % row)
+
+
+def test_no_rows_a_split_without_shards_and_numbers_outside(tmp_path):
+    folder = write(tmp_path / "out")
+    assert ShardSet(folder, "train").take(np.array([], dtype=np.int64)).num_rows == 0
+    assert ShardSet(folder, "held-out").num_documents == 0
+    for row in (-1, 57):
+        with pytest.raises(IndexError, match=r"outside 0\.\.56"):
+            ShardSet(folder, "train").take(np.array([row]))
+
+
+def test_writing_twice_gives_the_same_bytes_and_a_shard_explains_itself(tmp_path):
+    first, second = write(tmp_path / "a"), write(tmp_path / "b")
+    assert load_manifest(first) == load_manifest(second)
+    metadata = pa.ipc.open_file(str(first / "train-00000.arrow")).schema.metadata
+    assert {key.decode(): value.decode() for key, value in metadata.items()} == {
+        "schema_version": "1",
+        "tokenizer_fingerprint": "f",
+        "vocab_size": "1000",
+        "num_anchors": "1",
+        "max_tokens": "4",
+    }
+    assert check_shards(first, full=True) == []
+
+
+def test_a_truncated_and_a_missing_shard_are_named_with_their_sizes(tmp_path):
+    folder = write(tmp_path / "out")
+    path = folder / "train-00001.arrow"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-100])
+    (folder / "train-00002.arrow").unlink()
+    truncated, missing = check_shards(folder)
+    assert "train-00001.arrow is truncated" in truncated
+    assert f"{size - 100} bytes" in truncated
+    assert f"says {size}" in truncated
+    assert "train-00002.arrow is missing" in missing
+    with pytest.raises(ShardError, match=r"train-00001\.arrow is truncated"):
+        ShardSet(folder, "train")
+
+
+def test_damage_that_keeps_the_size_is_found(tmp_path):
+    folder = write(tmp_path / "out")
+    path = folder / "train-00001.arrow"
+    data = bytearray(path.read_bytes())
+    at = bytes(data).index(np.array(tokens_of(19)[1:6], dtype=np.uint16).tobytes())
+    data[at : at + 2] = b"\xff\xff"
+    path.write_bytes(data)
+    assert check_shards(folder) == []
+    damaged, beyond = check_shards(folder, full=True)
+    assert "SHA-256" in damaged
+    assert "token id 65535 is beyond the vocabulary of 1000" in beyond
+    path.write_bytes(b"x" * len(data))
+    assert "is not an Arrow file" in check_shards(folder)[0]
+
+
+def test_a_token_beyond_the_vocabulary_is_not_written(tmp_path):
+    schema = shard_schema(10, GEOMETRY, "f")
+
+    def write_two():
+        with ShardWriter(tmp_path, "00000", "train", schema, 1) as writer:
+            writer.add(b"0" * 16, np.array([9], dtype=np.uint32), Document("", "s", 6))
+            writer.add(b"0" * 16, np.array([10], dtype=np.uint32), Document("", "s", 7))
+
+    with pytest.raises(ShardError, match="s at 7: token id 10 is beyond the vocabulary of 10"):
+        write_two()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_totals_that_do_not_close_are_refused():
+    counts = Counts(read=3, kept=1, dropped={"empty": 1}, failed={}, text_bytes=0, longest_tokens=1)
+    with pytest.raises(ShardError, match="3 documents read, but 2"):
+        counts.check("unit")
+
+
+def test_a_manifest_that_is_absent_or_of_another_version(tmp_path):
+    with pytest.raises(ShardError, match=r"holds no manifest\.json"):
+        load_manifest(tmp_path)
+    folder = write(tmp_path / "out")
+    tree = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(tree | {"schema_version": 2}))
+    with pytest.raises(ShardError, match="version 2"):
+        load_manifest(folder)

@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from pipeline.corpus import document_id
+from pipeline.manifest import build_manifest
+from pipeline.shards import ShardSet
+from pipeline.units import plan_units
+from pipeline.worker import finished_sidecar, split_of, write_unit
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    texts = [" ".join(f"word{number} {i}" for i in range(30)) for number in range(40)]
+    lines = [json.dumps({"text": text}).encode() for text in [*texts, "short", " ", texts[0].replace(" ", "\n")]]
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(b"\n".join([*lines, b'"\xff"']))
+    return path
+
+
+def test_a_unit_accounts_for_every_document(corpus, make_config, output):
+    folder, tokenizer = output
+    config = make_config(corpus)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    assert finished_sidecar(unit, folder, config) is None
+    sidecar = write_unit(unit, folder, config, tokenizer)
+    assert sidecar.counts.read == 44
+    assert sidecar.counts.kept == 41
+    assert sidecar.counts.dropped == {"empty": 1, "too_short": 1}
+    assert sidecar.counts.failed == {"invalid_utf8": 1}
+    assert [(failure.source, failure.reason) for failure in sidecar.failures] == [("corpus.jsonl", "invalid_utf8")]
+    assert {shard.split for shard in sidecar.shards} == {"train", "held-out"}
+    assert sum(shard.num_documents for shard in sidecar.shards) == 41
+    assert finished_sidecar(unit, folder, config) == sidecar
+
+
+def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corpus, make_config, output):
+    folder, tokenizer = output
+    config = make_config(corpus)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    sidecar = write_unit(unit, folder, config, tokenizer)
+    assert finished_sidecar(unit, folder, make_config(corpus, seed=1)) is None
+    with corpus.open("ab") as stream:
+        stream.write(b"\n{}")
+    (longer,), _ = plan_units(config.corpus, config.unit_mib)
+    assert finished_sidecar(longer, folder, config) is None
+    shard = folder / sidecar.shards[0].name
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert finished_sidecar(unit, folder, config) is None
+
+
+def test_the_split_is_by_content_and_of_the_asked_size(make_config, tmp_path):
+    config = make_config(tmp_path, held_out_share=0.2)
+    splits = [split_of(document_id(b"%d" % number), config) for number in range(5000)]
+    assert 0.18 < splits.count("held-out") / 5000 < 0.22
+    assert splits == [split_of(document_id(b"%d" % number), config) for number in range(5000)]
+    assert set(splits) != {"held-out"}
+    other = make_config(tmp_path, held_out_share=0.2, seed=1)
+    assert splits != [split_of(document_id(b"%d" % number), other) for number in range(5000)]
+    none = make_config(tmp_path, held_out_share=0)
+    assert {split_of(document_id(b"%d" % number), none) for number in range(100)} == {"train"}
+
+
+def test_shards_can_be_read_as_they_were_written(corpus, make_config, output, tokenizer):
+    folder, info = output
+    config = make_config(corpus, held_out_share=0)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    sidecar = write_unit(unit, folder, config, info)
+    manifest = build_manifest([sidecar], info, config.geometry, {}, "")
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    table = ShardSet(folder, "train").take([40, 0])
+    assert table.column("id")[0] == table.column("id")[1]  # the same words in other whitespace
+    assert table.column("offset").to_pylist()[1] == 0
+    assert tokenizer.decode(table.column("tokens")[1].as_py()) == " " + " ".join(f"word0 {i}" for i in range(30))
