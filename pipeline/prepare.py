@@ -160,7 +160,10 @@ def _nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
     failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
     could_not = f" ({failed})" if failed else ""
     if counts.read == sum(counts.failed.values()):
-        return f"corpus: no document could be read, all {counts.read} failed{could_not}; check corpus.paths, format and text_field"
+        return (
+            f"corpus: no document could be read, all {counts.read} failed{could_not}; check paths, format and "
+            "text_field of the corpus"
+        )
     geometry = config.geometry
     return (
         f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "

@@ -7,32 +7,13 @@ import pytest
 from pipeline.config import PipelineConfig
 from pipeline.tokenization import describe_tokenizer, train_tokenizer
 
-WORDS = [
-    "the",
-    "span",
-    "of",
-    "a",
-    "document",
-    "is",
-    "encoded",
-    "and",
-    "the",
-    "mean",
-    "of",
-    "its",
-    "tokens",
-    "is",
-    "pulled",
-    "to",
-    "an",
-    "anchor",
-    "nearby",
-]
+TEXT = "the span of a document is encoded and the mean of its tokens is pulled to an anchor nearby"
 
 
 def sentence(number: int, num_words: int) -> str:
     """Text that differs from that of any other number."""
-    return " ".join(f"{WORDS[(number * 7 + i * i) % len(WORDS)]}{number if i == 0 else ''}" for i in range(num_words))
+    words = TEXT.split()
+    return " ".join(f"{words[(number * 7 + i * i) % len(words)]}{number if i == 0 else ''}" for i in range(num_words))
 
 
 @pytest.fixture(scope="session")

@@ -11,31 +11,12 @@ from pipeline.tokenization import Encoder, describe_tokenizer, fingerprint, load
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
 
 
-WORDS = [
-    "the",
-    "span",
-    "of",
-    "a",
-    "document",
-    "is",
-    "encoded",
-    "and",
-    "the",
-    "mean",
-    "of",
-    "its",
-    "tokens",
-    "is",
-    "pulled",
-    "to",
-    "an",
-    "anchor",
-    "nearby",
-]
+TEXT = "the span of a document is encoded and the mean of its tokens is pulled to an anchor nearby"
 
 
 def sentence(number, num_words):
-    return " ".join(f"{WORDS[(number * 7 + i * i) % len(WORDS)]}{number if i == 0 else ''}" for i in range(num_words))
+    words = TEXT.split()
+    return " ".join(f"{words[(number * 7 + i * i) % len(words)]}{number if i == 0 else ''}" for i in range(num_words))
 
 
 def encoder_of(tokenizer, folder):
