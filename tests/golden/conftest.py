@@ -1,0 +1,40 @@
+"""The recorded figures: `DECLUTR_GOLDEN` names another folder with the same file names and schema."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+class Figures:
+    """JSON and npz files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        with np.load(self.folder / f"{name}.npz") as file:
+            return {key: file[key] for key in file.files}
+
+
+@pytest.fixture(scope="session")
+def figures() -> Figures:
+    return Figures(Path(os.environ.get("DECLUTR_GOLDEN") or Path(__file__).parent / "data"))
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Logs how far off a result was; `pytest tests/golden --log-cli-level=info` shows it."""
+
+    def log(*values: Any) -> None:
+        logging.getLogger("golden").info("%s: %s", request.node.name, " ".join(map(str, values)))
+
+    return log

@@ -1,0 +1,70 @@
+"""Gradients over several ranks against the recorded ones of a single process and of the released gather."""
+
+import pytest
+import torch
+from groups import run_group
+from measures import deviation
+
+from trainer.objectives import Declutr, DeclutrConfig
+
+pytestmark = [pytest.mark.golden, pytest.mark.dist]
+
+
+def rank_gradients(world, arrays, name, tau, released):
+    """Encoder tanh(Wx + b) and the objective's loss on this rank's slice; what a rank ends up with."""
+    get = {key: torch.tensor(arrays[f"{name}/in/{key}"]) for key in ("W", "b", "xa", "xp")}
+    weight, bias = get["W"].requires_grad_(True), get["b"].requires_grad_(True)
+    anchors = torch.tanh(get["xa"][world.rank] @ weight.T + bias)
+    positives = torch.tanh(get["xp"][world.rank] @ weight.T + bias)
+    anchors.retain_grad()
+    positives.retain_grad()
+    settings = {"loss": {"kind": "ntxent", "temperature": tau}, "released_rank_scaling": released}
+    objective = Declutr(DeclutrConfig(**settings), 1, positives.shape[1])
+    rows = len(anchors)
+    views = objective.represent(torch.cat([anchors, positives.flatten(0, 1)]), rows)
+    value, _ = objective.loss(views, world.rank * rows, world.size * rows, world)
+    value.backward()
+    world.sum_gradients([weight, bias])
+    return {
+        "loss": value.item(),
+        "weight": weight.grad,
+        "bias": bias.grad,
+        "anchors": anchors.grad,
+        "positives": positives.grad,
+    }
+
+
+def all_cases(world, arrays, cases):
+    return {
+        (case["name"], released): rank_gradients(world, arrays, case["name"], case["tau"], released)
+        for case in cases
+        for released in (False, True)
+    }
+
+
+def test_every_world_size(figures, measured):
+    arrays = figures.arrays("ntxent_multirank")
+    cases = figures.json("ntxent_multirank")["cases"]
+    for size in sorted({case["world"] for case in cases}):
+        mine = [case for case in cases if case["world"] == size]
+        ranks = run_group(size, all_cases, arrays, mine)
+        for case in mine:
+            name = case["name"]
+            single = {
+                key: arrays[f"{name}/single/{key}"] for key in ("gW", "gb", "grad_anchor_emb", "grad_positive_emb")
+            }
+            released = [arrays[f"{name}/official_scale_fix_false/ddp_{key}"] for key in ("gW", "gb")]
+            worst = 0.0
+            for rank, results in enumerate(ranks):
+                ours, theirs = results[name, False], results[name, True]
+                worst = max(
+                    worst,
+                    deviation([ours["loss"]], [case["single_process_loss_mean"]]),
+                    deviation([ours["weight"], ours["bias"]], [single["gW"], single["gb"]]),
+                    deviation([ours["anchors"]], [single["grad_anchor_emb"][rank]]),
+                    deviation([ours["positives"]], [single["grad_positive_emb"][rank]]),
+                    deviation([theirs["loss"]], [case["single_process_loss_mean"]]),
+                    deviation([theirs["weight"], theirs["bias"]], released),
+                )
+            measured(name, worst)
+            assert worst < 1e-10, (name, worst)

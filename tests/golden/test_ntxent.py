@@ -1,0 +1,98 @@
+"""NT-Xent against the recorded values and gradients of pytorch-metric-learning and of the exact formula."""
+
+import pytest
+import torch
+from measures import deviation
+
+from trainer.gather import World
+from trainer.objectives import Declutr, DeclutrConfig
+from trainer.objectives.ntxent import ntxent
+
+pytestmark = pytest.mark.golden
+
+
+def loss_and_gradients(case, arrays, dtype, loss=None, autocast=False):
+    """Through the objective: the mean of an anchor's P positives is the objective's own."""
+    name, a, p, n = case["name"], case["A"], case["P"], case["N"]
+    anchors = torch.tensor(arrays[f"{name}/anchors"], dtype=dtype, requires_grad=True)
+    positives = torch.tensor(arrays[f"{name}/positives"], dtype=dtype, requires_grad=True)
+    objective = Declutr(DeclutrConfig(loss=loss or {"kind": "ntxent", "temperature": case["tau"]}), a, p)
+    spans = torch.cat([anchors, positives.flatten(0, 1)])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        value, _ = objective.loss(objective.represent(spans, n), 0, n * a, World())
+    value.backward()
+    return value, (anchors.grad, positives.grad)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["f64", "f32"])
+def test_value_and_gradients(figures, dtype, limit, measured):
+    """Value relative to the recorded value; gradients relative to the largest recorded gradient entry of the case.
+
+    At temperature t a rounding of an input by eps moves a logit by eps / t: given rounded inputs, no algorithm can
+    promise a gradient to 1e-5 in float32 below t = 0.005 (two rows may nearly tie), so there its limit grows with 1 / t.
+    """
+    arrays = figures.arrays("ntxent_cases")
+    for case in figures.json("ntxent_cases")["cases"]:
+        value, gradients = loss_and_gradients(case, arrays, dtype)
+        allowed = limit if dtype == torch.float64 else limit * max(1.0, 0.005 / case["tau"])
+        names = [f"{case['name']}/grad_{part}" for part in ("anchors", "positives")]
+        off = deviation([value], [case["mean"]]), deviation(gradients, [arrays[name] for name in names])
+        measured(case["name"], off)
+        assert off[0] < limit, (case["name"], off)
+        assert off[1] < allowed, (case["name"], off)
+
+
+def test_terms_are_the_papers_sum(figures):
+    """Paper equation (1) sums 2AN terms, we take their mean."""
+    arrays = figures.arrays("ntxent_cases")
+    for case in figures.json("ntxent_cases")["cases"]:
+        value, _ = loss_and_gradients(case, arrays, torch.float64)
+        assert deviation([value * case["n_terms"]], [case["sum_eq1"]]) < 1e-10
+        assert deviation([value], [arrays[f"{case['name']}/per_term"].mean()]) < 1e-10
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["f64", "f32"])
+def test_metric_learning_loss_of_that_name(figures, dtype, limit, measured):
+    """The released loss by its name gives the released numbers, its caps at low temperature included."""
+    arrays, kind = figures.arrays("ntxent_cases"), {torch.float64: "pml_f64", torch.float32: "pml_f32"}[dtype]
+    for case in figures.json("ntxent_cases")["cases"]:
+        loss = {
+            "kind": "pytorch_metric_learning",
+            "loss": "NTXentLoss",
+            "loss_arguments": {"temperature": case["tau"]},
+        }
+        value, gradients = loss_and_gradients(case, arrays, dtype, loss)
+        names = [f"{case['name']}/{kind}_grad_{part}" for part in ("anchors", "positives")]
+        off = deviation([value], [case[kind]]), deviation(gradients, [arrays[name] for name in names])
+        measured(case["name"], off)
+        assert max(off) < limit, (case["name"], off)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+def test_zero_embedding_stays_finite(figures, dtype):
+    """A zero vector has no direction: its gradient is huge (about 1e12, recorded) but a number."""
+    recorded = figures.json("ntxent_cases")["zero_embedding"]
+    embeddings = torch.randn(16, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    embeddings[3] = 0
+    embeddings.requires_grad_(True)
+    value = ntxent(embeddings, 0.05)
+    value.backward()
+    assert torch.isfinite(value)
+    assert torch.isfinite(embeddings.grad).all()
+    assert embeddings.grad.abs().max() < 1e3 * recorded["max_abs_grad"]
+
+
+def test_autocast_does_not_reach_the_loss(figures):
+    """float32 embeddings under bfloat16 autocast: the same bits as without, none of the recorded errors."""
+    arrays = figures.arrays("ntxent_cases")
+    cases = {case["name"]: case for case in figures.json("ntxent_cases")["cases"]}
+    for low in figures.json("ntxent_lowprec"):
+        case = cases[low["name"]]
+        plain, gradients = loss_and_gradients(case, arrays, torch.float32)
+        value, low_gradients = loss_and_gradients(case, arrays, torch.float32, autocast=True)
+        assert value.dtype == torch.float32
+        assert torch.equal(value, plain)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, low_gradients, strict=True))
+        names = [f"{case['name']}/grad_{part}" for part in ("anchors", "positives")]
+        assert deviation([value], [low["exact"]]) < 1e-5
+        assert deviation(low_gradients, [arrays[n] for n in names]) < low["cpu_autocast_bf16"]["rel_grad_err"] / 100

@@ -1,0 +1,156 @@
+"""Real runs for tests: a tiny corpus, tiny configurations, commands in processes of their own, and killing them."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from trainer.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+GEOMETRY = {"num_anchors": 2, "max_tokens": 16}
+SCRATCH = {
+    "model_type": "roberta",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+}
+
+
+def write_corpus(path, documents=320, seed=0):
+    """JSON lines of random words that share a topic within a document."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 6))) for _ in range(300)]
+    with path.open("w") as stream:
+        for number in range(documents):
+            topic = rng.sample(words, 40)
+            text = " ".join(rng.choice(topic) for _ in range(rng.randint(60, 140)))
+            stream.write(json.dumps({"text": f"{text} {number}"}) + "\n")
+
+
+def prepare_values(corpus, output, **changes):
+    """The `prepare` section for that corpus."""
+    return {
+        "output": str(output),
+        "corpus": {"kind": "files", "paths": [str(corpus)]},
+        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
+        "geometry": GEOMETRY,
+        "held_out_share": 0.2,
+        "unit_mib": 0.05,
+        "block_documents": 20,
+        "session": {"num_cpus": 1},
+    } | changes
+
+
+def train_values(data, run, **changes):
+    """The `train` section of a tiny run; branches in `changes` are merged, everything else is replaced."""
+    values = {
+        "run": str(run),
+        "data": str(data),
+        "encoder": {"scratch": SCRATCH, "dropout": 0.0},
+        "spans": {"num_anchors": 2, "num_positives": 2, "min_tokens": 4, "max_tokens": 16},
+        "optim": {"lr": 0.001},
+        "batch_documents": 8,
+        "steps": 6,
+        "validation": {"every_steps": 0, "max_documents": 40},
+        "checkpoint": {"every_steps": 1000},
+        "scaling": {"workers": 1, "device": "cpu", "storage_threads": 1},
+    }
+    for key, value in changes.items():
+        merge = isinstance(value, dict) and isinstance(values.get(key), dict)
+        values[key] = values[key] | value if merge else value
+    return values
+
+
+def train_config(data, run, **changes):
+    return TrainConfig.model_validate(train_values(data, run, **changes))
+
+
+def write_config(path, **sections):
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def command(module, config, *overrides):
+    """Arguments of a real command, in a process group of its own, where Ray shows its process titles to us."""
+    return {
+        "args": [sys.executable, "-m", module, str(config), *overrides],
+        "env": os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "DECLUTR_LOG": "INFO"},
+        "cwd": config.parent,
+        "start_new_session": True,
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+
+
+def run_command(module, config, *overrides, timeout=150):
+    """Runs it to its end; returns the finished process with its output."""
+    done = subprocess.run(**command(module, config, *overrides), timeout=timeout, check=False)
+    return done
+
+
+def steps_of(run, kind="step"):
+    """The numbers of every step that do not depend on the clock, by step."""
+    clock = ("time", "tokens_per_second", "documents_per_second", "data_wait_share", "kind", "step")
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    chosen = [line for line in lines if line["kind"] == kind]
+    assert len({line["step"] for line in chosen}) == len(chosen), "a step is there twice"
+    return {line["step"]: {k: v for k, v in line.items() if k not in clock} for line in chosen}
+
+
+def wait_for_step(process, run, step, timeout=90):
+    """Waits until a running command has written that step."""
+    deadline = time.monotonic() + timeout
+    path = Path(run) / "metrics.jsonl"
+    while not path.is_file() or f'"step": {step},' not in path.read_text():
+        assert process.poll() is None, f"ended early: {process.communicate()}"
+        assert time.monotonic() < deadline, f"step {step} is not reached"
+        time.sleep(0.02)
+
+
+def processes():
+    """pid -> (parent, command line with process title) of everything that runs here."""
+    table = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,command="], stdout=subprocess.PIPE, text=True, check=True)
+    rows = [line.split(maxsplit=2) for line in table.stdout.splitlines()]
+    return {int(row[0]): (int(row[1]), row[2]) for row in rows if len(row) == 3}
+
+
+def descendants(pid):
+    """pids and titles of all processes below one."""
+    table, found = processes(), {}
+    todo = [pid]
+    while todo:
+        parent = todo.pop()
+        for child, (above, title) in table.items():
+            if above == parent and child not in found:
+                found[child] = title
+                todo.append(child)
+    return found
+
+
+def train_workers(pid):
+    """pids of the Ray Train workers of a driver, in rank order of start."""
+    return sorted(child for child, title in descendants(pid).items() if "RayTrainWorker" in title)
+
+
+def kill(pid, number=signal.SIGKILL):
+    os.kill(pid, number)
+
+
+def wait_gone(pids, timeout=30):
+    """Waits until none of these processes is left; returns those that are."""
+    deadline = time.monotonic() + timeout
+    left = set(pids)
+    while left and time.monotonic() < deadline:
+        left &= {pid for pid, (_, title) in processes().items() if "<defunct>" not in title}
+        time.sleep(0.1)
+    return left

@@ -1,0 +1,104 @@
+"""Tiny encoders of each family, and documents as the shards hold them."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.windows import window_starts
+from trainer.batches import SpanBatch
+from trainer.feed import Feed, Vocabulary
+from trainer.gather import World
+from trainer.model import Encoder, EncoderConfig, build_model, load_hf_config
+from trainer.objectives import Declutr, DeclutrConfig
+from trainer.optim import OptimConfig, build_optimizer
+from trainer.spans import SpanConfig
+from trainer.step import RankBatch, Stepper
+
+VOCAB_SIZE = 64
+VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))
+_SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "roberta": {"model_type": "roberta", "max_position_embeddings": 40, "type_vocab_size": 1, **_SHAPE},
+    "bert": {"model_type": "bert", "max_position_embeddings": 40, **_SHAPE},
+    # Layer 0 sees the whole span, the others 2 tokens to each side.
+    "modernbert": {
+        "model_type": "modernbert",
+        "max_position_embeddings": 40,
+        "local_attention": 4,
+        "global_attn_every_n_layers": 2,
+        **_SHAPE,
+    },
+}
+_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+
+
+def tiny_encoder(
+    family: str = "roberta", dtype: torch.dtype = torch.float64, seed: int = 0, **settings: Any
+) -> Encoder:
+    """An encoder with weights large enough that every part of it matters. `settings` are EncoderConfig's."""
+    scratch = {**FAMILIES[family], "initializer_range": 0.3, **settings.pop("scratch", {})}
+    config = EncoderConfig(scratch=scratch, **{"dropout": 0.0, **settings})
+    model = build_model(config, load_hf_config(config, VOCAB_SIZE, _IDS), seed)
+    encoder = Encoder(config, model, seed).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():  # biases start at 0 and norms at 1: move them, so that none is left out unnoticed
+        for parameter in encoder.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(dtype)
+    return encoder.train()
+
+
+def random_spans(lengths: list[int], num_selected: int = 0, seed: int = 0) -> SpanBatch:
+    """Spans of ordinary tokens with these lengths, of which some are to be predicted."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, VOCAB_SIZE - 1, (sum(lengths),), generator=generator)
+    selected = torch.randperm(len(ids), generator=generator)[:num_selected].sort().values
+    labels = torch.randint(4, VOCAB_SIZE - 1, (len(selected),), generator=generator)
+    return SpanBatch(ids, torch.tensor(lengths, dtype=torch.int64), selected, labels)
+
+
+def documents(lengths: list[int], max_tokens: int, seed: int = 0) -> pa.Table:
+    """Shard rows with these numbers of tokens; a row's content depends on its own number and length alone."""
+    rows = []
+    for number, length in enumerate(lengths):
+        rng = np.random.default_rng([seed, number, length])
+        rows.append((rng.bytes(16), rng.integers(4, VOCAB_SIZE - 1, length), window_starts(length, max_tokens)))
+    return pa.table(
+        {
+            "id": pa.array([row[0] for row in rows], pa.binary(16)),
+            "tokens": pa.array([row[1] for row in rows], pa.list_(pa.uint16())),
+            "windows": pa.array([row[2] for row in rows], pa.list_(pa.int32())),
+            "num_tokens": pa.array(lengths, pa.int64()),
+        }
+    )
+
+
+def tiny_feed(objective: DeclutrConfig | None = None, spans: SpanConfig | None = None, seed: int = 0) -> Feed:
+    """The feed that an objective asks for."""
+    objective = objective or DeclutrConfig()
+    return Feed(
+        spans=spans or SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12),
+        masking=objective.masking if objective.mlm else None,
+        unmasked_anchors=objective.unmasked_anchors,
+        include_positives=objective.contrastive,
+        max_content=10,
+        vocabulary=VOCABULARY,
+        seed=seed,
+    )
+
+
+def tiny_stepper(encoder: Encoder, objective: DeclutrConfig | None = None, **settings: Any) -> Stepper:
+    """A stepper for 2 anchors with 2 positives each. `settings` are Stepper's."""
+    optim = settings.pop("optim", OptimConfig(lr=1e-2, bias_correction=False))
+    shape = {"num_anchors": settings.pop("num_anchors", 2), "num_positives": settings.pop("num_positives", 2)}
+    given = {"optimizer": build_optimizer(optim, encoder), "world": World(), "seed": 0, "total_steps": 10, **settings}
+    return Stepper(encoder, Declutr(objective or DeclutrConfig(), **shape), optim=optim, **given)
+
+
+def rank_batch(feed: Feed, table: pa.Table, start: int = 0, end: int | None = None, epoch: int = 0) -> RankBatch:
+    """Rows [start, end) of a global batch of all the rows."""
+    end = len(table) if end is None else end
+    part = table.slice(start, end - start)
+    return RankBatch(feed.batch(part, np.full(end - start, epoch)), start, end - start, len(table))
