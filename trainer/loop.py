@@ -25,9 +25,9 @@ from trainer.optim import build_optimizer
 from trainer.plan import Plan
 from trainer.spans import SpanConfig
 from trainer.state import RunState
-from trainer.step import Stepper
+from trainer.step import NonFiniteLossError, Stepper
 from trainer.stream import Ahead, batches, rank_plan
-from trainer.validation import Validator, build_validator
+from trainer.validation import Validator, build_validator, score_pairs
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
@@ -84,11 +84,15 @@ def held_out_validator(
     return build_validator(config.validation, config.spans, shards, feed_for, config.seed, world, device)
 
 
-def train_loop(settings: dict[str, Any]) -> None:
+def train_loop(settings: dict[str, Any]) -> str | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, again after each failure.
 
     Args:
         settings: `config`, the TrainConfig as JSON.
+
+    Returns:
+        None at the end of the run; else why it cannot go on. What would fail again is returned rather than raised, or
+        Ray Train would start the workers again `max_failures` times; every rank sees it alike, so none is left waiting.
     """
     config = TrainConfig.model_validate(settings["config"])
     context = ray.train.get_context()
@@ -117,7 +121,11 @@ def train_loop(settings: dict[str, Any]) -> None:
         microbatch_tokens=config.microbatch_tokens,
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
     )
-    Worker(config, run, shards, stepper, plan, vocabulary, device).run_to_end()
+    try:
+        Worker(config, run, shards, stepper, plan, vocabulary, device).run_to_end()
+    except NonFiniteLossError as error:
+        return str(error)
+    return None
 
 
 def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
@@ -152,9 +160,7 @@ class Worker:
             validator = held_out_validator(config, stepper.encoder, self.vocabulary, world, self.device)
         metrics = MetricsWriter(self.run, done) if world.rank == 0 else None
         if done == 0 and validator is not None:
-            scores = validator.score(stepper.encoder)
-            if metrics:
-                metrics.scores(0, scores)
+            self.score(validator, metrics, 0)
 
         feed = build_feed(config, stepper.encoder, self.vocabulary)
         mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps)
@@ -171,9 +177,7 @@ class Worker:
             last = step == stepper.total_steps
             scores = {}
             if validator is not None and (last or step % config.validation.every_steps == 0):
-                scores = validator.score(stepper.encoder)
-                if metrics:
-                    metrics.scores(step, scores)
+                scores = self.score(validator, metrics, step)
             if last or step % config.checkpoint.every_steps == 0:
                 self.save(step, scores)
             window = Window()
@@ -189,6 +193,23 @@ class Worker:
         checkpoint.load(path, self.stepper.encoder, self.stepper.optimizer, self.stepper.objective)
         get_logger().info("continuing after step %d (%s)", state.step, path)
         return state.step
+
+    def score(self, validator: Validator, metrics: MetricsWriter | None, step: int) -> dict[str, float]:
+        """Held-out scores of the weights after a step, logged.
+
+        Raises:
+            NonFiniteLossError: on every rank alike.
+        """
+        anchors, positives = validator.embed(self.stepper.encoder)
+        if not (anchors.isfinite().all() and positives.isfinite().all()):
+            raise NonFiniteLossError(
+                f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
+                "or precision: fp32"
+            )
+        scores = score_pairs(anchors, positives)
+        if metrics:
+            metrics.scores(step, scores)
+        return scores
 
     def save(self, step: int, scores: dict[str, float]) -> None:
         """Rank 0 writes the checkpoint, all report it, and what need not be kept is deleted."""

@@ -19,7 +19,7 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from common.config import ConfigError, expand, load_config, print_config
-from common.logs import setup_logging
+from common.logs import get_logger, setup_logging
 from common.storage import read_json, write_json, write_text
 from pipeline.session import start_ray
 from pipeline.shards import ShardError, ShardSet
@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: with every problem found before Ray starts.
-        TrainingFailedError: the workers failed more often than `scaling.max_failures`.
+        TrainingFailedError: the workers failed more often than `scaling.max_failures`, or a loss is not finite.
     """
     found = problems(config)
     if found:
@@ -59,6 +59,11 @@ def train(config: TrainConfig) -> dict[str, Any]:
     shards = ShardSet(expand(config.data), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
+    if latest is not None:
+        done = latest[1].step
+        get_logger().info(
+            "%s: %s", run, f"continuing after step {done} of {steps}" if done < steps else "finished already"
+        )
     if latest is None or latest[1].step < steps:
         begun = time.monotonic()
         fit(config, run, steps)
@@ -108,11 +113,13 @@ def fit(config: TrainConfig, run: Path, steps: int) -> None:
     )
     with ProgressBar(run, steps):
         try:
-            trainer.fit()
+            result = trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise TrainingFailedError(
                 f"{error}\nWhat was saved is in {run / CHECKPOINTS}; the same command continues"
             ) from error
+    if result.return_value is not None:
+        raise TrainingFailedError(f"{result.return_value}. What was saved before is in {run / CHECKPOINTS}")
 
 
 def _scores(line: dict[str, Any]) -> dict[str, float]:
