@@ -94,8 +94,7 @@ def command(module, config, *overrides):
 
 def run_command(module, config, *overrides, timeout=150):
     """Runs it to its end; returns the finished process with its output."""
-    done = subprocess.run(**command(module, config, *overrides), timeout=timeout, check=False)
-    return done
+    return subprocess.run(**command(module, config, *overrides), timeout=timeout, check=False)
 
 
 def steps_of(run, kind="step"):

@@ -1,0 +1,107 @@
+"""Any number of workers: the same documents with the same spans at every step, the same loss curve."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import ray
+import runs
+import torch
+from transformers import AutoTokenizer
+
+from pipeline.session import start_ray
+from pipeline.shards import ShardSet
+from trainer.loop import build_encoder, build_feed
+from trainer.model import vocabulary_of
+from trainer.plan import Plan
+from trainer.stream import Ahead, batches, documents, rank_plan
+from trainer.train import train
+
+pytestmark = pytest.mark.ray
+STEPS = 40  # more than an epoch of 257 documents
+BATCH = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session():
+    start_ray(num_cpus=6)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def feed(data):
+    config = runs.train_config(data, "unused")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    return build_feed(config, build_encoder(config, tokenizer), vocabulary_of(tokenizer))
+
+
+def rank_plans(data, world, first=0, last=STEPS, chunk_steps=None):
+    shards = ShardSet(data, "train")
+    plan = Plan(seed=0, num_documents=shards.num_documents, batch_documents=BATCH)
+    plans = [rank_plan(plan, shards, rank, world, first, last) for rank in range(world)]
+    return [dataclasses.replace(p, chunk_steps=chunk_steps or p.chunk_steps) for p in plans]
+
+
+def spans_of(batch):
+    """Each span as (ids, masked places, their tokens): anchors first, then positives."""
+    pieces = [batch.spans.span_slice(i, i + 1) for i in range(batch.spans.num_spans)]
+    return [(p.input_ids.tolist(), p.selected.tolist(), p.labels.tolist()) for p in pieces]
+
+
+def global_steps(data, feed, world, **sizes):
+    """What all ranks together read at each step, through Ray Data, in the order of the global batch."""
+    ranks = [list(Ahead(batches(p, feed, torch.device("cpu")))) for p in rank_plans(data, world, **sizes)]
+    assert len({len(rank) for rank in ranks}) == 1
+    steps = []
+    for parts in zip(*ranks, strict=True):
+        assert sum(part.num_documents for part in parts) == BATCH
+        anchors, positives = [], []
+        for part in parts:
+            spans, first = spans_of(part), 2 * part.num_documents
+            anchors += spans[:first]
+            positives += spans[first:]
+        steps.append((anchors, positives))
+    return steps
+
+
+def test_every_world_reads_the_same_spans_at_every_step(data, feed):
+    alone = global_steps(data, feed, 1)
+    assert len(alone) == STEPS
+    assert all(len(anchors) == 2 * BATCH and len(positives) == 4 * BATCH for anchors, positives in alone)
+    assert any(places for _, places, _ in alone[0][0]), "nothing is masked"
+    assert global_steps(data, feed, 2, chunk_steps=7) == alone
+    assert global_steps(data, feed, 3, chunk_steps=11) == alone
+
+
+def test_a_stream_can_begin_at_any_step_with_more_ranks_than_documents(data, feed):
+    alone = global_steps(data, feed, 1, first=0, last=36)
+    assert global_steps(data, feed, BATCH + 1, first=30, last=36) == alone[30:]
+
+
+def test_an_epoch_reads_every_document_once(data):
+    (plan,) = rank_plans(data, 1, chunk_steps=3)
+    ids = [key for table in documents(plan) for key in table.column("id").to_pylist()]
+    size = plan.plan.num_documents
+    assert len(set(ids[:size])) == size
+    assert set(ids[:size]) == set(ShardSet(data, "train").take(np.arange(size)).column("id").to_pylist())
+    assert ids[size:] != ids[: len(ids) - size]
+
+
+def test_1_2_and_3_workers_follow_the_same_loss_curve(data, tmp_path):
+    for workers in (1, 2, 3):
+        changes = {"steps": 30, "validation": {"every_steps": 15}, "scaling": {"workers": workers}}
+        train(runs.train_config(data, tmp_path / str(workers), **changes))
+    alone = runs.steps_of(tmp_path / "1")
+    assert list(alone) == list(range(1, 31))
+    first, last = (np.mean([alone[step]["mlm"] for step in steps]) for steps in (range(1, 6), range(26, 31)))
+    assert last < first - 0.05, "nothing is learned"
+    for workers in (2, 3):
+        others = runs.steps_of(tmp_path / str(workers))
+        for step, line in alone.items():
+            assert line == pytest.approx(others[step], rel=1e-4), f"{workers} workers, step {step}"
+        assert alone[1] == pytest.approx(others[1], rel=1e-6)
+        scores, other_scores = (runs.steps_of(tmp_path / str(n), "validation") for n in (1, workers))
+        assert list(scores) == [0, 15, 30]
+        for step, line in scores.items():
+            assert line == pytest.approx(other_scores[step], rel=1e-3, abs=0.03)
