@@ -103,7 +103,7 @@ def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             if own != info.fingerprint:
                 found.append(
                     f"encoder.pretrained = {encoder.pretrained}: its tokenizer ({own[:12]}) is not the one that made "
-                    f"the shards ({info.fingerprint[:12]}); prepare the corpus with tokenizer.name = {encoder.pretrained}"
+                    f"the shards ({info.fingerprint[:12]}); prepare the corpus with that tokenizer"
                 )
         hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
     except (OSError, ValueError, KeyError) as error:

@@ -1,7 +1,7 @@
 """The order of the training stream: plain arithmetic on (seed, sizes), without state, Ray or torch.
 
 Index i = step * batch_documents + position; its epoch is i // num_documents; its document is a keyed permutation of
-i mod num_documents. Every document comes exactly once an epoch, and any step can be computed without the steps before it.
+i mod num_documents. Every document comes exactly once an epoch, and any step is computed without the steps before it.
 Ranks take consecutive slices of a batch's positions, so the global batch is the same for every world size.
 """
 

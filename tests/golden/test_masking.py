@@ -71,7 +71,7 @@ def test_specials_and_what_is_not_selected_stay(figures):
 def test_replacements_cover_the_whole_vocabulary(figures):
     """Random replacements may be special ids or the token itself, as torch.randint(len(tokenizer)) may."""
     case = {"V": 50, "seed": figures.json("mlm_cases")["cases"][0]["seed"]}
-    ids, new, selected = masked(case, np.full((400, 512), 7))
+    _, new, selected = masked(case, np.full((400, 512), 7))
     drawn = new[selected & (new != case["V"] - 1) & (new != 7)]
     counts = np.bincount(drawn, minlength=case["V"])
     others = np.delete(np.arange(case["V"]), [7, case["V"] - 1])

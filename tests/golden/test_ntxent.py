@@ -29,7 +29,7 @@ def test_value_and_gradients(figures, dtype, limit, measured):
     """Value relative to the recorded value; gradients relative to the largest recorded gradient entry of the case.
 
     At temperature t a rounding of an input by eps moves a logit by eps / t: given rounded inputs, no algorithm can
-    promise a gradient to 1e-5 in float32 below t = 0.005 (two rows may nearly tie), so there its limit grows with 1 / t.
+    promise a gradient to 1e-5 in float32 below t = 0.005 (two rows may nearly tie); there its limit grows with 1 / t.
     """
     arrays = figures.arrays("ntxent_cases")
     for case in figures.json("ntxent_cases")["cases"]:

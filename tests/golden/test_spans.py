@@ -86,12 +86,15 @@ def test_recorded_runs(figures):
                     assert end == case["n"]
 
 
+def one_draw(num_anchors):
+    return draw(SpanConfig(num_anchors=num_anchors, num_positives=1), 0, np.zeros(1, np.int64), np.zeros(1, np.uint64))
+
+
 def test_recorded_errors(figures):
     for num_tokens, num_anchors, max_tokens, min_tokens, _ in figures.json("span_traces")["errors"]:
+        case = {"A": num_anchors, "P": 1, "l_min": min_tokens, "l_max": max_tokens, "strategy": None}
         with pytest.raises(ValueError, match=r"too short|must be at most"):
-            case = {"A": num_anchors, "P": 1, "l_min": min_tokens, "l_max": max_tokens, "strategy": None}
-            config = config_of(case)
-            place_in(config, draw(config, 0, np.zeros(1, np.int64), np.zeros(1, np.uint64)), num_tokens)
+            place_in(config_of(case), one_draw(num_anchors), num_tokens)
 
 
 def sampled(case, num_documents):
@@ -146,7 +149,7 @@ def p_values(case, pmf, num_documents):
     """p-values of everything whose exact law is recorded."""
     exact, spans = case["exact"], sampled(case, num_documents)
     windows = spans.anchors[..., 0] // case["l_max"]
-    (start, end), (first, last) = one_pair_a_document(case, spans)
+    (start, _), (first, _) = one_pair_a_document(case, spans)
     found = {}
     for kind, lengths in (("anchor", spans.anchors), ("positive", spans.positives)):
         law = pmf[f"pmf/{kind}_l{case['l_min']}-{case['l_max']}"]
@@ -193,18 +196,18 @@ def test_strategies(figures, measured):
     for case in cases:
         num_documents, recorded = min(case["docs"], 10_000), case["mc"]
         spans = sampled(case, num_documents)
-        (start, end), (first, last) = one_pair_a_document(case, spans)
+        (start, _), (first, last) = one_pair_a_document(case, spans)
         law = pmf[f"pmf/anchor_l{case['l_min']}-{case['l_max']}"]
-        counts = np.bincount(
-            (spans.anchors[..., 1] - spans.anchors[..., 0]).reshape(-1) - case["l_min"], minlength=len(law)
-        )
+        sizes = (spans.anchors[..., 1] - spans.anchors[..., 0]).reshape(-1)
+        counts = np.bincount(sizes - case["l_min"], minlength=len(law))
         found = {"anchor length": chi_square(counts, law * counts.sum())}
         hits = fractions(case, spans)
         # Released: no left neighbour that starts at 0. That moves at most these from one side to the other.
         moved = (start == last - first).mean() if case["strategy"] == "adjacent" else 0.0
         for name in hits.keys() & recorded["fractions"].keys():
             theirs, ours = recorded["fractions"][name], hits[name].mean()
-            error = np.sqrt(max(theirs * (1 - theirs), 1e-9) * (1 / case["docs"] + 1 / num_documents))
+            both = (theirs * case["docs"] + ours * num_documents) / (case["docs"] + num_documents)
+            error = np.sqrt(max(both * (1 - both), 1 / num_documents) * (1 / case["docs"] + 1 / num_documents))
             found[name] = 2 * stats.norm.sf(max(0.0, abs(ours - theirs) - moved) / error)
         for name, values in {"positive_len": last - first, "rel_offset": first - start}.items():
             theirs = recorded[name]

@@ -73,7 +73,7 @@ class Declutr:
         self._metric_loss = MetricLearningLoss(config.loss) if isinstance(config.loss, MetricLearningConfig) else None
 
     def represent(self, spans: Tensor, num_documents: int) -> Tensor:
-        """Views that meet other workers, `(n * A, 2, D)`: each anchor and the mean of its positives (paper section 3.1).
+        """Views that meet other workers, `(n * A, 2, D)`: each anchor and its positives' mean (paper section 3.1).
 
         Args:
             spans: `(S, D)` embeddings in the feed's order.
@@ -82,7 +82,7 @@ class Declutr:
         rows = num_documents * self.num_anchors
         masked, rest = spans[:rows], spans[rows:]
         anchors, rest = (rest[:rows], rest[rows:]) if self.config.unmasked_anchors else (masked, rest)
-        positives = rest.reshape(rows, self.num_positives, -1).mean(dim=1)
+        positives = rest.reshape(rows, self.num_positives, spans.shape[-1]).mean(dim=1)
         return torch.stack([anchors, positives], dim=1)
 
     def loss(self, views: Tensor, start: int, total: int, world: World) -> tuple[Tensor, Tensor]:

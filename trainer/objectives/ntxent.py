@@ -27,11 +27,11 @@ class MetricLearningConfig(Strict):
     kind: Literal["pytorch_metric_learning"]
     loss: str
     """Class name in pytorch_metric_learning.losses, for example NTXentLoss or SupConLoss."""
-    loss_arguments: dict[str, Any] = {}
+    loss_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the loss, for example {temperature: 0.05}."""
     miner: str | None = None
     """Class name in pytorch_metric_learning.miners."""
-    miner_arguments: dict[str, Any] = {}
+    miner_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the miner."""
 
     @field_validator("loss")

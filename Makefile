@@ -1,0 +1,56 @@
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+# torch comes first and in the version of constraints.txt, because any other package would bring the newest one. Another
+# build of it, for example for one CUDA version: make setup TORCH="torch --index-url ADDRESS"
+TORCH ?= torch
+STAMP := $(VENV)/.installed
+export RAY_USAGE_STATS_ENABLED := 0
+# A virtual environment that is active elsewhere must not leak into this one's Ray workers.
+unexport PYTHONPATH
+
+.PHONY: help setup demo test test-fast check format golden lock clean
+
+help: ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+setup: $(STAMP) ## the environment in .venv, with pinned dependencies
+
+$(STAMP): requirements.lock constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+demo: setup ## corpus, shards, training, encoder, measured result: at most 8 minutes on 2 CPU cores
+	$(BIN)/declutr demo
+
+test: setup ## every test: at most 15 minutes on 2 CPU cores
+	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest
+
+test-fast: setup ## the tests without Ray and process groups: a minute
+	$(BIN)/python -m pytest -m "not ray and not dist and not slow"
+
+check: setup ## lint, format, types, imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## rewrite the code's layout
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+golden: setup ## compare with the released code's figures alone
+	$(BIN)/python -m pytest -m golden
+
+lock: setup ## pin the dependencies anew (torch stays out: see TORCH)
+	$(BIN)/python -m pip install --quiet pip-tools
+	$(BIN)/pip-compile --quiet --extra dev --constraint constraints.txt --generate-hashes --strip-extras \
+	  --unsafe-package torch --unsafe-package setuptools --no-emit-index-url --no-emit-find-links \
+	  --output-file requirements.lock pyproject.toml
+
+clean: ## what demo and tests made; the environment stays
+	rm -rf data runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,100 @@
+"""The console command `declutr`. Each sub-command imports what it needs when it runs."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `declutr COMMAND ...`; returns the exit status, 1 when the user has something to mend."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+        "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", _prepare),
+        "train": ("CONFIG [key=value ...]: shards to a sentence encoder", _train),
+        "embed": ("MODEL INPUT --output OUT: texts to embeddings", _embed),
+        "inspect": ("PATH: what shards, a run or a checkpoint hold", _inspect),
+        "demo": ("the whole path on a corpus that every machine has", _demo),
+    }
+    if not arguments or arguments[0] not in commands:
+        print("usage: declutr COMMAND ...\n")
+        for name, (what, _) in commands.items():
+            print(f"  declutr {name} {what}")
+        return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 1
+    return commands[arguments[0]][1](arguments[1:])
+
+
+def _prepare(arguments: list[str]) -> int:
+    from pipeline.prepare import main as prepare
+
+    return prepare(arguments)
+
+
+def _train(arguments: list[str]) -> int:
+    from trainer.train import main as train
+
+    return train(arguments)
+
+
+def _embed(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="declutr embed", description="Texts to embeddings.")
+    parser.add_argument("model", help="exported folder, or a name that transformers knows")
+    parser.add_argument("input", type=Path, help=".jsonl, .parquet, or one text a line")
+    parser.add_argument("--output", type=Path, required=True, help=".npy or .parquet")
+    parser.add_argument("--text-field", default="text", help="field or column of the text (text)")
+    given = parser.parse_args(arguments)
+    from evaluation.embed import EmbedError, embed_file
+    from evaluation.encoder import EncoderError
+
+    try:
+        number = embed_file(given.model, given.input, given.output, given.text_field)
+    except (EmbedError, EncoderError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    print(f"{given.output}: {number} embeddings")
+    return 0
+
+
+def _inspect(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="declutr inspect", description="What lies at a path, in words.")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--documents", type=int, default=3, help="documents of shards to show with their spans (3)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the spans shown (0)")
+    parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")
+    given = parser.parse_args(arguments)
+    from evaluation.inspect import InspectError, inspect
+    from pipeline.shards import ShardError
+    from trainer.checkpoint import CheckpointError
+
+    try:
+        for line in inspect(given.path, given.documents, given.seed, given.epoch):
+            print(line)
+    except (InspectError, ShardError, CheckpointError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _demo(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="declutr demo", description="From a corpus to a measured encoder.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
+    parser.add_argument("--config", default="configs/demo.yaml")
+    given = parser.parse_args(arguments)
+    from common.config import ConfigError
+    from common.logs import setup_logging
+    from evaluation.demo import demo
+    from pipeline.shards import ShardError
+    from trainer.train import TrainingFailedError
+
+    setup_logging("demo")
+    try:
+        for line in demo(given.config, given.overrides):
+            print(line, flush=True)
+    except (ConfigError, ShardError, TrainingFailedError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

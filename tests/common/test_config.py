@@ -1,0 +1,137 @@
+"""The loader: every problem at once, in words that name key, value and limit."""
+
+import pytest
+from pydantic import Field, model_validator
+
+from common.config import ConfigError, Strict, load_config, print_config
+
+
+class Inner(Strict):
+    size: int = Field(default=4, ge=1)
+    rate: float = 1e-3
+
+
+class Outer(Strict):
+    inner: Inner = Inner()
+    inputs: tuple[str, ...] = ()
+    name: str
+    low: int = 0
+    high: int = 10
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low} must be at most high = {self.high}")
+        return self
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_text(text, *overrides):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(str(path), "train", Outer, overrides)
+
+    return load_text
+
+
+def problems(load, text, *overrides):
+    with pytest.raises(ConfigError) as error:
+        load(text, *overrides)
+    assert all(problem in str(error.value) for problem in error.value.problems)
+    return error.value.problems
+
+
+def test_values_and_overrides(load):
+    text = "train: {name: a, inner: {size: 2}}"
+    config = load(text, "inner.rate=5e-5", "inputs=[x, y]", "name=b", "inner.size=3")
+    assert config.inner == Inner(size=3, rate=5e-5)
+    assert isinstance(config.inner.rate, float)
+    assert config.inputs == ("x", "y")
+    assert config.name == "b"
+
+
+def test_a_branch_can_be_replaced(load):
+    assert load("train: {name: a, inner: {size: 2}}", "inner={rate: 2}").inner == Inner(rate=2)
+
+
+def test_an_override_may_open_an_absent_branch(load):
+    assert load("train: {name: a}", "inner.size=9").inner.size == 9
+
+
+def test_a_key_left_empty_takes_branch_overrides(load):
+    assert load("train:\n  name: a\n  inner:\n", "inner.size=9").inner.size == 9
+
+
+def test_every_problem_at_once(load):
+    found = problems(load, "train: {inner: {size: 0, raet: 1}, inputs: 3}", "high", "low.x=1")
+    assert found[:1] == ["override 'high' is not of the form key=value"]
+    assert any(line.startswith("inner.size = 0: ") and "greater than or equal to 1" in line for line in found)
+    assert "inner.raet: unknown key; did you mean `rate`?" in found
+    assert any(line.startswith("inputs = 3: ") for line in found)
+    assert "name: missing, and it has no default" in found
+    assert any(line.startswith("low = ") for line in found)
+    assert len(found) == 6
+
+
+def test_override_through_a_value(load):
+    found = problems(load, "train: {name: a, low: 1}", "low.x=1")
+    assert found == ["override low.x: `low` holds 1, not a branch with keys of its own"]
+
+
+@pytest.mark.parametrize("text", ["=3", "inner.size", ""])
+def test_override_without_key_or_value(load, text):
+    assert problems(load, "train: {name: a}", text) == [f"override {text!r} is not of the form key=value"]
+
+
+def test_override_that_is_not_yaml(load):
+    (found,) = problems(load, "train: {name: a}", "inputs=[1")
+    assert found.startswith("override inputs: '[1' is not YAML")
+
+
+def test_unknown_key_without_a_near_one(load):
+    assert problems(load, "train: {name: a, zzzzz: 1}") == ["zzzzz: unknown key"]
+
+
+def test_rules_between_keys(load):
+    assert problems(load, "train: {name: a}", "low=11") == ["low = 11 must be at most high = 10"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: [1", "is not YAML"),
+        ("- 1", "top level must hold the sections prepare and/or train, found list"),
+        ("tarin: {}", r"top level must hold the sections prepare and/or train, found \['tarin'\]"),
+        ("prepare: {}", "has no section `train`, which this command reads"),
+        ("train: 3", "train = 3 must be a section with keys"),
+        ("", "top level"),
+    ],
+)
+def test_files_that_are_not_configurations(load, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(text)
+    with pytest.raises(ConfigError, match=message):
+        load(text, "name=a")
+
+
+def test_bytes_that_are_not_text(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"train: \xff")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(str(tmp_path / "run.yaml"), "train", Outer)
+
+
+def test_missing_file_says_where_it_looked(tmp_path):
+    with pytest.raises(ConfigError, match=r"no such config file; looked at .*nowhere\.yaml"):
+        load_config(str(tmp_path / "nowhere.yaml"), "train", Outer)
+
+
+def test_printed_configuration_reads_back(load):
+    config = load("train: {name: a, inner: {rate: 5e-5}}")
+    text = "train:\n" + "".join(f"  {line}\n" for line in print_config(config).splitlines())
+    assert load(text) == config
+
+
+def test_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Inner().size = 3

@@ -1,0 +1,74 @@
+"""Whole or absent, and nothing left beside."""
+
+import pytest
+
+from common import storage
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_appears_whole(tmp_path):
+    target = tmp_path / "new" / "a.txt"
+    with storage.write_aside(target) as aside:
+        aside.write_text("half")
+        assert not target.exists()
+        aside.write_text("whole")
+    assert target.read_text() == "whole"
+    assert names(tmp_path / "new") == ["a.txt"]
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
+    target = tmp_path / "a.txt"
+    storage.write_text(target, "old")
+
+    def fail():
+        with storage.write_aside(target) as aside:
+            aside.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_a_folder_appears_whole(tmp_path):
+    target = tmp_path / "run"
+    with storage.folder_aside(target) as aside:
+        (aside / "sub").mkdir()
+        (aside / "sub" / "a.txt").write_text("a")
+        assert not target.exists()
+    assert (target / "sub" / "a.txt").read_text() == "a"
+    assert names(tmp_path) == ["run"]
+
+
+def test_an_error_leaves_no_folder(tmp_path):
+    def fail():
+        with storage.folder_aside(tmp_path / "run") as aside:
+            (aside / "a.txt").write_text("half")
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert names(tmp_path) == []
+
+
+def test_a_finished_folder_is_not_replaced(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a.txt").write_text("kept")
+    with pytest.raises(FileExistsError, match="run exists already"), storage.folder_aside(tmp_path / "run"):
+        pass
+    assert names(tmp_path) == ["run"]
+    assert (tmp_path / "run" / "a.txt").read_text() == "kept"
+
+
+def test_json_round_trip_and_hashes(tmp_path):
+    value = {"b": [1, 2.5, None], "a": "é"}
+    storage.write_json(tmp_path / "x.json", value)
+    assert storage.read_json(tmp_path / "x.json") == value
+    assert storage.hash_json(value) == storage.hash_json(dict(reversed(value.items())))
+    assert storage.hash_json(value) != storage.hash_json(value | {"a": "e"})
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert storage.hash_file(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -1,0 +1,206 @@
+"""Packed and padded forwards are the same function, values and gradients, for every family."""
+
+import pytest
+import torch
+from measures import deviation
+from tiny import FAMILIES, VOCABULARY, random_spans, tiny_encoder
+from torch import nn
+
+from trainer.attention import group_spans
+from trainer.batches import SpanBatch
+from trainer.model import EncoderConfig, max_span_tokens, mlm_head, vocabulary_of
+
+MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
+SHAPES = {
+    "mixed": MIXED,
+    "single span": [17],
+    "one token of content": [3, 3, 3],
+    "one token": [1, 20, 1],
+    "equal lengths": [11, 11, 11, 11],
+    "long and short": [36, 3],
+}
+
+
+def values_and_gradients(encoder, batch):
+    """Embeddings, MLM loss, and the gradient of a weighted sum of both in every parameter."""
+    encoder.zero_grad()
+    embeddings, mlm = encoder(batch)
+    weights = torch.sin(torch.arange(embeddings.numel()).to(embeddings)).view_as(embeddings)
+    ((embeddings * weights).sum() + mlm / max(1, len(batch.labels))).backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in encoder.parameters()]
+    return embeddings, mlm, gradients
+
+
+def compare(family, lengths, dtype=torch.float64, seed=0, **settings):
+    batch = random_spans(lengths, num_selected=min(5, sum(lengths) // 2), seed=seed)
+    results = [
+        values_and_gradients(tiny_encoder(family, dtype, layout=layout, **settings), batch)
+        for layout in ("packed", "padded")
+    ]
+    (embeddings, mlm, gradients), (expected, expected_mlm, expected_gradients) = results
+    assert any(gradient.abs().max() > 0 for gradient in gradients)
+    return max(
+        deviation([embeddings], [expected]), deviation([mlm], [expected_mlm]), deviation(gradients, expected_gradients)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", SHAPES.values(), ids=list(SHAPES))
+def test_packed_equals_padded(family, lengths):
+    assert compare(family, lengths) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+@pytest.mark.parametrize("projection", ["none", "linear", "mlp"])
+def test_pooling_and_projection(family, pooling, projection):
+    assert compare(family, MIXED, pooling=pooling, projection={"kind": projection, "size": 6}) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32(family):
+    assert compare(family, MIXED, torch.float32) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padding_id_inside_a_span(family):
+    """MLM may draw the padding id as a replacement. It is a token like others; RoBERTa's positions skip it."""
+    batch = random_spans(MIXED)
+    ids = batch.input_ids.clone()
+    ids[[4, 15, 16, 70]] = 1
+    batch = SpanBatch(ids, batch.lengths, batch.selected, batch.labels)
+    packed, padded = (tiny_encoder(family, layout=layout).embed(batch) for layout in ("packed", "padded"))
+    assert deviation([packed], [padded]) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_spans_do_not_see_each_other(family, layout):
+    batch, encoder = random_spans(MIXED), tiny_encoder(family, layout=layout)
+    together = encoder.embed(batch)
+    alone = torch.cat([encoder.embed(batch.span_slice(i, i + 1)) for i in range(batch.num_spans)])
+    assert deviation([together], [alone]) < 1e-10
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_pooling_by_hand(pooling):
+    batch, encoder = random_spans(MIXED), tiny_encoder(pooling=pooling)
+    parts = encoder.hidden(batch).split(MIXED)
+    by_hand = {"mean": lambda h: h.mean(0), "cls": lambda h: h[0], "max": lambda h: h.amax(0)}[pooling]
+    assert deviation([encoder.embed(batch)], [torch.stack([by_hand(part) for part in parts])]) < 1e-12
+
+
+def test_mlm_loss_by_hand():
+    """Sum of the cross entropies of the whole model's own logits."""
+    batch, encoder = random_spans([20], num_selected=6), tiny_encoder(layout="padded")
+    logits = encoder.model(input_ids=batch.input_ids[None]).logits[0, batch.selected]
+    expected = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
+    assert deviation([encoder(batch)[1]], [expected]) < 1e-12
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_no_spans(pooling, layout):
+    encoder = tiny_encoder(pooling=pooling, layout=layout, projection={"kind": "linear", "size": 6})
+    embeddings, mlm = encoder(random_spans([]))
+    assert embeddings.shape == (0, 6)
+    assert mlm.item() == 0.0
+    assert encoder.embed(random_spans([])).shape == (0, 16)
+
+
+def test_nothing_selected_is_a_loss_of_zero():
+    _, mlm = tiny_encoder()(random_spans(MIXED))
+    assert mlm.item() == 0.0
+
+
+def test_half_precision_ends_before_the_losses():
+    encoder = tiny_encoder(dtype=torch.float32, projection={"kind": "mlp", "size": 6})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        embeddings, mlm = encoder(random_spans(MIXED, num_selected=5))
+    assert embeddings.dtype == mlm.dtype == torch.float32
+
+
+def test_seeds_decide_the_weights():
+    def weights(seed):
+        return torch.cat([p.flatten() for p in tiny_encoder(projection={"kind": "mlp"}, seed=seed).parameters()])
+
+    state = torch.random.get_rng_state()
+    first, again, other = weights(0), weights(0), weights(1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(first, again)
+    assert (first != other).float().mean() > 0.8
+
+
+def test_a_copied_encoder_is_complete():
+    """Its MLM head is its own: nothing of the original remains in it."""
+    import copy
+
+    encoder, batch = tiny_encoder("modernbert"), random_spans(MIXED, num_selected=5)
+    twin = copy.deepcopy(encoder)
+    expected = twin(batch)[1].item()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.zero_()
+    assert twin(batch)[1].item() == expected
+
+
+@pytest.mark.parametrize(("family", "limit"), [("roberta", 38), ("bert", 40), ("modernbert", 40)])
+def test_longest_span(family, limit):
+    """The limit works, one token more does not (ModernBERT's rotary positions do not end there)."""
+    encoder = tiny_encoder(family)
+    assert max_span_tokens(encoder.model) == limit
+    encoder.embed(random_spans([limit]))
+    if family != "modernbert":
+        with pytest.raises(IndexError):
+            encoder.embed(random_spans([limit + 1]))
+
+
+def test_dropout_setting_reaches_every_family():
+    for family in FAMILIES:
+        batch = random_spans(MIXED)
+        quiet, loud = tiny_encoder(family), tiny_encoder(family, dropout=0.5)
+        assert torch.equal(quiet.embed(batch), quiet.embed(batch))
+        assert not torch.equal(loud.embed(batch), loud.embed(batch))
+
+
+def test_unknown_head():
+    with pytest.raises(ValueError, match="Linear has no known MLM head"):
+        mlm_head(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("sources", [{}, {"pretrained": "x", "scratch": {"model_type": "bert"}}])
+def test_one_source(sources):
+    with pytest.raises(ValueError, match="exactly one of `pretrained`"):
+        EncoderConfig(**sources)
+
+
+def test_scratch_needs_a_type():
+    with pytest.raises(ValueError, match="scratch needs `model_type`"):
+        EncoderConfig(scratch={"hidden_size": 8})
+
+
+def test_groups_cover_every_token_once():
+    for lengths in [*SHAPES.values(), [200, 190, 150, 120, 100, 20, 5]]:
+        layout = group_spans(torch.tensor(lengths))
+        covered = torch.cat([g.tokens.flatten() if g.valid is None else g.tokens[g.valid] for g in layout.groups])
+        assert torch.equal(covered[layout.order], torch.arange(sum(lengths)))
+
+
+def test_vocabulary_of_a_tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "<mask>": 5}, "<unk>"))
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
+    found = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words, **names))
+    assert (found.size, found.bos, found.eos, found.mask, found.special) == (6, 0, 2, 5, (0, 1, 2, 3, 5))
+    assert found.num_specials == VOCABULARY.num_specials == 2
+    del names["mask_token"]
+    with pytest.raises(ValueError, match="no mask token"):
+        vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words, **names))

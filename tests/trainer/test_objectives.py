@@ -1,0 +1,145 @@
+"""The contrastive half of the objective: views, queue, losses by name."""
+
+import math
+
+import pytest
+import torch
+from measures import deviation
+from pydantic import ValidationError
+
+from trainer.gather import World
+from trainer.objectives import Declutr, DeclutrConfig
+from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss, ntxent
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(embeddings, temperature, queue=()):
+    """Equation (1) of the paper, term by term, as a mean."""
+    rows = [row / row.norm() for row in embeddings]
+    others = [row / row.norm() for row in queue]
+    pairs, terms = len(rows) // 2, []
+    for i, row in enumerate(rows):
+        scores = [math.exp(row @ other / temperature) for k, other in enumerate(rows) if k != i]
+        scores += [math.exp(row @ other / temperature) for other in others]
+        positive = math.exp(row @ rows[(i + pairs) % (2 * pairs)] / temperature)
+        terms.append(-math.log(positive / sum(scores)))
+    return sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("queued", [0, 3])
+def test_loss_by_hand(queued):
+    embeddings, queue = randn(8, 5), randn(queued, 5, seed=1)
+    assert deviation([ntxent(embeddings, 0.3, queue)], [by_hand(embeddings, 0.3, queue)]) < 1e-12
+
+
+@pytest.mark.parametrize("temperature", [5e-4, 0.05, 1.0])
+def test_gradient(temperature):
+    embeddings = randn(8, 5).requires_grad_(True)
+    assert torch.autograd.gradcheck(
+        lambda rows: ntxent(rows, temperature, randn(3, 5, seed=1)), embeddings, eps=1e-8, atol=1e-4 / temperature
+    )
+
+
+def test_one_pair_alone_has_nothing_to_learn():
+    embeddings = randn(2, 5).requires_grad_(True)
+    loss = ntxent(embeddings, 0.05)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert (embeddings.grad == 0).all()
+
+
+def test_one_pair_with_a_queue_has():
+    embeddings, queue = randn(2, 5), randn(4, 5, seed=1)
+    assert deviation([ntxent(embeddings, 0.3, queue)], [by_hand(embeddings, 0.3, queue)]) < 1e-12
+
+
+@pytest.mark.parametrize("unmasked", [False, True])
+def test_views(unmasked):
+    """Anchor beside the mean of its own positives; with a second forward it is the unmasked anchor that counts."""
+    objective = Declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_anchors=2, num_positives=3)
+    masked, plain, positives = randn(4, 5), randn(4, 5, seed=1), randn(12, 5, seed=2)
+    views = objective.represent(torch.cat([masked, *([plain] if unmasked else []), positives]), num_documents=2)
+    assert torch.equal(views[:, 0], plain if unmasked else masked)
+    for anchor in range(4):
+        assert deviation([views[anchor, 1]], [positives[3 * anchor : 3 * anchor + 3].mean(0)]) < 1e-15
+
+
+def test_queue_holds_the_latest_and_only_as_negatives():
+    objective = Declutr(DeclutrConfig(queue_size=6, loss={"kind": "ntxent", "temperature": 0.3}), 1, 1)
+    batches = [randn(2, 2, 5, seed=seed) for seed in range(3)]
+    seen = torch.empty(0, 5, dtype=torch.float64)
+    for views in batches:
+        views.requires_grad_(True)
+        value, embeddings = objective.loss(views, 0, 2, World())
+        assert deviation([value], [by_hand(embeddings, 0.3, seen)]) < 1e-12
+        assert not embeddings.requires_grad
+        before = objective.queue
+        assert before is None or torch.equal(before, seen)  # the loss itself changes nothing
+        objective.remember(embeddings)
+        seen = torch.cat([seen, embeddings])[-6:]
+        assert torch.equal(objective.queue, seen)
+    twin = Declutr(objective.config, 1, 1)
+    twin.load_state_dict(objective.state_dict())
+    assert torch.equal(twin.queue, objective.queue)
+    twin.load_state_dict({})
+    assert twin.queue is None
+
+
+def test_without_a_queue_nothing_is_kept():
+    objective = Declutr(DeclutrConfig(), 1, 1)
+    objective.remember(randn(4, 5))
+    assert objective.queue is None
+    assert objective.state_dict() == {}
+
+
+def test_queue_with_another_loss_is_refused():
+    with pytest.raises(ValidationError, match="queue_size = 8 needs loss kind ntxent, not pytorch_metric_learning"):
+        DeclutrConfig(queue_size=8, loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"})
+
+
+@pytest.mark.parametrize("name", ["NtXentLoss", "_private", "__builtins__", "os"])
+def test_unknown_loss_lists_the_known(name):
+    with pytest.raises(ValidationError, match=rf"losses has no '{name}'; it has .*NTXentLoss.*SupConLoss"):
+        MetricLearningConfig(kind="pytorch_metric_learning", loss=name)
+
+
+def test_unknown_miner_lists_the_known():
+    with pytest.raises(ValidationError, match=r"miners has no 'Miner'; it has .*MultiSimilarityMiner"):
+        MetricLearningConfig(kind="pytorch_metric_learning", loss="NTXentLoss", miner="Miner")
+
+
+def test_unknown_kind_lists_the_known():
+    with pytest.raises(ValidationError, match="'ntxent', 'pytorch_metric_learning'"):
+        DeclutrConfig(loss={"kind": "triplet"})
+
+
+def metric_loss(**given):
+    return MetricLearningLoss(MetricLearningConfig(kind="pytorch_metric_learning", **given))
+
+
+def test_wrong_argument_is_named():
+    with pytest.raises(ValueError, match=r"objective\.loss NTXentLoss / miner None: .*temperatur"):
+        metric_loss(loss="NTXentLoss", loss_arguments={"temperatur": 0.05})
+
+
+def test_losses_with_class_weights_are_refused():
+    with pytest.raises(ValueError, match=r"objective\.loss = ArcFaceLoss learns class weights"):
+        metric_loss(loss="ArcFaceLoss", loss_arguments={"num_classes": 4, "embedding_size": 5})
+
+
+def test_a_miner_chooses_what_counts():
+    embeddings = randn(12, 5)
+    plain = metric_loss(loss="TripletMarginLoss")(embeddings)
+    mined = metric_loss(loss="TripletMarginLoss", miner="BatchHardMiner")(embeddings)
+    assert mined > plain
+
+
+def test_labels_pair_row_i_with_row_i_plus_m():
+    """Perfect pairs far from each other: no loss; shifted by one: a loss."""
+    corners = torch.eye(5, dtype=torch.float64)
+    loss = metric_loss(loss="NTXentLoss", loss_arguments={"temperature": 0.05})
+    assert loss(torch.cat([corners, corners])) < 1e-6
+    assert loss(torch.cat([corners, corners.roll(1, 0)])) > 10

@@ -1,0 +1,126 @@
+"""Bounds of sampled spans, for any geometry; and that they belong to the document, not to its batch."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipeline.windows import window_starts
+from trainer.spans import Draws, SpanConfig, draw, place
+
+
+@st.composite
+def geometries(draw_):
+    longest = draw_(st.integers(1, 40))
+    return SpanConfig(
+        num_anchors=draw_(st.integers(1, 5)),
+        num_positives=draw_(st.integers(1, 4)),
+        min_tokens=draw_(st.integers(1, longest)),
+        max_tokens=longest,
+        strategy=draw_(st.sampled_from(["all", "adjacent", "subsuming"])),
+    )
+
+
+def windows_of(lengths, config):
+    starts = [window_starts(length, config.max_tokens).astype(np.int64) for length in lengths]
+    return np.concatenate(starts), np.cumsum([0, *map(len, starts)])
+
+
+def check(config, lengths, spans):
+    l_min, l_max = config.min_tokens, config.max_tokens
+    start, end = spans.anchors[..., 0], spans.anchors[..., 1]
+    length = end - start
+    top = max(l_min, l_max - 1)  # l_max itself has probability 0, unless it is l_min
+    assert ((length >= l_min) & (length <= top)).all()
+    window = start // l_max
+    assert (end <= (window + 1) * l_max).all()  # inside one window
+    assert (end <= lengths[:, None] // l_max * l_max).all()  # never in the tail
+    apart = np.abs(window[:, :, None] - window[:, None, :])
+    assert (apart[:, ~np.eye(config.num_anchors, dtype=bool)] >= 2).all()
+
+    first, last = spans.positives[..., 0], spans.positives[..., 1]
+    start, end, length = start[..., None], end[..., None], length[..., None]
+    size = last - first
+    assert ((first >= 0) & (last <= lengths[:, None, None])).all()
+    assert (size >= l_min).all()
+    assert (size <= (np.maximum(l_min, length - 1) if config.strategy == "subsuming" else top)).all()
+    if config.strategy == "subsuming":
+        assert ((first >= start) & (last <= end)).all()
+    elif config.strategy == "adjacent":
+        assert ((last == start) | (first == end)).all()
+    else:
+        assert ((first <= end) & (last >= start)).all()  # overlaps or touches
+
+
+@given(geometries(), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_every_bound(config, extra, seed):
+    lengths = config.min_document_tokens + np.array(extra)
+    keys = np.arange(len(lengths), dtype=np.uint64)
+    draws = draw(config, seed, np.zeros(len(lengths), np.int64), keys)
+    check(config, lengths, place(config, draws, lengths, *windows_of(lengths, config)))
+
+
+@given(geometries(), st.integers(0, 200), st.data())
+def test_every_bound_at_the_extremes(config, extra, data):
+    """Draws at both ends of [0, 1), in any mixture: what random draws hardly ever give."""
+    extreme = st.sampled_from([0.0, 2.0**-32, 0.5 - 2.0**-32, 0.5, 1 - 2.0**-32])
+    anchors = (1, config.num_anchors)
+    positives = (*anchors, config.num_positives)
+    drawn = [
+        np.array(data.draw(st.lists(extreme, min_size=size, max_size=size))).reshape(shape)
+        for shape in (anchors, anchors, anchors, positives, positives)
+        for size in [int(np.prod(shape))]
+    ]
+    lengths = np.array([config.min_document_tokens + extra])
+    check(config, lengths, place(config, Draws(*drawn), lengths, *windows_of(lengths, config)))
+
+
+@given(geometries(), st.lists(st.integers(0, 100), min_size=2, max_size=6), st.integers(0, 2**32))
+def test_a_document_has_its_spans_in_any_batch(config, extra, seed):
+    lengths = config.min_document_tokens + np.array(extra)
+    keys = np.arange(10, 10 + len(lengths), dtype=np.uint64)
+    epochs = np.arange(len(lengths))
+    together = place(config, draw(config, seed, epochs, keys), lengths, *windows_of(lengths, config))
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = place(
+            config, draw(config, seed, epochs[one], keys[one]), lengths[one], *windows_of(lengths[one], config)
+        )
+        assert (alone.anchors[0] == together.anchors[row]).all()
+        assert (alone.positives[0] == together.positives[row]).all()
+
+
+def test_draws_change_with_each_of_seed_epoch_document():
+    config = SpanConfig(num_anchors=1, num_positives=1)
+    rows = [
+        draw(config, seed, np.array([epoch]), np.array([key], np.uint64)).anchor_lengths.item()
+        for seed, epoch, key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2**40)]
+    ]
+    assert len(set(rows)) == len(rows)
+
+
+def test_an_anchors_draws_do_not_depend_on_how_many_follow():
+    few, many = (
+        draw(SpanConfig(num_anchors=n, num_positives=2), 0, np.zeros(3, np.int64), np.arange(3, dtype=np.uint64))
+        for n in (1, 3)
+    )
+    assert (few.windows[:, 0] == many.windows[:, 0]).all()
+    assert (few.positive_lengths[:, 0] == many.positive_lengths[:, 0]).all()
+
+
+def test_the_smallest_document_is_enough_and_one_token_less_is_not():
+    config = SpanConfig(num_anchors=3, num_positives=1, min_tokens=1, max_tokens=4)
+    for length in (24, 23):
+        lengths = np.array([length])
+        draws = draw(config, 0, np.zeros(1, np.int64), np.zeros(1, np.uint64))
+        if length == 24:
+            check(config, lengths, place(config, draws, lengths, *windows_of(lengths, config)))
+        else:
+            with pytest.raises(ValueError, match=r"23 tokens is too short.*num_anchors = 3.*max_tokens = 4 need 24"):
+                place(config, draws, lengths, *windows_of(lengths, config))
+
+
+def test_min_above_max_is_refused():
+    with pytest.raises(ValidationError, match="min_tokens = 9 must be at most max_tokens = 8"):
+        SpanConfig(min_tokens=9, max_tokens=8)

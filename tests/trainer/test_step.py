@@ -1,0 +1,295 @@
+"""One optimizer step: however the batch is cut and shared out, loss and gradient are those of the whole."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from groups import run_group
+from measures import deviation
+from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+
+from common import seeding
+from trainer.gather import World
+from trainer.objectives import DeclutrConfig
+from trainer.optim import OptimConfig
+from trainer.plan import Plan
+from trainer.step import NonFiniteLossError
+
+LENGTHS = [48, 70, 49, 131, 60]
+HALF = {"select_share": 0.5}
+OBJECTIVES = {
+    "both": {"masking": HALF},
+    "unmasked anchors": {"masking": HALF, "contrast_unmasked_anchors": True},
+    "mlm": {"terms": "mlm", "masking": HALF},
+    "contrastive": {"terms": "contrastive"},
+    "queue": {"masking": HALF, "queue_size": 13},
+    "by name": {
+        "masking": HALF,
+        "loss": {"kind": "pytorch_metric_learning", "loss": "NTXentLoss", "loss_arguments": {"temperature": 0.05}},
+    },
+}
+PROJECTION = {"projection": {"kind": "mlp", "size": 6}}
+
+
+def setup(objective, lengths=LENGTHS, dtype=torch.float64, encoder=None, start=0, end=None, **settings):
+    config = DeclutrConfig(**objective)
+    stepper = tiny_stepper(tiny_encoder(dtype=dtype, **(encoder or PROJECTION)), config, **settings)
+    if config.queue_size:
+        rows = torch.randn(9, stepper.encoder.embedding_size, generator=torch.Generator().manual_seed(5))
+        stepper.objective.remember(rows.to(dtype))
+    return stepper, rank_batch(tiny_feed(config), documents(lengths, 12), start, end)
+
+
+def or_zeros(found, like):
+    return [torch.zeros_like(b) if a is None else a for a, b in zip(found, like, strict=True)]
+
+
+def same_parameters(encoder, before):
+    pairs = zip(encoder.parameters(), before, strict=True)
+    return all(torch.equal(now.nan_to_num(7.0), then.nan_to_num(7.0)) for now, then in pairs)
+
+
+def gradients(stepper, batch, step=1):
+    """Contrastive loss, this rank's MLM sum, selected tokens, and all gradients, summed over ranks."""
+    stepper.optimizer.zero_grad()
+    contrastive, mlm_sum, selected, _ = stepper.gradients(batch, step)
+    parameters = list(stepper.encoder.parameters())
+    stepper.world.sum_gradients(parameters)
+    return contrastive.item(), stepper.world.sum(mlm_sum).item(), selected, [p.grad.clone() for p in parameters]
+
+
+def apart(found, expected):
+    assert found[2] == expected[2]
+    return max(deviation(found[:2], expected[:2]), deviation(found[3], expected[3]))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=list(OBJECTIVES))
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_microbatches_do_not_change_the_gradient(objective, layout):
+    encoder = {"layout": layout, **PROJECTION}
+    whole = gradients(*setup(objective, encoder=encoder))
+    assert max(gradient.abs().max() for gradient in whole[3]) > 0
+    for tokens in (14, 60):
+        stepper, batch = setup(objective, encoder=encoder, microbatch_tokens=tokens)
+        assert len(batch.spans.microbatches(tokens)) > 1
+        assert apart(gradients(stepper, batch), whole) < 1e-10
+
+
+def test_both_terms_are_a_sum():
+    """The gradient of both is that of one plus that of the other, on the same spans and masks."""
+    stepper, batch = setup({"masking": HALF})
+    both = gradients(stepper, batch)
+    embeddings, mlm_sum = stepper.encoder(batch.spans)
+    contrastive, _ = stepper.objective.loss(stepper.objective.represent(embeddings, 5), 0, 10, World())
+    assert both[0] == contrastive.item()
+    parameters = list(stepper.encoder.parameters())
+    expected = torch.autograd.grad(contrastive + mlm_sum / len(batch.spans.labels), parameters, allow_unused=True)
+    assert deviation(both[3], or_zeros(expected, parameters)) < 1e-12
+
+
+def dropped_out(tokens, seed=0):
+    encoder = {"dropout": 0.3, **PROJECTION}
+    return setup({"masking": HALF}, encoder=encoder, microbatch_tokens=tokens, seed=seed)
+
+
+@pytest.mark.parametrize("tokens", [None, 40])
+def test_dropout_is_a_function_of_seed_and_step(tokens):
+    first, again = gradients(*dropped_out(tokens)), gradients(*dropped_out(tokens))
+    assert all(torch.equal(a, b) for a, b in zip(first[3], again[3], strict=True))
+    assert apart(gradients(*dropped_out(tokens), step=2), first) > 1e-3
+    assert apart(gradients(*dropped_out(tokens, seed=1)), first) > 1e-3
+
+
+def test_the_second_pass_replays_the_firsts_dropout():
+    """Two passes equal one graph through all the pieces, each with its own keyed dropout."""
+    stepper, batch = dropped_out(40)
+    pieces = batch.spans.microbatches(40)
+    two_passes = gradients(stepper, batch)
+
+    outputs = []
+    for number, piece in enumerate(pieces):
+        torch.manual_seed(seeding.torch_seed(0, "dropout", 1, 0, number))
+        outputs.append(stepper.encoder(piece))
+    embeddings, mlm_sum = torch.cat([e for e, _ in outputs]), sum(loss for _, loss in outputs)
+    contrastive, _ = stepper.objective.loss(stepper.objective.represent(embeddings, 5), 0, 10, World())
+    stepper.optimizer.zero_grad()
+    (contrastive + mlm_sum / two_passes[2]).backward()
+    one_graph = [p.grad for p in stepper.encoder.parameters()]
+    assert deviation(two_passes[:2], [contrastive, mlm_sum]) < 1e-12
+    assert (
+        deviation(
+            two_passes[3],
+            or_zeros(one_graph, two_passes[3]),
+        )
+        < 1e-10
+    )
+
+
+def test_a_step_leaves_the_global_generator_alone():
+    stepper, batch = dropped_out(40)
+    state = torch.random.get_rng_state()
+    stepper.step(batch, 1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_nothing_selected():
+    stepper, batch = setup({"masking": {"select_share": 0.0}})
+    metrics = stepper.step(batch, 1)
+    assert metrics.mlm == 0.0
+    assert metrics.num_selected == 0
+    assert metrics.loss == metrics.contrastive > 0
+    only_mlm, batch = setup({"terms": "mlm", "masking": {"select_share": 0.0}})
+    assert only_mlm.step(batch, 1).loss == 0.0
+
+
+@pytest.mark.parametrize("tokens", [None, 40])
+@pytest.mark.parametrize("objective", [OBJECTIVES["queue"], OBJECTIVES["mlm"]], ids=["both", "mlm"])
+def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
+    stepper, batch = setup(objective, microbatch_tokens=tokens)
+    stepper.step(batch, 1)
+    with torch.no_grad():
+        stepper.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
+    queue = None if stepper.objective.queue is None else stepper.objective.queue.clone()
+    before = [p.detach().clone() for p in stepper.encoder.parameters()]
+    moments = [s["exp_avg"].clone() for s in stepper.optimizer.state.values()]
+    with pytest.raises(NonFiniteLossError, match=r"step 2: loss nan .* nothing was updated\. Try a smaller optim\.lr"):
+        stepper.step(batch, 2)
+    assert same_parameters(stepper.encoder, before)
+    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(stepper.optimizer.state.values(), moments, strict=True))
+    assert queue is None or torch.equal(stepper.objective.queue, queue)
+
+
+def test_training_lowers_the_loss():
+    """Twenty steps on one batch, bias-corrected AdamW: both terms fall."""
+    optim = OptimConfig(lr=1e-2)
+    stepper, batch = setup({"masking": HALF}, optim=optim, total_steps=20, encoder={})
+    metrics = [stepper.step(batch, step) for step in range(1, 21)]
+    assert metrics[-1].contrastive < 0.85 * metrics[0].contrastive
+    assert metrics[-1].mlm < 0.85 * metrics[0].mlm
+    assert metrics[0].lr < metrics[1].lr == 1e-2 > metrics[2].lr > metrics[-1].lr
+
+
+def test_metrics_count_what_was_computed():
+    for layout in ("packed", "padded"):
+        stepper, batch = setup({"masking": HALF}, encoder={"layout": layout}, microbatch_tokens=150)
+        metrics = stepper.step(batch, 1)
+        assert metrics.num_tokens == batch.spans.num_tokens
+        assert metrics.num_selected == len(batch.spans.labels)
+        places = sum(len(p.lengths) * int(p.lengths.max()) for p in batch.spans.microbatches(150))
+        expected = 0.0 if layout == "packed" else 1 - batch.spans.num_tokens / places
+        assert metrics.padding_share == pytest.approx(expected, abs=1e-12)
+    assert expected > 0.05
+
+
+@pytest.mark.parametrize("tokens", [None, 40])
+def test_autocast_changes_the_forward_alone(tokens):
+    """bfloat16 products: gradients of float32 parameters within its precision of the float32 ones."""
+    exact = gradients(*setup({"masking": HALF}, dtype=torch.float32))
+    low = gradients(*setup({"masking": HALF}, dtype=torch.float32, autocast=torch.bfloat16, microbatch_tokens=tokens))
+    assert 1e-5 < apart(low, exact) < 0.2
+    flat, flat_low = (torch.cat([g.flatten() for g in found[3]]) for found in (exact, low))
+    assert torch.cosine_similarity(flat, flat_low, dim=0) > 0.99
+
+
+def rank_results(world, cases):
+    """This rank's view of each case: summed gradients, and after one more full step the metrics and parameters."""
+    results = []
+    for objective, lengths, tokens in cases:
+        start, end = Plan(0, len(lengths), len(lengths)).slice(world.rank, world.size)
+        given = {"world": world, "microbatch_tokens": tokens, "start": start, "end": end}
+        stepper, batch = setup(objective, lengths, **given)
+        found = gradients(stepper, batch)
+        metrics = stepper.step(batch, 1)
+        parameters = [p.detach().clone() for p in stepper.encoder.parameters()]
+        results.append((found, metrics, parameters, stepper.objective.queue))
+    return results
+
+
+WHOLE = ("both", "mlm", "by name")
+DIST_CASES = [
+    *((objective, LENGTHS, 60) for objective in OBJECTIVES.values()),
+    *((OBJECTIVES[name], LENGTHS, None) for name in WHOLE),
+    # With 3 ranks one has no document.
+    *((OBJECTIVES[name], LENGTHS[:2], tokens) for name in WHOLE for tokens in (None, 60)),
+]
+
+
+@functools.cache
+def single_results():
+    return rank_results(World(), DIST_CASES)
+
+
+def world_check(size):
+    single = single_results()
+    ranks = run_group(size, rank_results, DIST_CASES)
+    for number, (expected, metrics, parameters, queue) in enumerate(single):
+        for results in ranks:
+            found, its_metrics, its_parameters, its_queue = results[number]
+            case = DIST_CASES[number]
+            assert apart(found, expected) < 1e-10, case
+            assert its_metrics.loss == pytest.approx(metrics.loss, rel=1e-10), case
+            assert its_metrics.grad_norm == pytest.approx(metrics.grad_norm, rel=1e-10), case
+            assert (its_metrics.num_tokens, its_metrics.lr) == (metrics.num_tokens, metrics.lr), case
+            assert deviation(its_parameters, parameters) < 1e-10, case
+            assert (queue is None) == (its_queue is None)
+            if queue is not None:
+                assert deviation([its_queue], [queue]) < 1e-10, case
+        for results in ranks[1:]:  # replicas may not drift apart by even one bit
+            assert all(torch.equal(a, b) for a, b in zip(ranks[0][number][2], results[number][2], strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks_takes_the_same_step(size):
+    """5 documents over 2 and 3 ranks, 2 documents over 3; whole and microbatched; every objective."""
+    world_check(size)
+
+
+def rank_scaled(world):
+    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
+    return [
+        gradients(*setup({**objective, "released_rank_scaling": scaled}, world=world, start=start, end=end))
+        for objective in (OBJECTIVES["contrastive"], OBJECTIVES["mlm"])
+        for scaled in (False, True)
+    ]
+
+
+def rank_failure(world):
+    """One rank's loss is not finite: every rank must stop, none may wait for the others."""
+    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
+    stepper, batch = setup({"terms": "mlm", "masking": HALF}, world=world, start=start, end=end)
+    if world.rank == 1:
+        with torch.no_grad():
+            stepper.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
+    before = [p.detach().clone() for p in stepper.encoder.parameters()]
+    try:
+        stepper.step(batch, 1)
+    except NonFiniteLossError as error:
+        same = same_parameters(stepper.encoder, before)
+        return str(error), same
+    return "no error", False
+
+
+def both_checks(world):
+    return rank_scaled(world), rank_failure(world)
+
+
+@pytest.mark.dist
+def test_released_scaling_and_failures_on_two_ranks():
+    for (contrastive, contrastive_scaled, mlm, mlm_scaled), (message, same) in run_group(2, both_checks):
+        assert contrastive_scaled[0] == contrastive[0]  # the loss that is shown is not scaled
+        assert deviation([2 * g for g in contrastive_scaled[3]], contrastive[3]) < 1e-12
+        assert deviation(mlm_scaled[3], mlm[3]) == 0
+        assert message.startswith("step 1: loss nan")
+        assert same
+
+
+def test_a_late_rank_does_not_shift_its_documents():
+    """Spans of documents 2..4 alone are those of the global batch: the seed and the document decide, not the place."""
+    feed, table = tiny_feed(DeclutrConfig(masking=HALF)), documents(LENGTHS, 12)
+    part, whole = rank_batch(feed, table, 2), rank_batch(feed, table)
+    anchors = part.spans.lengths[:6].sum()
+    before = int(whole.spans.lengths[:4].sum())
+    assert torch.equal(part.spans.input_ids[:anchors], whole.spans.input_ids[before : before + anchors])
+    assert np.array_equal((part.start, part.num_documents, part.batch_documents), (2, 3, 5))
