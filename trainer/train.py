@@ -98,7 +98,7 @@ def fit(config: TrainConfig, run: Path, steps: int) -> None:
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     trainer = TorchTrainer(
         train_loop,
-        train_loop_config={"config": config.model_dump(mode="json")},
+        train_loop_config={"config": located(config).model_dump(mode="json")},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=use_gpu,
@@ -120,6 +120,15 @@ def fit(config: TrainConfig, run: Path, steps: int) -> None:
             ) from error
     if result.return_value is not None:
         raise TrainingFailedError(f"{result.return_value}. What was saved before is in {run / CHECKPOINTS}")
+
+
+def located(config: TrainConfig) -> TrainConfig:
+    """The configuration with absolute paths: workers run in a folder of their own."""
+    update: dict[str, Any] = {key: str(expand(getattr(config, key)).absolute()) for key in ("run", "data")}
+    pretrained = config.encoder.pretrained
+    if pretrained is not None and expand(pretrained).is_dir():
+        update["encoder"] = config.encoder.model_copy(update={"pretrained": str(expand(pretrained).absolute())})
+    return config.model_copy(update=update)
 
 
 def _scores(line: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,66 @@
+"""The repository's promises about itself: configs are valid, documents name what exists, the cluster file is Ray's."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import ray
+import yaml
+
+from common.config import load_config
+from pipeline.config import PipelineConfig
+from trainer.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_is_valid(path):
+    sections = yaml.safe_load(path.read_text())
+    models = {"prepare": PipelineConfig, "train": TrainConfig}
+    assert sections
+    for section in sections:
+        load_config(str(path), section, models[section])
+
+
+def test_demo_sections_fit_each_other():
+    data = load_config("configs/demo.yaml", "prepare", PipelineConfig)
+    run = load_config("configs/demo.yaml", "train", TrainConfig)
+    assert run.data == data.output
+    assert (run.spans.max_tokens, run.spans.num_anchors) == (data.geometry.max_tokens, data.geometry.num_anchors)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_name_paths_that_exist(path):
+    text = path.read_text()
+    named = re.findall(r"\b((?:common|pipeline|trainer|evaluation|configs|docs|tests|benchmarks)/[\w./-]*\w)", text)
+    missing = [name for name in set(named) if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_documents_name_make_targets_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in DOCUMENTS:
+        used = set(re.findall(r"`make ([a-z -]+?)`", path.read_text()))
+        assert {target for use in used for target in use.split()} <= targets, path
+
+
+def test_cluster_file_fits_rays_schema():
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    jsonschema.validate(cluster, schema)
+    assert "0.0.0.0" not in (ROOT / "cluster.yaml").read_text()
+
+
+def test_every_command_helps():
+    for command in ("prepare", "train", "embed", "inspect", "demo"):
+        shown = subprocess.run(
+            [sys.executable, "-m", "evaluation.cli", command, "--help"], capture_output=True, text=True, check=True
+        )
+        assert "usage" in shown.stdout
