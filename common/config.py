@@ -62,6 +62,8 @@ def load_config(name: str, section: str, model: type[Config], overrides: Sequenc
     if section not in tree:
         raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])
     values = tree[section] if tree[section] is not None else {}
+    if not isinstance(values, dict):
+        raise ConfigError(name, [f"{section} = {values!r} must be a section with keys of its own"])
     problems = [problem for text in overrides if (problem := _override(values, text))]
     try:
         config = model.model_validate(values)
@@ -83,7 +85,9 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
         return f"override {key}: {value!r} is not YAML: {error}"
     *parents, last = key.split(".")
     for parent in parents:
-        child = tree.setdefault(parent, {})
+        if tree.get(parent) is None:  # absent, or a key without a value
+            tree[parent] = {}
+        child = tree[parent]
         if not isinstance(child, dict):
             return f"override {key}: `{parent}` holds {child!r}, not a branch with keys of its own"
         tree = child
