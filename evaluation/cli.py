@@ -62,14 +62,14 @@ def _inspect(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the spans shown (0)")
     parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")
     given = parser.parse_args(arguments)
-    from evaluation.inspect import InspectError, inspect
+    from evaluation.describe import DescribeError, describe
     from pipeline.shards import ShardError
     from trainer.checkpoint import CheckpointError
 
     try:
-        for line in inspect(given.path, given.documents, given.seed, given.epoch):
+        for line in describe(given.path, given.documents, given.seed, given.epoch):
             print(line)
-    except (InspectError, ShardError, CheckpointError) as error:
+    except (DescribeError, ShardError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

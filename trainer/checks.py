@@ -9,8 +9,9 @@ from common.storage import read_json
 from pipeline.manifest import Manifest, ShardError, load_manifest
 from pipeline.shards import check_shards
 from pipeline.tokenization import fingerprint, load_tokenizer
+from trainer import checkpoint
 from trainer.config import TrainConfig
-from trainer.loop import TOKENIZER
+from trainer.loop import CHECKPOINTS, TOKENIZER, data_hash
 from trainer.model import load_hf_config, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
 
@@ -28,6 +29,7 @@ def problems(config: TrainConfig) -> list[str]:
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
     return [
         *found,
+        *_other_shards(config, expand(config.run), manifest),
         *_data_problems(config, manifest),
         *_objective_problems(config),
         *_encoder_problems(config, manifest),
@@ -47,6 +49,21 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
     if not changed:
         return []
     return [f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder"]
+
+
+def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[str]:
+    """The folder holds a run of other shards: its next steps would read other documents than its plan says."""
+    for step in checkpoint.steps_in(run / CHECKPOINTS):
+        try:
+            state = checkpoint.read_state(checkpoint.checkpoint_path(run / CHECKPOINTS, step), verify=False)
+        except checkpoint.CheckpointError:  # passed over at the resume as well, which says so
+            continue
+        if state.data_hash != data_hash(manifest):
+            return [
+                f"run = {config.run}: was trained on other shards than data = {config.data} holds now; "
+                "name another folder"
+            ]
+    return []
 
 
 def flatten(tree: object, prefix: str = "") -> dict[str, object]:

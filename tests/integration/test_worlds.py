@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import ray
-import runs
+import tinyruns as runs
 import torch
 from transformers import AutoTokenizer
 

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,12 @@ SCRATCH = {
     "num_attention_heads": 2,
     "intermediate_size": 48,
     "max_position_embeddings": 24,
+}
+FINISHED = {
+    "encoder": {"dropout": 0.1},
+    "steps": 8,
+    "validation": {"every_steps": 2},
+    "checkpoint": {"every_steps": 2, "keep_last": 2},
 }
 
 
@@ -106,11 +111,22 @@ def steps_of(run, kind="step"):
     return {line["step"]: {k: v for k, v in line.items() if k not in clock} for line in chosen}
 
 
-def wait_for_step(process, run, step, timeout=90):
-    """Waits until a running command has written that step."""
+def inode(path):
+    """Which file this is now; None when there is none."""
+    return path.stat().st_ino if path.is_file() else None
+
+
+def start_command(module, config, run):
+    """Starts it; returns the process and which metrics file an earlier one left."""
+    before = inode(Path(run) / "metrics.jsonl")
+    return subprocess.Popen(**command(module, config)), before
+
+
+def wait_for_step(process, before, run, step, timeout=90):
+    """Waits until a running command has itself written that step: it replaces the metrics file that was there."""
     deadline = time.monotonic() + timeout
     path = Path(run) / "metrics.jsonl"
-    while not path.is_file() or f'"step": {step},' not in path.read_text():
+    while inode(path) in (None, before) or f'"step": {step},' not in path.read_text():
         assert process.poll() is None, f"ended early: {process.communicate()}"
         assert time.monotonic() < deadline, f"step {step} is not reached"
         time.sleep(0.02)
@@ -139,10 +155,6 @@ def descendants(pid):
 def train_workers(pid):
     """pids of the Ray Train workers of a driver, in rank order of start."""
     return sorted(child for child, title in descendants(pid).items() if "RayTrainWorker" in title)
-
-
-def kill(pid, number=signal.SIGKILL):
-    os.kill(pid, number)
 
 
 def wait_gone(pids, timeout=30):

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tiny import VOCABULARY, documents, rank_batch, tiny_feed
 
 from trainer.feed import Vocabulary
+from trainer.masking import mask_tokens
 from trainer.objectives import DeclutrConfig
 from trainer.spans import SpanConfig
 
@@ -67,6 +69,30 @@ def test_masks_lie_on_anchors_alone_and_labels_restore_them():
     assert (masked.input_ids == VOCABULARY.mask).sum() > 0.6 * len(masked.selected)
 
 
+def test_masks_are_keyed_by_document_epoch_anchor_and_place():
+    feed, plain, table = tiny_feed(HALF_MASKED), tiny_feed(NO_MASKS), documents(LENGTHS, 12)
+    epochs = np.array([0, 1, 0, 7, 3])
+    keys = [int.from_bytes(name[:8], "little") for name in table.column("id").to_pylist()]
+    masked, original = rows(feed.batch(table, epochs)), rows(plain.batch(table, epochs))
+    for number in range(10):
+        document, anchor = divmod(number, 2)
+        content = np.array(original[number][1:-1])
+        size = len(content)
+        expected, _ = mask_tokens(
+            HALF_MASKED.masking,
+            0,
+            content,
+            np.full(size, keys[document], np.uint64),
+            np.full(size, epochs[document], np.uint64),
+            np.full(size, anchor),
+            np.arange(size),
+            VOCABULARY.size,
+            VOCABULARY.mask,
+            np.array(VOCABULARY.special),
+        )
+        assert masked[number][1:-1] == expected.tolist()
+
+
 def test_unmasked_anchors_are_the_originals():
     settings_ = {"masking": {"select_share": 0.5}, "contrast_unmasked_anchors": True}
     feed, table = tiny_feed(DeclutrConfig(**settings_)), documents(LENGTHS, 12)
@@ -105,8 +131,6 @@ def test_no_documents():
 
 
 def test_chunked_tables_read_like_whole_ones():
-    import pyarrow as pa
-
     feed, table = tiny_feed(), documents(LENGTHS, 12)
     chunked = pa.concat_tables([table.slice(0, 2), table.slice(2, 1), table.slice(3)])
     assert chunked.column("id").num_chunks == 3

@@ -1,5 +1,7 @@
 """Packed and padded forwards are the same function, values and gradients, for every family."""
 
+import copy
+
 import pytest
 import torch
 from measures import deviation
@@ -120,6 +122,13 @@ def test_half_precision_ends_before_the_losses():
     assert embeddings.dtype == mlm.dtype == torch.float32
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_half_precision_is_pooled_in_float32(pooling):
+    encoder, lengths = tiny_encoder(dtype=torch.float32, pooling=pooling), torch.tensor([300, 5])
+    hidden = torch.randn(305, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(encoder.pool(hidden, lengths), encoder.pool(hidden.float(), lengths))
+
+
 def test_seeds_decide_the_weights():
     def weights(seed):
         return torch.cat([p.flatten() for p in tiny_encoder(projection={"kind": "mlp"}, seed=seed).parameters()])
@@ -133,8 +142,6 @@ def test_seeds_decide_the_weights():
 
 def test_a_copied_encoder_is_complete():
     """Its MLM head is its own: nothing of the original remains in it."""
-    import copy
-
     encoder, batch = tiny_encoder("modernbert"), random_spans(MIXED, num_selected=5)
     twin = copy.deepcopy(encoder)
     expected = twin(batch)[1].item()

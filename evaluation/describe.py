@@ -19,11 +19,11 @@ from trainer.spans import SpanConfig, draw, place
 _SHOWN_CHARACTERS = 160
 
 
-class InspectError(ValueError):
+class DescribeError(ValueError):
     """A path that holds nothing of ours."""
 
 
-def inspect(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) -> Iterator[str]:
+def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) -> Iterator[str]:
     """Lines that describe what lies at `path`.
 
     Args:
@@ -33,7 +33,7 @@ def inspect(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) -
         epoch: epoch of the spans shown.
 
     Raises:
-        InspectError: none of these lies there.
+        DescribeError: none of these lies there.
         ShardError: a manifest that cannot be read.
         CheckpointError: a checkpoint that is incomplete or altered.
     """
@@ -48,7 +48,7 @@ def inspect(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) -
     elif (path / CHECKPOINTS).is_dir():
         yield from _run(path)
     else:
-        raise InspectError(f"{path}: no manifest of shards, no run, no checkpoint and no exported encoder lies there")
+        raise DescribeError(f"{path}: no manifest of shards, no run, no checkpoint and no exported encoder lies there")
 
 
 def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[str]:
