@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.attention import group_spans
 from trainer.batches import SpanBatch
-from trainer.model import EncoderConfig, max_span_tokens, mlm_head, vocabulary_of
+from trainer.model import EncoderConfig, max_span_tokens, mlm_head, packs, vocabulary_of
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
 SHAPES = {
@@ -184,6 +184,18 @@ def test_one_source(sources):
 def test_scratch_needs_a_type():
     with pytest.raises(ValueError, match="scratch needs `model_type`"):
         EncoderConfig(scratch={"hidden_size": 8})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packs_tells_who_can(family):
+    """Trying the layouts leaves the encoder as it was; positions that the padded forward does not use are found out."""
+    encoder = tiny_encoder(family, torch.float32)
+    assert packs(encoder)
+    assert encoder.training
+    assert encoder.config.layout == "packed"
+    if family != "modernbert":  # its positions are relative: shifted ones change nothing
+        encoder.padding_index = 30
+        assert not packs(encoder)
 
 
 def test_groups_cover_every_token_once():

@@ -1,0 +1,78 @@
+"""Masks belong to the token's place in the corpus, not to the batch."""
+
+import numpy as np
+import pytest
+from tiny import VOCABULARY
+
+from trainer.masking import MaskingConfig, mask_tokens
+
+COLUMNS = ("ids", "key", "epoch", "anchor", "place")
+
+
+def tokens(count=400):
+    rng = np.random.default_rng(0)
+    return {
+        "ids": rng.integers(0, VOCABULARY.size, count),
+        "key": rng.integers(0, 2**64, count, dtype=np.uint64),
+        "epoch": rng.integers(0, 2**32, count, dtype=np.uint64),
+        "anchor": rng.integers(0, 64, count),
+        "place": rng.integers(0, 512, count),
+    }
+
+
+def mask(given, config=None, seed=0):
+    vocabulary = VOCABULARY
+    return mask_tokens(
+        config or MaskingConfig(select_share=0.5),
+        seed,
+        *(given[name] for name in COLUMNS),
+        vocabulary.size,
+        vocabulary.mask,
+        np.array(vocabulary.special),
+    )
+
+
+def test_same_draws_in_any_batch():
+    given = tokens()
+    masked, selected = mask(given)
+    order = np.random.default_rng(1).permutation(400)[:70]
+    part_masked, part_selected = mask({name: column[order] for name, column in given.items()})
+    assert (part_masked == masked[order]).all()
+    assert (part_selected == selected[order]).all()
+
+
+@pytest.mark.parametrize("changed", ["seed", *COLUMNS[1:]])
+def test_every_coordinate_counts(changed):
+    """Another seed, document, epoch, anchor or place: independent draws, so half of the choices differ."""
+    given = tokens()
+    given["ids"] = np.full(400, 7)
+    _, selected = mask(given)
+    if changed != "seed":
+        given = given | {changed: given[changed] + given[changed].dtype.type(1)}
+    _, other = mask(given, seed=int(changed == "seed"))
+    assert 140 < (selected != other).sum() < 260  # 200 expected, 6 standard deviations
+
+
+def test_given_tokens_stay_as_they_are():
+    given = tokens()
+    before = given["ids"].copy()
+    mask(given)
+    assert (given["ids"] == before).all()
+
+
+@pytest.mark.parametrize(
+    ("shares", "kinds"),
+    [
+        ({"select_share": 0.0}, set()),
+        ({"select_share": 1.0, "mask_share": 1.0, "random_share": 0.0}, {"mask"}),
+        ({"select_share": 1.0, "mask_share": 0.0, "random_share": 0.0}, {"kept"}),
+        ({"select_share": 1.0, "mask_share": 0.0, "random_share": 1.0}, {"kept", "mask", "other"}),
+    ],
+)
+def test_shares_at_their_ends(shares, kinds):
+    given = tokens()
+    masked, selected = mask(given, MaskingConfig(**shares))
+    special = np.isin(given["ids"], VOCABULARY.special)
+    assert (selected == (~special & (shares["select_share"] == 1.0))).all()
+    found = np.where(masked == given["ids"], "kept", np.where(masked == VOCABULARY.mask, "mask", "other"))
+    assert set(found[selected]) == kinds

@@ -1,0 +1,134 @@
+"""NT-Xent in tiles against the whole matrix at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from measures import deviation
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.objectives.ntxent import TILE_ROWS, ntxent
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def dense(embeddings, temperature, queue=None):
+    """The formula, with every score in one matrix."""
+    rows = F.normalize(embeddings, dim=-1)
+    others = rows if queue is None else torch.cat([rows, F.normalize(queue, dim=-1)])
+    scores = rows @ others.T / temperature
+    partner = torch.arange(len(rows)).roll(len(rows) // 2)[:, None]
+    positive = scores.gather(1, partner)[:, 0]
+    left_out = torch.zeros_like(scores, dtype=torch.bool).scatter(1, partner, True).fill_diagonal_(True)
+    negatives = scores.masked_fill(left_out, torch.finfo(scores.dtype).min).logsumexp(dim=1)
+    return -F.logsigmoid(positive - negatives).mean()
+
+
+def embeddings(pairs, size=12, dtype=torch.float64, seed=0):
+    """Pairs that resemble each other, so that terms are neither all won nor all lost."""
+    generator = torch.Generator().manual_seed(seed)
+    anchors = torch.randn(pairs, size, generator=generator, dtype=torch.float64)
+    noise = torch.randn(pairs, size, generator=generator, dtype=torch.float64)
+    return torch.cat([anchors, anchors + 1.5 * noise]).to(dtype).requires_grad_(True)
+
+
+def value_and_gradient(loss, rows, *arguments):
+    value = loss(rows, *arguments)
+    (gradient,) = torch.autograd.grad(value, rows)
+    return value, gradient
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.05, 5e-4])
+@pytest.mark.parametrize("queued", [0, 1, 23])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_any_tile_gives_the_dense_value_and_gradient(dtype, queued, temperature):
+    """Tiles of 38 rows: of one row, ragged at the end, cutting at M and beside it, and one for all."""
+    rows = embeddings(19, dtype=dtype)
+    queue = embeddings(queued, seed=1, dtype=dtype).detach()[:queued]
+    exact = embeddings(19, dtype=dtype).detach().double().requires_grad_(True)
+    expected = value_and_gradient(dense, exact, temperature, queue.double())
+    # A rounding by eps of a cosine moves a logit by eps / t: float32 cannot promise 1e-5 of a gradient at 5e-4.
+    allowed = LIMITS[dtype] * (1.0 if dtype == torch.float64 else max(1.0, 0.005 / temperature))
+    for tile in (1, 3, 7, 16, 18, 19, 20, 37, 38, 39, TILE_ROWS):
+        value, gradient = value_and_gradient(ntxent, rows, temperature, queue, tile)
+        assert value.dtype == gradient.dtype == dtype
+        assert deviation([value], [expected[0]]) < LIMITS[dtype]
+        assert deviation([gradient], [expected[1]]) < allowed
+
+
+def test_several_tiles_of_the_default_size():
+    rows = embeddings(TILE_ROWS // 2 + 100)
+    found, expected = value_and_gradient(ntxent, rows, 0.05), value_and_gradient(dense, rows, 0.05)
+    assert deviation([found[0]], [expected[0]]) < 1e-10
+    assert deviation([found[1]], [expected[1]]) < 1e-10
+
+
+@pytest.mark.parametrize("tile", [1, TILE_ROWS])
+def test_one_pair(tile):
+    """Without a negative there is nothing to learn; with a queue its embeddings are the negatives."""
+    rows = embeddings(1)
+    value, gradient = value_and_gradient(ntxent, rows, 0.05, None, tile)
+    assert value == 0
+    assert torch.equal(gradient, torch.zeros_like(rows))
+    queue = embeddings(3, seed=1).detach()
+    expected = value_and_gradient(dense, rows, 0.05, queue)
+    assert deviation(value_and_gradient(ntxent, rows, 0.05, queue, tile), expected) < 1e-10
+
+
+def test_lost_and_won_terms_keep_their_digits():
+    """At 5e-4 a lost term is in the thousands, a won one underflows: both exact, no gradient is NaN."""
+    anchors = torch.eye(6, 8, dtype=torch.float64)
+    for positives in (anchors, -anchors, anchors.roll(1, 0)):
+        rows = torch.cat([anchors, positives]).float().requires_grad_(True)
+        exact = rows.detach().double().requires_grad_(True)
+        value, gradient = value_and_gradient(ntxent, rows, 5e-4, None, 5)
+        expected = value_and_gradient(dense, exact, 5e-4)
+        assert torch.allclose(value.double(), expected[0], rtol=1e-5)
+        assert torch.isfinite(gradient).all()
+        assert torch.allclose(gradient.double(), expected[1], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("tile", [3, 16])
+def test_gradient_is_the_derivative(tile):
+    queue = embeddings(2, size=4, seed=1).detach()
+    rows = embeddings(4, size=4)
+    assert torch.autograd.gradcheck(lambda given: ntxent(given, 0.3, queue, tile), [rows])
+
+
+def test_queue_has_no_gradient():
+    queue = embeddings(3, seed=1)
+    ntxent(embeddings(4), 0.05, queue).backward()
+    assert queue.grad is None
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes, backward included."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = [leaf.untyped_storage().nbytes() // leaf.element_size() for leaf in tree_leaves(result)
+                if isinstance(leaf, torch.Tensor)]  # fmt: skip
+        self.elements = max([self.elements, *made])
+        return result
+
+
+@pytest.mark.parametrize("queued", [0, 300])
+def test_no_matrix_beyond_a_tile(queued):
+    pairs, tile = 200, 32
+    rows, queue = embeddings(pairs, size=4), embeddings(queued, size=4, seed=1).detach()[:queued]
+    with Largest() as seen:
+        ntxent(rows, 0.05, queue, tile).backward()
+    assert seen.elements == max(tile * tile, rows.numel(), queue.numel())
+    with Largest() as whole:
+        dense(rows, 0.05, queue).backward()
+    assert whole.elements >= (2 * pairs) ** 2  # the measure sees what is there
+
+
+def test_autocast_in_the_backward_pass_changes_nothing():
+    rows = embeddings(9, dtype=torch.float32)
+    (plain,) = torch.autograd.grad(ntxent(rows, 0.05), rows)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (low,) = torch.autograd.grad(ntxent(rows, 0.05), rows)
+    assert torch.equal(plain, low)
