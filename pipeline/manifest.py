@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from common.config import Strict
+from common.config import Strict, describe
 from pipeline.corpus import Failure
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.tokenization import TokenizerInfo
@@ -170,7 +170,7 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ShardError(f"{path} is not a manifest of this version: {error}") from error
+        raise ShardError(f"{path} is not a manifest of this version: {describe(error, Manifest)[0]}") from error
     if manifest.schema_version != SCHEMA_VERSION:
         raise ShardError(f"{path} has schema version {manifest.schema_version}; this code reads {SCHEMA_VERSION}")
     return manifest

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForMaskedLM
 
-from common.config import expand
+from common.config import ConfigError, expand
 from common.storage import read_json
 from pipeline.manifest import Manifest, ShardError, load_manifest
 from pipeline.shards import check_shards
@@ -12,7 +13,7 @@ from pipeline.tokenization import fingerprint, load_tokenizer
 from trainer import checkpoint
 from trainer.config import TrainConfig
 from trainer.loop import CHECKPOINTS, TOKENIZER, data_hash
-from trainer.model import load_hf_config, vocabulary_of
+from trainer.model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
 
 DECISIVE = "decisive.json"
@@ -111,8 +112,14 @@ def _objective_problems(config: TrainConfig) -> list[str]:
 
 def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     encoder, info = config.encoder, manifest.tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(expand(config.data) / TOKENIZER)
+    folder = expand(config.data) / TOKENIZER
+    try:
+        tokenizer = load_tokenizer(str(folder))
+    except ConfigError:
+        return [f"data = {config.data}: {folder} holds no tokenizer that can be loaded; prepare the corpus again"]
     found = []
+    if fingerprint(tokenizer) != info.fingerprint:
+        found.append(f"data = {config.data}: the tokenizer in {folder} is not the one that made the shards")
     try:
         vocabulary_of(tokenizer)
         if encoder.pretrained is not None:
@@ -123,17 +130,20 @@ def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
                     f"the shards ({info.fingerprint[:12]}); prepare the corpus with that tokenizer"
                 )
         hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
-    except (OSError, ValueError, KeyError) as error:
+        with torch.device("meta"):  # shapes only: what cannot be built shows here, not on every worker
+            model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
+        mlm_head(model)
+    except ConfigError as error:
+        return [*found, *(f"encoder: {problem}" for problem in error.problems)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         source = encoder.pretrained if encoder.pretrained is not None else encoder.scratch
-        return [*found, f"encoder = {source}: {error}"]
+        return [*found, f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"]
     if hf.vocab_size < info.vocab_size:
         found.append(
             f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
-    # RoBERTa's positions begin at pad_token_id + 1
-    first = hf.pad_token_id + 1 if hf.model_type in ("roberta", "xlm-roberta", "camembert") else 0
-    positions = hf.max_position_embeddings - first
+    positions = max_span_tokens(model)
     if config.spans.max_tokens > positions:
         found.append(
             f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "

@@ -153,15 +153,16 @@ def descendants(pid):
 
 
 def train_workers(pid):
-    """pids of the Ray Train workers of a driver, in rank order of start."""
+    """pids of the Ray Train workers of a driver."""
     return sorted(child for child, title in descendants(pid).items() if "RayTrainWorker" in title)
 
 
-def wait_gone(pids, timeout=30):
-    """Waits until none of these processes is left; returns those that are."""
+def wait_gone(titles, timeout=60):
+    """Waits until none of these processes (pid -> title) is left; returns those that are."""
     deadline = time.monotonic() + timeout
-    left = set(pids)
+    left = dict(titles)
     while left and time.monotonic() < deadline:
-        left &= {pid for pid, (_, title) in processes().items() if "<defunct>" not in title}
+        alive = {pid for pid, (_, title) in processes().items() if "<defunct>" not in title}
+        left = {pid: title for pid, title in left.items() if pid in alive}
         time.sleep(0.1)
     return left

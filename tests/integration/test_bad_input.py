@@ -1,0 +1,214 @@
+"""Bad input ends with exit code 1 and a line a problem, before Ray starts, with nothing half-written."""
+
+import shutil
+
+import pytest
+import ray
+import tinyruns as runs
+import yaml
+from transformers import AutoModelForMaskedLM, RobertaConfig
+
+from pipeline.shards import load_manifest
+from pipeline.tokenization import train_tokenizer
+from trainer.train import main
+
+
+@pytest.fixture
+def run_bad(data, tmp_path, capsys):
+    """Runs the command on changed settings; returns the lines of its message."""
+
+    def go(*overrides, folder=data, **changes):
+        values = runs.train_values(folder, tmp_path / "run", **changes)
+        config = runs.write_config(tmp_path / "train.yaml", train=values)
+        before = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        assert main([str(config), *overrides]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "Traceback" not in err
+        assert sorted(tmp_path.rglob("*")) == before, "something was written"
+        assert not ray.is_initialized()
+        lines = err.strip().splitlines()
+        assert lines[0].endswith(f"{len(lines) - 1} problem(s)"), err
+        return lines[1:]
+
+    return go
+
+
+@pytest.fixture
+def broken(data, tmp_path):
+    """A copy of the shards, to break."""
+    return shutil.copytree(data, tmp_path / "shards")
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A small pretrained model with a tokenizer of its own."""
+    tokenizer = train_tokenizer(["other words altogether, again and again"] * 20, 300)
+    tokenizer.save_pretrained(tmp_path / "model")
+    shape = {key: value for key, value in runs.SCRATCH.items() if key != "model_type"}
+    AutoModelForMaskedLM.from_config(RobertaConfig(vocab_size=400, **shape)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_missing_config(tmp_path, capsys):
+    assert main([str(tmp_path / "no.yaml")]) == 1
+    assert "no such config file" in capsys.readouterr().err
+
+
+def test_a_config_without_the_section(tmp_path, capsys):
+    config = runs.write_config(tmp_path / "train.yaml", prepare={})
+    assert main([str(config)]) == 1
+    assert "has no section `train`" in capsys.readouterr().err
+
+
+def test_missing_shards(run_bad, tmp_path):
+    (line,) = run_bad(folder=tmp_path / "nothing")
+    assert f"data = {tmp_path / 'nothing'}" in line
+    assert "run `prepare`" in line
+
+
+def test_unknown_keys_and_wrong_values_are_reported_together(run_bad):
+    lines = run_bad(
+        "spans.max_token=8", "batch_documents=0", "optim.lr=fast", "objective.masking.select_share=2", "here"
+    )
+    text = "\n".join(lines)
+    assert "spans.max_token: unknown key; did you mean `max_tokens`?" in text
+    assert "batch_documents = 0" in text
+    assert "optim.lr = 'fast'" in text
+    assert "objective.masking.select_share = 2" in text
+    assert "'here' is not of the form key=value" in text
+    assert len(lines) == 5
+
+
+def test_steps_and_epochs_both(run_bad):
+    (line,) = run_bad("epochs=2")
+    assert "give steps = 6 or epochs = 2.0, not both" in line
+
+
+def test_best_export_without_validation(run_bad):
+    (line,) = run_bad("export=best")
+    assert "export = best needs validation.every_steps above 0" in line
+
+
+def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, data):
+    documents = load_manifest(data).totals["kept_train"]
+    lines = run_bad("spans={num_anchors: 3, max_tokens: 17, min_tokens: 4}", "batch_documents=1000")
+    assert len(lines) == 3
+    assert "spans.max_tokens = 17: the shards' windows were made for 16" in lines[0]
+    assert "spans.num_anchors = 3: the shards keep documents that hold 2" in lines[1]
+    assert f"batch_documents = 1000: the shards hold only {documents} training documents" in lines[2]
+
+
+def test_spans_longer_than_the_positions(run_bad):
+    (line,) = run_bad("encoder.scratch.max_position_embeddings=16")
+    assert "spans.max_tokens = 16: the encoder has positions for 14 tokens" in line
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
+    size = load_manifest(data).tokenizer.vocab_size
+    (line,) = run_bad(f"encoder.scratch.vocab_size={size - 1}")
+    assert f"vocabulary of {size - 1} is smaller than the shards' tokenizer's {size}" in line
+    assert f"token ids up to {size - 1} would be beyond it" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("encoder.scratch.model_type=robberta", "robberta"),
+        ("encoder.scratch.num_attention_heads=3", "3"),
+        ("encoder.scratch={model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}", "gpt2"),
+    ],
+)
+def test_an_encoder_that_cannot_be_built(run_bad, override, message):
+    (line,) = run_bad(override)
+    assert message in line
+
+
+def test_a_pretrained_model_that_is_not_there(run_bad, tmp_path):
+    (line,) = run_bad(encoder={"scratch": None, "pretrained": str(tmp_path / "nothing")})
+    assert str(tmp_path / "nothing") in line
+
+
+def test_shards_of_another_tokenizer_than_the_models(run_bad, foreign):
+    (line,) = run_bad(encoder={"scratch": None, "pretrained": str(foreign)})
+    assert f"encoder.pretrained = {foreign}: its tokenizer" in line
+    assert "is not the one that made the shards" in line
+
+
+def test_a_tokenizer_that_was_put_in_the_place_of_the_shards_own(run_bad, foreign, broken):
+    shutil.copy(foreign / "tokenizer.json", broken / "tokenizer" / "tokenizer.json")
+    line, _ = run_bad(folder=broken)
+    assert f"the tokenizer in {broken / 'tokenizer'} is not the one that made the shards" in line
+
+
+def test_a_truncated_and_a_missing_shard_are_named(run_bad, broken):
+    first, second, *_ = load_manifest(broken).shards
+    path = broken / first.name
+    path.write_bytes(path.read_bytes()[:-10])
+    (broken / second.name).unlink()
+    truncated, missing = run_bad(folder=broken)
+    assert f"{path} is truncated: {first.num_bytes - 10} bytes, the manifest says {first.num_bytes}" in truncated
+    assert f"{broken / second.name} is missing" in missing
+
+
+def test_a_shard_with_a_broken_footer_is_named(run_bad, broken):
+    path = broken / load_manifest(broken).shards[0].name
+    raw = bytearray(path.read_bytes())
+    raw[-60:] = bytes(60)
+    path.write_bytes(raw)
+    (line,) = run_bad(folder=broken)
+    assert f"{path} is not an Arrow file" in line
+
+
+def test_shards_without_a_manifest_or_tokenizer(run_bad, broken):
+    shutil.rmtree(broken / "tokenizer")
+    (line,) = run_bad(folder=broken)
+    assert str(broken / "tokenizer") in line
+    (broken / "manifest.json").write_text("{}")
+    (line,) = run_bad(folder=broken)
+    assert "manifest.json is not a manifest of this version" in line
+
+
+def test_validation_without_held_out_documents(run_bad, broken):
+    manifest = load_manifest(broken)
+    for shard in manifest.of_split("held-out"):
+        (broken / shard.name).unlink()
+    shards = [shard for shard in manifest.shards if shard.split == "train"]
+    totals = manifest.totals | {"kept_held_out": 0}
+    (broken / "manifest.json").write_text(
+        manifest.model_copy(update={"shards": shards, "totals": totals}).model_dump_json()
+    )
+    (line,) = run_bad("validation.every_steps=2", folder=broken)
+    assert "the shards hold 0 held-out documents, at least 2 are needed" in line
+
+
+def test_a_metric_learning_loss_with_an_argument_it_does_not_have(run_bad):
+    loss = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss", "loss_arguments": {"warmth": 1}}
+    (line,) = run_bad(objective={"loss": loss})
+    assert "warmth" in line
+
+
+def test_what_print_config_shows_can_be_used_as_a_config(data, tmp_path, capsys):
+    config = runs.write_config(tmp_path / "train.yaml", train=runs.train_values(data, tmp_path / "run"))
+    assert main([str(config), "seed=3", "--print-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["seed"] == 3
+    assert shown["encoder"]["scratch"]["model_type"] == "roberta"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_ends_the_run_at_once(data, tmp_path):
+    changes = {"optim": {"lr": 1e30}, "scaling": {"workers": 2, "max_failures": 5}, "checkpoint": {"every_steps": 1}}
+    values = runs.train_values(data, tmp_path / "run", **changes)
+    done = runs.run_command("trainer.train", runs.write_config(tmp_path / "train.yaml", train=values))
+    assert done.returncode == 1
+    assert "step 2: loss nan" in done.stderr
+    assert "optim.lr (now 1e+30)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(runs.steps_of(tmp_path / "run")) == [1]
+    assert not (tmp_path / "run" / "export").exists()
+    boards = list((tmp_path / "run" / "tensorboard").iterdir())
+    assert len(boards) == 1, "the workers were started again"

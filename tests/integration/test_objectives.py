@@ -1,0 +1,146 @@
+"""Every variant of the objective and the encoder learns for some steps on real shards, and resumes to the bit."""
+
+import json
+
+import numpy as np
+import pytest
+import tinyruns as runs
+import torch
+from transformers import AutoTokenizer
+
+from pipeline.shards import ShardSet
+from trainer import checkpoint
+from trainer.gather import World
+from trainer.loop import build_encoder, build_feed, freeze_unused
+from trainer.model import vocabulary_of
+from trainer.objectives import Declutr
+from trainer.optim import build_optimizer
+from trainer.plan import Plan
+from trainer.state import RunState
+from trainer.step import RankBatch, Stepper
+
+STEPS = 24
+DROPOUT = {"encoder": {"dropout": 0.1}}
+METRIC_LEARNING = {
+    "kind": "pytorch_metric_learning",
+    "loss": "NTXentLoss",
+    "loss_arguments": {"temperature": 0.05},
+    "miner": "MultiSimilarityMiner",
+    "miner_arguments": {"epsilon": 0.1},
+}
+VARIANTS = {
+    "both": DROPOUT,
+    "contrastive": DROPOUT | {"objective": {"terms": "contrastive"}},
+    "mlm": DROPOUT | {"objective": {"terms": "mlm"}},
+    "queue": DROPOUT | {"objective": {"queue_size": 40}},
+    "metric learning": DROPOUT | {"objective": {"loss": METRIC_LEARNING}},
+    "unmasked anchors": DROPOUT | {"objective": {"contrast_unmasked_anchors": True}},
+    "projection": {"encoder": {"dropout": 0.1, "projection": {"kind": "mlp", "size": 8}}},
+    "cls": {"encoder": {"dropout": 0.1, "pooling": "cls"}},
+    "max": {"encoder": {"dropout": 0.1, "pooling": "max"}},
+    "microbatches": DROPOUT | {"microbatch_tokens": 100},
+    "bf16": DROPOUT | {"precision": "bf16"},
+    "padded": {"encoder": {"dropout": 0.1, "layout": "padded"}},
+    "bert": {"encoder": {"dropout": 0.1, "scratch": {**runs.SCRATCH, "model_type": "bert"}}},
+    "modernbert": {"encoder": {"dropout": 0.1, "scratch": {**runs.SCRATCH, "model_type": "modernbert"}}},
+    "uncorrected": DROPOUT | {"optim": {"bias_correction": False}},
+    "adjacent": DROPOUT | {"spans": {"strategy": "adjacent"}},
+    "subsuming": DROPOUT | {"spans": {"strategy": "subsuming"}},
+    "four anchors of one document": DROPOUT | {"spans": {"num_anchors": 1, "num_positives": 4}},
+}
+
+
+class Run:
+    """A run without Ray: the parts the loop puts together, on shards made by the pipeline."""
+
+    def __init__(self, data, **changes):
+        self.config = config = runs.train_config(data, "unused", **{"optim": {"lr": 3e-3}, **changes})
+        tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+        encoder = build_encoder(config, tokenizer)
+        freeze_unused(encoder, config)
+        self.shards = ShardSet(data, "train")
+        self.plan = Plan(config.seed, self.shards.num_documents, config.batch_documents)
+        self.feed = build_feed(config, encoder.train(), vocabulary_of(tokenizer))
+        self.stepper = Stepper(
+            encoder=encoder,
+            objective=Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives),
+            optimizer=build_optimizer(config.optim, encoder),
+            optim=config.optim,
+            world=World(),
+            seed=config.seed,
+            total_steps=STEPS,
+            microbatch_tokens=config.microbatch_tokens,
+            autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        )
+
+    def steps(self, first, last):
+        measured = []
+        for step in range(first, last + 1):
+            epochs, rows = self.plan.documents(step - 1, step)
+            spans = self.feed.batch(self.shards.take(rows), epochs)
+            measured.append(self.stepper.step(RankBatch(spans, 0, len(rows), len(rows)), step))
+        return measured
+
+    def parts(self):
+        return self.stepper.encoder, self.stepper.optimizer, self.stepper.objective
+
+    def state(self, step):
+        numbers = {"step": step, "documents": step * self.config.batch_documents, "world_size": 1}
+        return RunState(**numbers, config_hash="", data_hash="", scores={}, files={})
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
+    changes = VARIANTS[name]
+    whole = Run(data, **changes)
+    measured = whole.steps(1, STEPS)
+    objective = whole.config.objective
+    # what a queue holds is easy to tell from the batch while the encoder changes fast: its loss rises at first
+    losses = [m.mlm if objective.queue_size else m.loss for m in measured]
+    assert np.mean(losses[-6:]) < np.mean(losses[:6]), losses
+    assert all((m.contrastive > 0) == objective.contrastive for m in measured)
+    assert all((m.mlm > 0) == objective.mlm for m in measured)
+    assert (max(m.padding_share for m in measured) > 0) == (whole.config.encoder.layout == "padded")
+
+    half = Run(data, **changes)
+    half.steps(1, STEPS // 2)
+    path = checkpoint.save(tmp_path, half.state(STEPS // 2), *half.parts())
+    resumed = Run(data, **changes)
+    checkpoint.load(path, *resumed.parts())
+    assert resumed.steps(STEPS // 2 + 1, STEPS) == measured[STEPS // 2 :]
+    for name, parameter in whole.stepper.encoder.named_parameters():
+        assert torch.equal(parameter, dict(resumed.stepper.encoder.named_parameters())[name]), name
+
+
+def test_parameters_without_a_loss_stay_as_they_were(data):
+    for terms, untouched in (("contrastive", "lm_head"), ("mlm", "projection")):
+        run = Run(data, objective={"terms": terms}, encoder={"projection": {"kind": "mlp"}})
+        before = {name: p.detach().clone() for name, p in run.stepper.encoder.named_parameters()}
+        run.steps(1, 3)
+        for name, parameter in run.stepper.encoder.named_parameters():
+            still = torch.equal(before[name], parameter)
+            assert still == (untouched in name), name
+
+
+def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
+    run = Run(data)
+    path = checkpoint.save(tmp_path, run.state(1), *run.parts())
+    wider = Run(data, encoder={"scratch": {**runs.SCRATCH, "hidden_size": 16}})
+    with pytest.raises(checkpoint.CheckpointError, match=r"has shape \[\d+, 32\], not \[\d+, 16\]"):
+        checkpoint.load(path, *wider.parts())
+    other = Run(data, encoder={"projection": {"kind": "linear"}})
+    with pytest.raises(checkpoint.CheckpointError, match="parameters differ from the model's"):
+        checkpoint.load(path, *other.parts())
+    assert set(json.loads((path / "state.json").read_text())["files"]) == {
+        "encoder.safetensors",
+        "objective.safetensors",
+        "optimizer.safetensors",
+    }
