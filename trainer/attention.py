@@ -152,9 +152,15 @@ def _attend_with_dropout(
         # not -inf: a place beyond its span may see no key at all, and its NaN would reach every gradient
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
-    layer, (heads, longest) = int(module.layer_idx), scores.shape[1:3]
+    layer, heads, longest = _layer_number(module), scores.shape[1], scores.shape[2]
     dropped = _DROPOUT.dropped(token_keys[group.tokens], layer, heads, longest, dropout)
     return (weights.masked_fill(dropped, 0.0) * (1 / (1 - dropout))).to(value.dtype) @ value
+
+
+def _layer_number(module: torch.nn.Module) -> int:
+    number = module.layer_idx
+    assert isinstance(number, int)
+    return number
 
 
 _DROPOUT = AttentionDropout()
