@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from trainer.dropout import AttentionDropout
+
 PACKED = "declutr_packed"
 # A group of spans is one attention call, padded to its longest span. Merging saves calls and wastes multiplications;
 # spans join a group while they are at least this share of its longest, or while the group's scores stay tiny.
@@ -39,10 +41,12 @@ class AttentionLayout:
     Attributes:
         groups: groups of spans that cover every token once.
         order: `(T,)` for each packed token its place in the concatenation of the groups' valid tokens.
+        token_keys: `(T,)` keys of the tokens, for attention dropout; None: nothing is dropped.
     """
 
     groups: tuple[AttentionGroup, ...]
     order: Tensor
+    token_keys: Tensor | None = None
 
 
 def group_spans(lengths: Tensor) -> AttentionLayout:
@@ -120,10 +124,44 @@ def packed_attention(
             place = torch.arange(longest, device=query.device)
             near = (place[:, None] - place[None, :]).abs() < window
             mask = near if mask is None else mask & near
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
+        if dropout:
+            attended = _attend_with_dropout(module, q, k, v, mask, scaling, dropout, packed_layout.token_keys, group)
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         attended = attended.transpose(1, 2)
         outputs.append(attended.flatten(0, 1) if group.valid is None else attended[group.valid])
     return torch.cat(outputs)[packed_layout.order][None], None
 
 
+def _attend_with_dropout(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    token_keys: Tensor | None,
+    group: AttentionGroup,
+) -> Tensor:
+    """Attention with its weights written out, because their dropout is keyed by token and must be repeatable."""
+    if token_keys is None:
+        raise RuntimeError("attention dropout needs the keys of its tokens: SpanBatch.keys is missing")
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if mask is not None:
+        # not -inf: a place beyond its span may see no key at all, and its NaN would reach every gradient
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
+    layer, heads, longest = _layer_number(module), scores.shape[1], scores.shape[2]
+    dropped = _DROPOUT.dropped(token_keys[group.tokens], layer, heads, longest, dropout)
+    return (weights.masked_fill(dropped, 0.0) * (1 / (1 - dropout))).to(value.dtype) @ value
+
+
+def _layer_number(module: torch.nn.Module) -> int:
+    number = module.layer_idx
+    assert isinstance(number, int)
+    return number
+
+
+_DROPOUT = AttentionDropout()
 AttentionInterface.register(PACKED, packed_attention)

@@ -21,12 +21,14 @@ class SpanBatch:
         lengths: `(S,)` tokens of each span; on the CPU, for planning.
         selected: `(K,)` places in `input_ids` whose original token is to be predicted.
         labels: `(K,)` the original tokens.
+        keys: `(S,)` int32 words that decide each span's dropout; None where nothing is dropped.
     """
 
     input_ids: Tensor
     lengths: Tensor
     selected: Tensor
     labels: Tensor
+    keys: Tensor | None = None
 
     @property
     def num_spans(self) -> int:
@@ -45,12 +47,18 @@ class SpanBatch:
             self.lengths,
             self.selected.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
+            None if self.keys is None else self.keys.to(device, non_blocking=True),
         )
 
     def pin_memory(self) -> "SpanBatch":
         """The batch in page-locked memory, from which copies to a GPU overlap with its work."""
-        pinned = (tensor.pin_memory() for tensor in (self.input_ids, self.lengths, self.selected, self.labels))
-        return SpanBatch(*pinned)
+        return SpanBatch(
+            self.input_ids.pin_memory(),
+            self.lengths,
+            self.selected.pin_memory(),
+            self.labels.pin_memory(),
+            None if self.keys is None else self.keys.pin_memory(),
+        )
 
     def span_slice(self, start: int, end: int) -> "SpanBatch":
         """The spans [start, end) as a batch of their own."""
@@ -62,6 +70,7 @@ class SpanBatch:
             self.lengths[start:end],
             self.selected[inside] - first,
             self.labels[inside],
+            None if self.keys is None else self.keys[start:end],
         )
 
     def microbatches(self, max_tokens: int | None) -> list["SpanBatch"]:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from common import seeding
 from trainer.batches import SpanBatch
 from trainer.masking import MaskingConfig, mask_tokens
 from trainer.spans import SpanConfig, Spans, draw, place
@@ -128,7 +129,17 @@ class Feed:
             selected = places[chosen]
             labels = ids[selected]
             ids[places] = replaced
-        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels)))
+        keys = self._dropout_keys(document_keys(documents)[document], epochs[document], per_document)
+        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels, keys)))
+
+    def _dropout_keys(self, key: NDArray[np.uint64], epochs: I64, per_document: list[int]) -> NDArray[np.int32]:
+        """`(S,)` a word for each span, from its document, its epoch and its number in the document."""
+        num_documents = len(key) // max(1, sum(per_document))
+        number = np.concatenate(
+            [np.tile(np.arange(count) + (kind << 16), num_documents) for kind, count in enumerate(per_document)]
+        )
+        drawn = seeding.blocks(self.seed, "dropout", key, epochs.astype(np.uint64), number.astype(np.uint64))
+        return np.ascontiguousarray(drawn[:, 0]).view(np.int32)
 
 
 def document_keys(documents: pa.Table) -> NDArray[np.uint64]:

@@ -3,6 +3,7 @@
 Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from common import seeding
 from common.config import Strict
 from trainer.attention import PACKED
 from trainer.batches import SpanBatch, packed_input, pad_rows
+from trainer.dropout import DropoutKeys, key_dropout, token_keys
 from trainer.feed import Vocabulary
 
 
@@ -45,6 +47,9 @@ class EncoderConfig(Strict):
     """packed: no padding, attention within spans only. padded: the reference, for encoders that cannot pack."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
     """Replaces every dropout probability of the model; None keeps the model's own."""
+    attention_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Replaces the probability of dropping attention weights. Above 0, attention weights are written out one by one,
+    which is slow and takes memory: fused kernels know no dropout that could be repeated in another microbatch."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "EncoderConfig":
@@ -61,6 +66,7 @@ _DROPOUTS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
     "hidden_dropout", "activation_dropout", "dropout",
 )  # fmt: skip
+_ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
 
 def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, int | None]) -> Any:
@@ -81,6 +87,10 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         for name in _DROPOUTS:
             if hasattr(hf, name):
                 setattr(hf, name, config.dropout)
+    if config.attention_dropout is not None:
+        for name in _ATTENTION_DROPOUTS:
+            if hasattr(hf, name):
+                setattr(hf, name, config.attention_dropout)
     return hf
 
 
@@ -142,6 +152,8 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
         self.model = model
+        self.keys = DropoutKeys()
+        key_dropout(model, self.keys)
         self.set_layout(config)
         self.padding_index = padding_index(model)
         self.hidden_size = int(model.config.hidden_size)
@@ -164,19 +176,21 @@ class Encoder(nn.Module):
         if batch.num_tokens == 0:  # a rank without documents
             empty: Tensor = next(self.model.parameters()).new_zeros(0, self.hidden_size)
             return empty
+        tokens = token_keys(batch.keys, batch.lengths) if batch.keys is not None else None
         if self.config.layout == "padded":
             ids, mask = pad_rows(batch, int(self.model.config.pad_token_id or 0))
-            rows = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-            return rows[mask]  # type: ignore[no-any-return]
+            padded = None if tokens is None else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens)
+            with self.keys.of(padded):
+                rows: Tensor = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            return rows[mask]
         packed = packed_input(batch, self.padding_index)
+        layout = dataclasses.replace(packed.layout, token_keys=tokens)
         kinds = {"token_type_ids": torch.zeros_like(packed.position_ids)} if self._has_token_types() else {}
-        output = self.model.base_model(
-            input_ids=batch.input_ids[None],
-            position_ids=packed.position_ids,
-            packed_layout=packed.layout,
-            **kinds,
-        )
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+        with self.keys.of(None if tokens is None else tokens[None]):
+            row: Tensor = self.model.base_model(
+                input_ids=batch.input_ids[None], position_ids=packed.position_ids, packed_layout=layout, **kinds
+            ).last_hidden_state
+        return row[0]
 
     def token_places(self, batch: SpanBatch) -> int:
         """Token places that a forward computes: T when packed, padding included otherwise."""

@@ -3,9 +3,7 @@
 Legend: n documents on this rank, A anchors a document, B documents of the global batch.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -146,14 +144,14 @@ class Stepper:
         selected = int(self.world.sum(batch.spans.labels.new_tensor([len(batch.spans.labels)]))[0])
         share = 1.0 / max(1, selected)
         if len(pieces) == 1:
-            spans, mlm_sum = self._forward(pieces[0], batch.start, 0, step)
+            spans, mlm_sum = self._forward(pieces[0], 0, step)
             contrastive, embeddings = self._contrast(spans, batch)
             loss = contrastive + mlm_sum * share
             if loss.requires_grad:  # not on a rank without documents
                 loss.backward()
             return contrastive.detach(), mlm_sum.detach(), selected, embeddings
         with torch.no_grad():
-            cached = torch.cat([self._forward(p, batch.start, i, step)[0] for i, p in enumerate(pieces)])
+            cached = torch.cat([self._forward(p, i, step)[0] for i, p in enumerate(pieces)])
         cached.requires_grad_(True)
         contrastive, embeddings = self._contrast(cached, batch)
         if contrastive.requires_grad:
@@ -161,32 +159,29 @@ class Stepper:
         gradient = torch.zeros_like(cached) if cached.grad is None else cached.grad
         mlm_total = cached.new_zeros(())
         for i, (piece, upstream) in enumerate(zip(pieces, gradient.split([p.num_spans for p in pieces]), strict=True)):
-            spans, mlm_sum = self._forward(piece, batch.start, i, step)
+            spans, mlm_sum = self._forward(piece, i, step)
             ((spans * upstream).sum() + mlm_sum * share).backward()
             mlm_total += mlm_sum.detach()
         return contrastive.detach(), mlm_total, selected, embeddings
 
     def _contrast(self, spans: Tensor, batch: RankBatch) -> tuple[Tensor, Tensor | None]:
         if not self.objective.config.contrastive:
-            return spans.sum() * 0.0, None
+            return spans.new_zeros(()), None
         anchors = self.objective.num_anchors
         views = self.objective.represent(spans, batch.num_documents)
         return self.objective.loss(views, batch.start * anchors, batch.batch_documents * anchors, self.world)
 
-    def _forward(self, piece: SpanBatch, start: int, number: int, step: int) -> tuple[Tensor, Tensor]:
-        """Embeddings and MLM loss of a microbatch, with dropout keyed by (seed, step, place in the global batch)."""
-        with (
-            self._keyed_dropout(piece.input_ids.device, start, number, step),
-            self._autocast(piece.input_ids.device),
-        ):
+    def _forward(self, piece: SpanBatch, number: int, step: int) -> tuple[Tensor, Tensor]:
+        """Embeddings and MLM loss of a microbatch.
+
+        Dropout is keyed by token (trainer/dropout.py). Only the padded layout's attention dropout is torch's own; it is
+        keyed by (seed, step, rank, microbatch) here, so that the second pass repeats the first.
+        """
+        device = piece.input_ids.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self._autocast(device):
+            torch.manual_seed(seeding.torch_seed(self.seed, "dropout", step, self.world.rank, number))
             embeddings, mlm_sum = self.encoder(piece)
         return embeddings, mlm_sum
-
-    @contextlib.contextmanager
-    def _keyed_dropout(self, device: torch.device, start: int, number: int, step: int) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seeding.torch_seed(self.seed, "dropout", step, start, number))
-            yield
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)

@@ -56,7 +56,8 @@ def random_spans(lengths: list[int], num_selected: int = 0, seed: int = 0) -> Sp
     ids = torch.randint(4, VOCAB_SIZE - 1, (sum(lengths),), generator=generator)
     selected = torch.randperm(len(ids), generator=generator)[:num_selected].sort().values
     labels = torch.randint(4, VOCAB_SIZE - 1, (len(selected),), generator=generator)
-    return SpanBatch(ids, torch.tensor(lengths, dtype=torch.int64), selected, labels)
+    keys = torch.randint(-(2**31), 2**31, (len(lengths),), generator=generator).to(torch.int32)
+    return SpanBatch(ids, torch.tensor(lengths, dtype=torch.int64), selected, labels, keys)
 
 
 def documents(lengths: list[int], max_tokens: int, seed: int = 0) -> pa.Table:

@@ -1,0 +1,61 @@
+"""Keyed dropout: the right share, no pattern, the same for the same token."""
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.dropout import DropoutKeys, KeyedDropout, drops, key_dropout, token_keys, words
+
+TOKENS, FEATURES = 4096, 256
+CPU = torch.device("cpu")
+
+
+def masks(p, layer=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spans = torch.randint(-(2**31), 2**31, (TOKENS // 64,), generator=generator).to(torch.int32)
+    keys = token_keys(spans, torch.full((TOKENS // 64,), 64))
+    return drops(keys[:, None] + words(layer, FEATURES, CPU), p)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_share_and_independence(p):
+    """Counts by feature and by token are binomial; neighbours, layers and pairs of rows are uncorrelated."""
+    dropped = masks(p).double().numpy()
+    for axis, size in ((0, TOKENS), (1, FEATURES)):
+        z = (dropped.sum(axis=axis) - size * p) / np.sqrt(size * p * (1 - p))
+        assert 0.85 < np.sqrt((z**2).mean()) < 1.15
+    z = (dropped - p) / np.sqrt(p * (1 - p))
+    other = (masks(p, layer=4).double().numpy() - p) / np.sqrt(p * (1 - p))
+    for product in (z[1:] * z[:-1], z[:, 1:] * z[:, :-1], z[64:] * z[:-64], z * other):
+        assert abs(product.mean()) < 5 / np.sqrt(product.size)
+
+
+def test_a_token_keeps_its_mask_in_any_company():
+    keys = DropoutKeys()
+    tokens = torch.randint(-(2**31), 2**31, (7,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    layer = KeyedDropout(0.4, 0, keys).train()
+    hidden = torch.ones(7, FEATURES)
+    with keys.of(tokens):
+        together = layer(hidden)
+    with keys.of(tokens[3:5]):
+        apart = layer(hidden[3:5])
+    assert torch.equal(together[3:5], apart)
+    assert set(together.unique().tolist()) == {0.0, np.float32(1 / 0.6).item()}
+
+
+def test_without_keys_it_refuses_and_in_evaluation_it_is_silent():
+    layer = KeyedDropout(0.4, 0, DropoutKeys())
+    hidden = torch.ones(2, 3)
+    assert layer.eval()(hidden) is hidden
+    with pytest.raises(RuntimeError, match=r"SpanBatch\.keys is missing"):
+        layer.train()(hidden)
+
+
+def test_every_dropout_layer_is_replaced_once():
+    model = torch.nn.Sequential(
+        torch.nn.Dropout(0.1), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.2))
+    )
+    key_dropout(model, DropoutKeys())
+    found = [module for module in model.modules() if isinstance(module, KeyedDropout)]
+    assert [(layer.p, layer.layer) for layer in found] == [(0.1, 0), (0.2, 1)]
+    assert not any(isinstance(module, torch.nn.Dropout) for module in model.modules())

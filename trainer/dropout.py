@@ -1,0 +1,146 @@
+"""Dropout whose masks belong to tokens, not to batches: the same for any packing, microbatch and world size.
+
+torch's dropout draws from a stream, so a mask depends on everything that was computed before it. Here an element is
+dropped by a hash of (the token's key, the layer, the feature): the key comes from (seed, epoch, document, span, place).
+A second forward of the same token, in another microbatch or on another worker, drops the same elements.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common import seeding
+
+
+class DropoutKeys:
+    """The keys of the tokens that are going through an encoder; shared by all its dropout layers.
+
+    Attributes:
+        tokens: int32 keys with the leading shape of the hidden states; None outside a keyed forward.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Tensor | None = None
+
+    @contextmanager
+    def of(self, tokens: Tensor | None) -> Iterator[None]:
+        """Sets the keys for the forward inside the block."""
+        self.tokens = tokens
+        try:
+            yield
+        finally:
+            self.tokens = None
+
+
+class KeyedDropout(nn.Module):
+    """Drops elements of hidden states with probability p and scales the others by 1 / (1 - p).
+
+    Args:
+        p: probability, 0 to 1 (exclusive).
+        layer: number of this layer in its encoder.
+        keys: of the tokens that go through.
+    """
+
+    features: Tensor
+
+    def __init__(self, p: float, layer: int, keys: DropoutKeys) -> None:
+        super().__init__()
+        self.p = p
+        self.layer = layer
+        self.keys = keys
+        self.register_buffer("features", torch.empty(0, dtype=torch.int32), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states `(..., H)` whose leading shape is that of the tokens' keys.
+
+        Raises:
+            RuntimeError: training without keys; an encoder with dropout only trains inside `DropoutKeys.of`.
+        """
+        if not self.training or self.p == 0:
+            return hidden
+        if self.keys.tokens is None:
+            raise RuntimeError("dropout needs the keys of its tokens: SpanBatch.keys is missing")
+        if len(self.features) != hidden.shape[-1] or self.features.device != hidden.device:
+            self.features = words(self.layer, hidden.shape[-1], hidden.device)
+        dropped = drops(self.keys.tokens[..., None] + self.features, self.p)
+        return hidden.masked_fill(dropped, 0.0) * (1 / (1 - self.p))
+
+    def extra_repr(self) -> str:
+        """For printing the encoder."""
+        return f"p={self.p}, layer={self.layer}"
+
+
+def drops(words_: Tensor, p: float) -> Tensor:
+    """Which elements are dropped: a 32-bit mix of `words_` (int32, overwritten) falls into the lowest share p.
+
+    Two rounds of xor-shift and multiplication, enough because the words are sums of uniform random words.
+    """
+    words_ ^= words_ >> 16
+    words_ *= 0x7FEB352D
+    words_ ^= words_ >> 15
+    words_ *= _signed(0x846CA68B)
+    return words_ < int(p * 2**32) - 2**31
+
+
+def words(stream: int, count: int, device: torch.device) -> Tensor:
+    """`(count,)` fixed uniform int32 words of a stream, for example one a feature of a layer."""
+    zero = np.zeros(1, np.uint64)
+    drawn = seeding.words(stream, "dropout", zero, zero, count)[0]
+    return torch.from_numpy(drawn.view(np.int32).copy()).to(device)
+
+
+class AttentionDropout:
+    """Words of the (layer, head, key place) for dropping attention weights, made once and kept."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, torch.device], Tensor] = {}
+
+    def dropped(self, query_keys: Tensor, layer: int, heads: int, longest: int, p: float) -> Tensor:
+        """Which attention weights are dropped, `(spans, heads, longest, longest)`.
+
+        Args:
+            query_keys: `(spans, longest)` keys of the tokens that attend.
+            layer: number of the attention layer.
+            heads: its heads.
+            longest: places a span has in its group.
+            p: probability.
+        """
+        table = self._tables.get((layer, query_keys.device))
+        if table is None or table.shape[0] < heads or table.shape[1] < longest:
+            rows = [
+                words((1 << 32) + layer * 4096 + head, max(512, longest), query_keys.device) for head in range(heads)
+            ]
+            table = self._tables[layer, query_keys.device] = torch.stack(rows)
+        return drops(query_keys[:, None, :, None] + table[None, :heads, None, :longest], p)
+
+
+def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
+    """`(T,)` int32 keys of the spans' tokens.
+
+    Args:
+        span_keys: `(S,)` int32 uniform words, one a span.
+        lengths: `(S,)` tokens of each span, on the CPU.
+    """
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    place = (torch.arange(int(lengths.sum())) - starts).to(torch.int32).to(span_keys.device)
+    mixed = torch.repeat_interleave(span_keys, lengths.to(span_keys.device)) + place * _signed(0x9E3779B9)
+    mixed ^= mixed >> 16
+    mixed *= 0x21F0AAAD
+    mixed ^= mixed >> 15
+    return mixed
+
+
+def key_dropout(model: nn.Module, keys: DropoutKeys) -> None:
+    """Replaces every dropout layer of a model by a keyed one, numbered in the model's own order."""
+    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    layers = [(parent, name, child) for parent, name, child in found if isinstance(child, nn.Dropout)]
+    for number, (parent, name, child) in enumerate(layers):
+        setattr(parent, name, KeyedDropout(child.p, number, keys))
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as the signed number with the same bits."""
+    return word - 2**32 if word >= 2**31 else word
