@@ -4,7 +4,9 @@ Order of the spans of n documents: all anchors (document by document), then, if 
 (unless only MLM is trained) all positives, document by document, anchor by anchor.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +19,8 @@ from trainer.masking import MaskingConfig, mask_tokens
 from trainer.spans import SpanConfig, Spans, draw, place
 
 I64 = NDArray[np.int64]
+
+_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 
 
 @dataclass(frozen=True)
@@ -91,41 +95,68 @@ class Feed:
         bounds = np.concatenate(copies)
         per_document = [part.shape[0] // max(1, len(epochs)) for part in copies]
         document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in per_document])
-        content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
 
         vocabulary = self.vocabulary
-        head = int(vocabulary.bos is not None)
+        content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
         lengths = content + vocabulary.num_specials
         ends = np.cumsum(lengths)
         starts = ends - lengths
         ids = np.empty(int(lengths.sum()), np.int64)
-        within = _ranges(content)
-        target = np.repeat(starts + head, content) + within
-        ids[target] = tokens[np.repeat(offsets[document] + bounds[:, 0], content) + within]
         if vocabulary.bos is not None:
             ids[starts] = vocabulary.bos
         if vocabulary.eos is not None:
             ids[ends - 1] = vocabulary.eos
+        places = starts + (vocabulary.bos is not None)  # of each span's first token
+        sources = offsets[document] + bounds[:, 0]
+        # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
+        for place, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
+            ids[place : place + size] = tokens[source : source + size]
 
         selected = labels = np.empty(0, np.int64)
         if self.masking is not None:
-            num_masked = len(anchors)
-            hidden = int(content[:num_masked].sum())  # the anchors' tokens come first
-            places = target[:hidden]
-            owner = np.repeat(document[:num_masked], content[:num_masked])
-            number = np.repeat(np.tile(np.arange(self.spans.num_anchors), len(epochs)), content[:num_masked])
-            replaced, chosen = mask_tokens(
-                self.masking,
+            count = len(anchors)  # the anchors to be masked come first
+            keys = document_keys(documents)
+            selected, labels = self._mask(self.masking, ids, places[:count], content[:count], keys, epochs)
+        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels)))
+
+    def _mask(
+        self, masking: MaskingConfig, ids: I64, places: I64, sizes: I64, keys: seeding.U64, epochs: I64
+    ) -> tuple[I64, I64]:
+        """Masks the anchors in `ids`, a few at a time.
+
+        Args:
+            masking: shares.
+            ids: `(T,)` tokens, changed in place.
+            places: `(n * A,)` places of the anchors' first tokens in `ids`.
+            sizes: `(n * A,)` their tokens, without specials.
+            keys: `(n,)` keys of the documents.
+            epochs: `(n,)` their epochs.
+
+        Returns:
+            `(K,)` places that are to be predicted, ascending, and `(K,)` the tokens that were there.
+        """
+        vocabulary, num_anchors = self.vocabulary, self.spans.num_anchors
+        special = np.array(vocabulary.special)
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        for some in _cuts(sizes, _MASKED_TOKENS):
+            within = _ranges(sizes[some])
+            place = np.repeat(places[some], sizes[some]) + within
+            span = np.repeat(np.arange(some.start, some.stop), sizes[some])
+            document, anchor = np.divmod(span, num_anchors)
+            original = ids[place]
+            masked, chosen = mask_tokens(
+                masking,
                 self.seed,
-                ids[places],
-                document_keys(documents)[owner],
-                epochs[owner].astype(np.uint64),
-                number,
-                within[:hidden],
+                original,
+                keys[document],
+                epochs[document].astype(np.uint64),
+                anchor,
+                within,
                 vocabulary.size,
                 vocabulary.mask,
-                np.array(vocabulary.special),
+                special,
             )
+<<<<<<< ours
             selected = places[chosen]
             labels = ids[selected]
             ids[places] = replaced
@@ -140,22 +171,41 @@ class Feed:
         )
         drawn = seeding.blocks(self.seed, "dropout", key, epochs.astype(np.uint64), number.astype(np.uint64))
         return np.ascontiguousarray(drawn[:, 0]).view(np.int32)
+=======
+            ids[place] = masked
+            found.append((place[chosen], original[chosen]))
+        selected, labels = zip(*found, strict=True)
+        return np.concatenate(selected), np.concatenate(labels)
+>>>>>>> theirs
 
 
 def document_keys(documents: pa.Table) -> NDArray[np.uint64]:
     """`(n,)` first eight bytes of each document's id: the key of all its random draws."""
-    ids = documents.column("id").combine_chunks()
+    ids = _whole(documents.column("id"))
     raw = np.frombuffer(ids.buffers()[1], np.uint8).reshape(-1, 16)[ids.offset : ids.offset + len(ids)]
     return np.ascontiguousarray(raw[:, :8]).view("<u8").reshape(-1)
 
 
 def ragged(column: pa.ChunkedArray) -> tuple[NDArray[np.integer], I64]:
     """Values and `(n + 1,)` offsets of a list column."""
-    lists = column.combine_chunks()
+    lists = _whole(column)
     return lists.values.to_numpy(), lists.offsets.to_numpy().astype(np.int64)
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """The column as one array; a single chunk, as the shards give it, is not copied."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _ranges(sizes: I64) -> I64:
     """0..size-1 for each size, one after the other."""
     starts = np.cumsum(sizes) - sizes
     return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
+
+
+def _cuts(sizes: I64, limit: int) -> Iterator[slice]:
+    """Consecutive items in pieces that begin in the same multiple of `limit` tokens."""
+    piece = (np.cumsum(sizes) - sizes) // limit
+    edges = np.flatnonzero(np.diff(piece, prepend=-1, append=-1)).tolist()
+    for start, end in pairwise(edges):
+        yield slice(start, end)

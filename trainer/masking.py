@@ -55,10 +55,13 @@ def mask_tokens(
     """
     index = (anchor * _ANCHOR_STRIDE + place).astype(np.uint64)
     drawn = seeding.blocks(seed, "mlm", key, epoch, index)
-    uniform = seeding.unit(drawn)
-    selected = (uniform[:, 0] < config.select_share) & ~np.isin(ids, special_ids)
-    kind = uniform[:, 1]
-    replacement = (uniform[:, 2] * vocab_size).astype(np.int64)
-    randomised = selected & (kind >= config.mask_share) & (kind < config.mask_share + config.random_share)
-    masked = np.where(selected & (kind < config.mask_share), mask_id, np.where(randomised, replacement, ids))
+    # A word w stands for w / 2**32, so w is compared with share * 2**32, exactly; only the few that are selected go on.
+    candidates = np.flatnonzero(drawn[:, 0] < config.select_share * 2.0**32)
+    chosen = candidates[~np.isin(ids[candidates], special_ids)]
+    selected = np.zeros(len(ids), np.bool_)
+    selected[chosen] = True
+    kind, value = seeding.unit(drawn[chosen, 1]), seeding.unit(drawn[chosen, 2])
+    hidden, randomised = kind < config.mask_share, kind < config.mask_share + config.random_share
+    masked = ids.copy()
+    masked[chosen] = np.where(hidden, mask_id, np.where(randomised, (value * vocab_size).astype(np.int64), ids[chosen]))
     return masked, selected
