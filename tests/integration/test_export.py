@@ -1,0 +1,128 @@
+"""The exported folder, as other libraries load it."""
+
+import shutil
+
+import numpy as np
+import pytest
+import ray
+import tinyruns as runs
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+from evaluation.encoder import load_encoder
+from trainer import checkpoint
+from trainer.batches import SpanBatch
+from trainer.loop import build_encoder
+from trainer.train import train
+
+TEXTS = ["", "a", "ab cd ef.", "one two three four " * 50, "\n\t ", "naïve façade ✓", "<mask> </s> in a text"]
+
+
+def encoder_of(data, run, **changes):
+    """Our own encoder with the weights of the run's last checkpoint."""
+    config = runs.train_config(data, run, **changes)
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    encoder = build_encoder(config, tokenizer)
+    path, _ = checkpoint.find_latest(run / "checkpoints")
+    checkpoint.load_encoder(path, encoder)
+    return encoder.eval(), tokenizer, path
+
+
+def embed(encoder, tokenizer, texts):
+    ids = tokenizer(texts, truncation=True, max_length=22)["input_ids"]  # 24 positions, RoBERTa's begin at 2
+    lengths = torch.tensor([len(row) for row in ids])
+    nothing = torch.empty(0, dtype=torch.int64)
+    batch = SpanBatch(torch.tensor([token for row in ids for token in row]), lengths, nothing, nothing)
+    with torch.no_grad():
+        return encoder.embed(batch).numpy()
+
+
+def test_three_libraries_give_the_same_vectors(data, finished):
+    export = finished / "run" / "export"
+    encoder, tokenizer, _ = encoder_of(data, finished / "run", **runs.FINISHED)
+    ours = embed(encoder, tokenizer, TEXTS)
+    theirs = SentenceTransformer(str(export), device="cpu").encode(TEXTS)
+    assert ours.shape == theirs.shape == (len(TEXTS), 32)
+    np.testing.assert_allclose(theirs, ours, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(load_encoder(str(export), device="cpu").encode(TEXTS), ours, atol=1e-5, rtol=0)
+    assert np.linalg.norm(ours[1] - ours[3]) > 1e-2
+    assert SentenceTransformer(str(export), device="cpu").max_seq_length == 22
+
+
+@pytest.mark.parametrize("kind", [AutoModel, AutoModelForMaskedLM])
+def test_transformers_loads_the_weights(data, finished, kind):
+    path, _ = checkpoint.find_latest(finished / "run" / "checkpoints")
+    model, report = kind.from_pretrained(finished / "run" / "export", output_loading_info=True)
+    # no masked language model has a pooler: AutoModel adds one for RoBERTa, which nothing here uses
+    assert all(name.startswith("pooler.") for name in report["missing_keys"])
+    assert not report["mismatched_keys"]
+    loaded = {name: tensor for name, tensor in model.named_parameters() if not name.startswith("pooler.")}
+    stored = load_file(path / "encoder.safetensors")
+    prefix = "model.roberta." if kind is AutoModel else "model."
+    assert loaded
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, stored[prefix + name]), name
+    config = runs.train_config(data, "unused", **runs.FINISHED)
+    fresh = dict(build_encoder(config, AutoTokenizer.from_pretrained(data / "tokenizer")).named_parameters())
+    assert any(not torch.equal(fresh[name], tensor) for name, tensor in stored.items()), "these are not trained"
+
+
+def test_the_folder_tells_where_it_comes_from(finished):
+    card = (finished / "run" / "export" / "README.md").read_text()
+    _, state = checkpoint.find_latest(finished / "run" / "checkpoints")
+    for fact in (state.data_hash, state.config_hash, "library_name: sentence-transformers", "Trained for 8 steps of 8"):
+        assert fact in card
+    for name, value in state.scores.items():
+        assert f"| {name} | {value:.4f} |" in card
+
+
+def test_a_run_killed_before_its_export_exports_with_the_same_command(data, finished, copied):
+    shutil.rmtree(copied / "export")
+    half = copied / ".export.1.tmp"
+    half.mkdir()
+    summary = train(runs.train_config(data, copied, **runs.FINISHED))
+    assert not ray.is_initialized(), "nothing is left to train"
+    assert summary["steps"] == 8
+    again, before = copied / "export" / "model.safetensors", finished / "run" / "export" / "model.safetensors"
+    assert again.read_bytes() == before.read_bytes()
+
+
+def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
+    from trainer.export import export
+
+    shutil.rmtree(copied / "export")
+    for path in (copied / "checkpoints").glob("step-*"):
+        (path / "state.json").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="holds no whole checkpoint to export"):
+        export(runs.train_config(data, copied, **runs.FINISHED), copied)
+    assert not (copied / "export").exists()
+
+
+@pytest.mark.parametrize("family", ["roberta", "bert", "modernbert"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_every_family_and_pooling_exports_what_was_trained_without_the_projection(data, tmp_path, family, pooling):
+    """No training: random weights, written as a checkpoint of a finished run."""
+    from trainer.export import export
+    from trainer.objectives import Declutr
+    from trainer.optim import build_optimizer
+    from trainer.state import RunState
+
+    scratch = {**runs.SCRATCH, "model_type": family}
+    changes = {"encoder": {"scratch": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}
+    config = runs.train_config(data, tmp_path, **changes)
+    encoder = build_encoder(config, AutoTokenizer.from_pretrained(data / "tokenizer"))
+    counts = {"step": 6, "documents": 48, "world_size": 1}
+    state = RunState(**counts, config_hash="c", data_hash="d", scores={}, files={})
+    objective = Declutr(config.objective, 2, 2)
+    checkpoint.save(tmp_path / "checkpoints", state, encoder, build_optimizer(config.optim, encoder), objective)
+    folder = export(config, tmp_path)
+    assert not any("projection" in name for name in load_file(folder / "model.safetensors"))
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    limit = 22 if family == "roberta" else 24
+    assert theirs.max_seq_length == limit
+    ours = embed(encoder.eval(), tokenizer, TEXTS[:3] + TEXTS[4:])
+    np.testing.assert_allclose(theirs.encode(TEXTS[:3] + TEXTS[4:]), ours, atol=1e-5, rtol=0)
+    assert theirs.encode(TEXTS).shape == (len(TEXTS), 32)

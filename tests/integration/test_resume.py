@@ -1,0 +1,146 @@
+"""Which checkpoint a run continues from, and when it does not."""
+
+import shutil
+
+import pytest
+import ray
+import tinyruns as runs
+
+from common.config import ConfigError
+from common.storage import hash_file
+from pipeline.shards import load_manifest
+from trainer.checkpoint import CheckpointError, find_best, find_latest, read_state, steps_in
+from trainer.checks import problems
+from trainer.train import main, train
+
+pytestmark = pytest.mark.ray
+
+
+def config_of(data, run, **changes):
+    values = runs.train_values(data, run, **runs.FINISHED)
+    for key, value in changes.items():
+        values[key] = values[key] | value if isinstance(value, dict) else value
+    return type(runs.train_config(data, run)).model_validate(values)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): hash_file(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def newest(run):
+    return run / "checkpoints" / f"step-{steps_in(run / 'checkpoints')[-1]:08d}"
+
+
+def truncate(run):
+    path = newest(run) / "encoder.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(run):
+    path = newest(run) / "optimizer.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def lose_the_state(run):
+    (newest(run) / "state.json").unlink()
+
+
+def cut_the_state(run):
+    path = newest(run) / "state.json"
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def lose_a_file(run):
+    (newest(run) / "objective.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "encoder.safetensors is truncated or altered"),
+        (flip_a_bit, "optimizer.safetensors is truncated or altered"),
+        (lose_the_state, "state.json is missing or unreadable"),
+        (cut_the_state, "state.json is missing or unreadable"),
+        (lose_a_file, "objective.safetensors is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(copied, log, damage, message):
+    folder = copied / "checkpoints"
+    *_, before, last = steps_in(folder)
+    damage(copied)
+    with pytest.raises(CheckpointError, match=message):
+        read_state(newest(copied))
+    path, state = find_latest(folder)
+    assert (path.name, state.step) == (f"step-{before:08d}", before)
+    assert len(log) == 1
+    assert message in log[0]
+    assert f"step-{last:08d}" in log[0]
+
+
+def test_best_and_last_are_kept(finished):
+    run = finished / "run"
+    scores = {step: line["recall_at_1"] for step, line in runs.steps_of(run, "validation").items() if step}
+    assert list(scores) == [2, 4, 6, 8]
+    best = max(scores, key=lambda step: (scores[step], -step))
+    assert steps_in(run / "checkpoints") == sorted({6, 8, best})
+    path, state = find_best(run / "checkpoints", "recall_at_1")
+    assert (path.name, state.step) == (f"step-{best:08d}", best)
+    assert state.scores["recall_at_1"] == scores[best]
+    assert state.documents == best * 8
+
+
+def test_a_finished_run_is_left_as_it_is(data, copied, capsys):
+    before = contents(copied)
+    config = runs.write_config(copied.parent / "train.yaml", train=runs.train_values(data, copied, **runs.FINISHED))
+    assert main([str(config)]) == 0
+    assert not ray.is_initialized()
+    assert "finished already" in capsys.readouterr().err
+    after = contents(copied)
+    assert {name for name in after if after[name] != before.get(name)} <= {"config.yaml", "summary.json"}
+    assert set(after) == set(before)
+
+
+def test_another_configuration_in_the_same_folder_is_refused(data, copied):
+    before = contents(copied)
+    changed = config_of(data, copied, optim={"lr": 0.002}, seed=1)
+    with pytest.raises(ConfigError) as refused:
+        train(changed)
+    assert "optim.lr was 0.001, now 0.002; seed was 0, now 1" in str(refused.value)
+    assert str(copied) in str(refused.value)
+    assert contents(copied) == before
+
+
+def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
+    other = shutil.copytree(data, tmp_path / "other")
+    assert problems(config_of(other, copied)) == []
+    manifest = load_manifest(other)
+    first, *rest = manifest.shards
+    shards = [first.model_copy(update={"sha256": "0" * 64}), *rest]
+    (other / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
+    (problem,) = problems(config_of(other, copied))
+    assert f"was trained on other shards than data = {other} holds now" in problem
+
+
+def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_workers(data, finished, copied, log):
+    flip_a_bit(copied)
+    left_behind = copied / "checkpoints" / ".step-00000009.123.tmp"
+    left_behind.mkdir()
+    (left_behind / "encoder.safetensors").write_text("half")
+    shutil.rmtree(copied / "export")
+    moved = config_of(data, copied, scaling={"workers": 2}, checkpoint={"every_steps": 1})
+    assert problems(moved) == []
+    train(moved)
+    ray.shutdown()
+    assert any("passing over a broken checkpoint" in line and "step-00000008" in line for line in log)
+    assert any("continuing after step 6 of 8" in line for line in log)
+    before, after = runs.steps_of(finished / "run"), runs.steps_of(copied)
+    assert list(after) == list(range(1, 9))
+    assert {step: after[step] for step in range(1, 7)} == {step: before[step] for step in range(1, 7)}
+    for step in (7, 8):  # dropout is keyed by each worker's place in the batch: another world draws other masks
+        assert after[step]["num_tokens"] == before[step]["num_tokens"]
+        assert after[step]["loss"] == pytest.approx(before[step]["loss"], rel=0.05)
+    assert not left_behind.exists()
+    assert read_state(newest(copied)).world_size == 2
+    assert (copied / "export" / "model.safetensors").is_file()
