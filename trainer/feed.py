@@ -109,15 +109,16 @@ class Feed:
         places = starts + (vocabulary.bos is not None)  # of each span's first token
         sources = offsets[document] + bounds[:, 0]
         # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
-        for place, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
-            ids[place : place + size] = tokens[source : source + size]
+        for begin, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
+            ids[begin : begin + size] = tokens[source : source + size]
 
         selected = labels = np.empty(0, np.int64)
         if self.masking is not None:
             count = len(anchors)  # the anchors to be masked come first
             keys = document_keys(documents)
             selected, labels = self._mask(self.masking, ids, places[:count], content[:count], keys, epochs)
-        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels)))
+        words = self._dropout_keys(document_keys(documents)[document], epochs[document], per_document)
+        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels, words)))
 
     def _mask(
         self, masking: MaskingConfig, ids: I64, places: I64, sizes: I64, keys: seeding.U64, epochs: I64
@@ -156,12 +157,10 @@ class Feed:
                 vocabulary.mask,
                 special,
             )
-<<<<<<< ours
-            selected = places[chosen]
-            labels = ids[selected]
-            ids[places] = replaced
-        keys = self._dropout_keys(document_keys(documents)[document], epochs[document], per_document)
-        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels, keys)))
+            ids[place] = masked
+            found.append((place[chosen], original[chosen]))
+        selected, labels = zip(*found, strict=True)
+        return np.concatenate(selected), np.concatenate(labels)
 
     def _dropout_keys(self, key: NDArray[np.uint64], epochs: I64, per_document: list[int]) -> NDArray[np.int32]:
         """`(S,)` a word for each span, from its document, its epoch and its number in the document."""
@@ -171,12 +170,6 @@ class Feed:
         )
         drawn = seeding.blocks(self.seed, "dropout", key, epochs.astype(np.uint64), number.astype(np.uint64))
         return np.ascontiguousarray(drawn[:, 0]).view(np.int32)
-=======
-            ids[place] = masked
-            found.append((place[chosen], original[chosen]))
-        selected, labels = zip(*found, strict=True)
-        return np.concatenate(selected), np.concatenate(labels)
->>>>>>> theirs
 
 
 def document_keys(documents: pa.Table) -> NDArray[np.uint64]:
