@@ -1,6 +1,6 @@
 """The configuration of a training run: composes the branches that live beside the code they configure."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -53,8 +53,9 @@ class TrainConfig(Strict):
     scaling: ScalingConfig = ScalingConfig()
     batch_documents: int = Field(default=16, ge=1)
     """Documents of one optimizer step over all workers: what meets in the contrastive loss."""
-    microbatch_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens in one forward; the gradient does not depend on it. None: a worker's whole share at once."""
+    microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Most tokens in one forward; the gradient does not depend on it. None: a worker's whole share at once. auto: as
+    much as fits, halved (and the step taken again) whenever memory runs out."""
     steps: int | None = Field(default=None, ge=1)
     """Optimizer steps of the run; give this or `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
@@ -81,7 +82,7 @@ class TrainConfig(Strict):
 
     def decisive(self) -> dict[str, object]:
         """The part of the configuration that decides the result; a run is continued only if it is unchanged."""
-        return self.model_dump(mode="json", exclude={"scaling", "checkpoint", "run", "data"})
+        return self.model_dump(mode="json", exclude={"scaling", "checkpoint", "run", "data", "microbatch_tokens"})
 
     def hash(self) -> str:
         """Hash of the decisive part."""

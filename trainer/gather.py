@@ -47,6 +47,14 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        if self.size == 1:
+            return number
+        value = torch.tensor([number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value)
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero."""
         for parameter in parameters:

@@ -19,6 +19,7 @@ from trainer.config import TrainConfig
 from trainer.feed import Feed, Vocabulary
 from trainer.gather import World
 from trainer.metrics import MetricsWriter, Window
+from trainer.microbatch import Microbatch
 from trainer.model import Encoder, build_model, load_hf_config, max_span_tokens, vocabulary_of
 from trainer.objectives import Declutr
 from trainer.optim import build_optimizer
@@ -118,7 +119,7 @@ def train_loop(settings: dict[str, Any]) -> str | None:
         world=world,
         seed=config.seed,
         total_steps=total_steps(config, plan),
-        microbatch_tokens=config.microbatch_tokens,
+        microbatch=Microbatch.of(config.microbatch_tokens, device),
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
     )
     try:

@@ -4,17 +4,23 @@ Legend: n documents on this rank, A anchors a document, B documents of the globa
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from common import seeding
+from common.logs import get_logger
 from trainer.batches import SpanBatch
 from trainer.gather import World
+from trainer.microbatch import Microbatch, out_of_memory
 from trainer.model import Encoder
 from trainer.objectives import Declutr
 from trainer.optim import OptimConfig, learning_rate
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,23 @@ class RankBatch:
     start: int
     num_documents: int
     batch_documents: int
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What comes out of a backward besides the gradients.
+
+    Attributes:
+        contrastive: contrastive loss of the global batch.
+        mlm_sum: this rank's MLM loss, summed over its selected tokens.
+        num_selected: selected tokens of all ranks.
+        embeddings: `(2M, D)` detached embeddings of the global batch; None when not contrastive.
+    """
+
+    contrastive: Tensor
+    mlm_sum: Tensor
+    num_selected: int
+    embeddings: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,7 @@ class Stepper:
         world: the workers.
         seed: the run's seed, for dropout.
         total_steps: T of the schedule.
-        microbatch_tokens: most tokens in one forward; None: the whole share at once.
+        microbatch: how much goes through the encoder at once.
         autocast: type of the forward's matrix products (bfloat16), or None for the parameters' own.
     """
 
@@ -86,7 +109,7 @@ class Stepper:
     world: World
     seed: int
     total_steps: int
-    microbatch_tokens: int | None = None
+    microbatch: Microbatch = field(default_factory=Microbatch)
     autocast: torch.dtype | None = None
 
     def step(self, batch: RankBatch, step: int) -> StepMetrics:
@@ -96,19 +119,19 @@ class Stepper:
             NonFiniteLossError: before anything is updated, on every rank alike.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        contrastive, mlm_sum, num_selected, embeddings = self.gradients(batch, step)
+        found = self.gradients(batch, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.world.sum_gradients(parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.optim.max_grad_norm))
-        pieces = batch.spans.microbatches(self.microbatch_tokens)
-        places = sum(self.encoder.token_places(piece) for piece in pieces)
+        contrastive, mlm_sum = float(found.contrastive), found.mlm_sum
+        places = sum(self.encoder.token_places(piece) for piece in self.microbatch.cut(batch.spans))
         counts = mlm_sum.new_tensor([batch.spans.num_tokens, places], dtype=torch.float64)
         totals = self.world.sum(torch.cat([mlm_sum.double()[None], counts])).tolist()
-        mlm = totals[0] / max(1, num_selected)
-        loss = float(contrastive) + mlm
+        mlm = totals[0] / max(1, found.num_selected)
+        loss = contrastive + mlm
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
-                f"step {step}: loss {loss} (contrastive {float(contrastive)}, mlm {mlm}), gradient norm {norm}: not "
+                f"step {step}: loss {loss} (contrastive {contrastive}, mlm {mlm}), gradient norm {norm}: not "
                 f"finite, nothing was updated. Try a smaller optim.lr (now {self.optim.lr}), a larger temperature, or "
                 "precision: fp32"
             )
@@ -116,53 +139,91 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        if embeddings is not None:
-            self.objective.remember(embeddings)
+        if found.embeddings is not None:
+            self.objective.remember(found.embeddings)
         return StepMetrics(
             loss=loss,
-            contrastive=float(contrastive),
+            contrastive=contrastive,
             mlm=mlm,
             grad_norm=norm,
             lr=lr,
-            num_selected=num_selected,
+            num_selected=found.num_selected,
             num_tokens=int(totals[1]),
             padding_share=1 - totals[1] / max(1.0, totals[2]),
         )
 
-    def gradients(self, batch: RankBatch, step: int) -> tuple[Tensor, Tensor, int, Tensor | None]:
+    def gradients(self, batch: RankBatch, step: int) -> Gradients:
         """Accumulates this rank's part of the global gradient in the encoder's parameters.
 
         One forward when everything fits. Otherwise two passes (GradCache, Gao et al. 2021): embeddings without a graph,
         the loss's gradient with respect to them, then each microbatch again with its graph and the same dropout. The
-        result does not depend on how the spans were cut.
+        result does not depend on how the spans were cut, so a step that ran out of memory is simply taken again.
 
-        Returns:
-            Contrastive loss of the global batch; this rank's MLM loss, summed over its selected tokens; selected
-            tokens of all ranks; `(2M, D)` detached embeddings of the global batch, or None when not contrastive.
+        Raises:
+            MicrobatchError: memory is not enough for a single span.
         """
-        pieces = batch.spans.microbatches(self.microbatch_tokens)
+        while True:
+            found = self._attempt(batch, step)
+            if found is not None:
+                return found
+            self.optimizer.zero_grad(set_to_none=True)
+            self.microbatch.lower(batch.spans, self.world)
+            get_logger().warning("step %d: out of memory, now %s tokens at once", step, self.microbatch.max_tokens)
+
+    def _attempt(self, batch: RankBatch, step: int) -> Gradients | None:
+        """One try; None, on every rank alike, when the memory of one rank was not enough.
+
+        Ranks agree before and after the one exchange of embeddings, so that none waits there for one that failed.
+        """
+        pieces = self.microbatch.cut(batch.spans)
         selected = int(self.world.sum(batch.spans.labels.new_tensor([len(batch.spans.labels)]))[0])
+        embedded = self._all_fit(lambda: self._embed(pieces, step))
+        if embedded is None:
+            return None
+        return self._all_fit(lambda: self._differentiate(batch, pieces, embedded, selected, step))
+
+    def _embed(self, pieces: list[SpanBatch], step: int) -> list[tuple[Tensor, Tensor]]:
+        """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
+        if len(pieces) > 1 and not self.objective.config.contrastive:
+            return []  # nothing crosses pieces, one pass is enough
+        with torch.set_grad_enabled(len(pieces) == 1):
+            return [self._forward(piece, number, step) for number, piece in enumerate(pieces)]
+
+    def _differentiate(
+        self, batch: RankBatch, pieces: list[SpanBatch], embedded: list[tuple[Tensor, Tensor]], selected: int, step: int
+    ) -> Gradients:
         share = 1.0 / max(1, selected)
         if len(pieces) == 1:
-            spans, mlm_sum = self._forward(pieces[0], 0, step)
+            spans, mlm_sum = embedded[0]
             contrastive, embeddings = self._contrast(spans, batch)
-            loss = contrastive + mlm_sum * share
-            if loss.requires_grad:  # not on a rank without documents
-                loss.backward()
-            return contrastive.detach(), mlm_sum.detach(), selected, embeddings
-        with torch.no_grad():
-            cached = torch.cat([self._forward(p, i, step)[0] for i, p in enumerate(pieces)])
+            _backward(contrastive + mlm_sum * share)
+            return Gradients(contrastive.detach(), mlm_sum.detach(), selected, embeddings)
+        cached = torch.cat([spans for spans, _ in embedded]) if embedded else batch.spans.input_ids.new_zeros(0).float()
+        embedded.clear()
         cached.requires_grad_(True)
         contrastive, embeddings = self._contrast(cached, batch)
-        if contrastive.requires_grad:
-            contrastive.backward()
-        gradient = torch.zeros_like(cached) if cached.grad is None else cached.grad
+        _backward(contrastive)
+        sizes = [piece.num_spans for piece in pieces]
+        upstream = [None] * len(pieces) if cached.grad is None else cached.grad.split(sizes)
         mlm_total = cached.new_zeros(())
-        for i, (piece, upstream) in enumerate(zip(pieces, gradient.split([p.num_spans for p in pieces]), strict=True)):
-            spans, mlm_sum = self._forward(piece, i, step)
-            ((spans * upstream).sum() + mlm_sum * share).backward()
-            mlm_total += mlm_sum.detach()
-        return contrastive.detach(), mlm_total, selected, embeddings
+        for number, (piece, gradient) in enumerate(zip(pieces, upstream, strict=True)):
+            spans, mlm_sum = self._forward(piece, number, step)
+            through_spans = 0.0 if gradient is None else (spans * gradient).sum()
+            _backward(through_spans + mlm_sum * share)
+            mlm_total = mlm_total + mlm_sum.detach()
+        return Gradients(contrastive.detach(), mlm_total, selected, embeddings)
+
+    def _all_fit(self, work: Callable[[], T]) -> T | None:
+        """The work's result; None, on every rank alike, when memory ran out on one and the microbatch is automatic."""
+        if not self.microbatch.automatic:
+            return work()
+        result = None
+        try:
+            result = work()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        return None if self.world.largest(int(result is None)) else result
 
     def _contrast(self, spans: Tensor, batch: RankBatch) -> tuple[Tensor, Tensor | None]:
         if not self.objective.config.contrastive:
@@ -185,3 +246,9 @@ class Stepper:
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+
+def _backward(loss: Tensor) -> None:
+    """Backward where there is a graph: not on a rank without documents, not where nothing was selected."""
+    if loss.requires_grad:
+        loss.backward()

@@ -8,6 +8,7 @@ from measures import deviation
 from trainer.attention import PACKED
 from trainer.batches import SpanBatch, pad_rows
 from trainer.gather import World
+from trainer.microbatch import Microbatch
 from trainer.model import Encoder, EncoderConfig, build_model, load_hf_config, mlm_head
 from trainer.objectives import Declutr, DeclutrConfig
 from trainer.optim import OptimConfig, build_optimizer
@@ -56,7 +57,7 @@ def stepper(case, arrays, world, layout="packed", microbatch_tokens=None, terms=
         world=world,
         seed=0,
         total_steps=case["T_total"],
-        microbatch_tokens=microbatch_tokens,
+        microbatch=Microbatch(microbatch_tokens),
     )
 
 

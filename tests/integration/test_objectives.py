@@ -12,6 +12,7 @@ from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.gather import World
 from trainer.loop import build_encoder, build_feed, freeze_unused
+from trainer.microbatch import Microbatch
 from trainer.model import vocabulary_of
 from trainer.objectives import Declutr
 from trainer.optim import build_optimizer
@@ -69,7 +70,7 @@ class Run:
             world=World(),
             seed=config.seed,
             total_steps=STEPS,
-            microbatch_tokens=config.microbatch_tokens,
+            microbatch=Microbatch.of(config.microbatch_tokens, torch.device("cpu")),
             autocast=torch.bfloat16 if config.precision == "bf16" else None,
         )
 

@@ -10,6 +10,7 @@ from pipeline.windows import window_starts
 from trainer.batches import SpanBatch
 from trainer.feed import Feed, Vocabulary
 from trainer.gather import World
+from trainer.microbatch import Microbatch
 from trainer.model import Encoder, EncoderConfig, build_model, load_hf_config
 from trainer.objectives import Declutr, DeclutrConfig
 from trainer.optim import OptimConfig, build_optimizer
@@ -94,6 +95,7 @@ def tiny_stepper(encoder: Encoder, objective: DeclutrConfig | None = None, **set
     """A stepper for 2 anchors with 2 positives each. `settings` are Stepper's."""
     optim = settings.pop("optim", OptimConfig(lr=1e-2, bias_correction=False))
     shape = {"num_anchors": settings.pop("num_anchors", 2), "num_positives": settings.pop("num_positives", 2)}
+    settings["microbatch"] = Microbatch(settings.pop("microbatch_tokens", None))
     given = {"optimizer": build_optimizer(optim, encoder), "world": World(), "seed": 0, "total_steps": 10, **settings}
     return Stepper(encoder, Declutr(objective or DeclutrConfig(), **shape), optim=optim, **given)
 

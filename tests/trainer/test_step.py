@@ -54,7 +54,8 @@ def same_parameters(encoder, before):
 def gradients(stepper, batch, step=1):
     """Contrastive loss, this rank's MLM sum, selected tokens, and all gradients, summed over ranks."""
     stepper.optimizer.zero_grad()
-    contrastive, mlm_sum, selected, _ = stepper.gradients(batch, step)
+    found = stepper.gradients(batch, step)
+    contrastive, mlm_sum, selected = found.contrastive, found.mlm_sum, found.num_selected
     parameters = list(stepper.encoder.parameters())
     stepper.world.sum_gradients(parameters)
     return contrastive.item(), stepper.world.sum(mlm_sum).item(), selected, [p.grad.clone() for p in parameters]
