@@ -27,7 +27,7 @@ def write_aside(path: Path) -> Iterator[Path]:
     try:
         yield aside
         fsync_path(aside)
-        os.replace(aside, path)
+        aside.replace(path)
         fsync_path(path.parent)
     finally:
         aside.unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def folder_aside(path: Path) -> Iterator[Path]:
         for file in sorted(aside.rglob("*")):
             fsync_path(file)
         fsync_path(aside)
-        os.rename(aside, path)
+        aside.rename(path)
         fsync_path(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

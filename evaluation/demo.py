@@ -14,11 +14,11 @@ from common.config import expand, load_config
 from common.storage import write_json
 from evaluation.encoder import load_encoder
 from pipeline.config import PipelineConfig
+from pipeline.manifest import TOKENIZER
 from pipeline.prepare import prepare, summary
 from pipeline.shards import ShardSet
 from trainer.config import TrainConfig
 from trainer.feed import ragged
-from trainer.loop import TOKENIZER
 from trainer.train import train
 
 COLUMNS = ("recall_at_1", "mrr", "alignment", "uniformity", "effective_rank", "seconds")

@@ -7,12 +7,12 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from common.storage import read_json
-from pipeline.manifest import MANIFEST, load_manifest
+from pipeline.manifest import MANIFEST, TOKENIZER, load_manifest
 from pipeline.shards import ShardSet, check_shards
 from trainer import checkpoint
 from trainer.export import EXPORT, SETTINGS
 from trainer.feed import document_keys, ragged
-from trainer.loop import CHECKPOINTS, TOKENIZER
+from trainer.loop import CHECKPOINTS
 from trainer.metrics import read_metrics
 from trainer.spans import SpanConfig, draw, place
 

@@ -13,6 +13,8 @@ from pipeline.tokenization import TokenizerInfo
 from pipeline.windows import Geometry
 
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+"""Folder beside the shards in which their tokenizer lies."""
 MAX_EXAMPLES = 100
 """Failures spelled out in a manifest, and in each sidecar; all are counted."""
 

@@ -10,12 +10,11 @@ from pydantic import ValidationError
 from common.config import Strict
 from common.storage import write_text
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
-from pipeline.manifest import MANIFEST
+from pipeline.manifest import MANIFEST, TOKENIZER
 from pipeline.progress import PROGRESS
 from pipeline.units import Unit, hash_unit
 
 PLAN = "plan.json"
-TOKENIZER = "tokenizer"
 
 
 class Plan(Strict):

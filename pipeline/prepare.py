@@ -17,8 +17,18 @@ from common.logs import get_logger, setup_logging
 from common.storage import folder_aside, write_text
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.corpus import Document, normalise
-from pipeline.manifest import MANIFEST, Counts, Manifest, ShardError, Sidecar, build_manifest, load_manifest, sum_counts
-from pipeline.output import TOKENIZER, Plan, claim, discard, output_problems, plan_of
+from pipeline.manifest import (
+    MANIFEST,
+    TOKENIZER,
+    Counts,
+    Manifest,
+    ShardError,
+    Sidecar,
+    build_manifest,
+    load_manifest,
+    sum_counts,
+)
+from pipeline.output import Plan, claim, discard, output_problems, plan_of
 from pipeline.progress import Progress
 from pipeline.session import start_ray
 from pipeline.tokenization import (

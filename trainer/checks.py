@@ -7,12 +7,12 @@ from transformers import AutoModelForMaskedLM
 
 from common.config import ConfigError, expand
 from common.storage import read_json
-from pipeline.manifest import Manifest, ShardError, load_manifest
+from pipeline.manifest import TOKENIZER, Manifest, ShardError, load_manifest
 from pipeline.shards import check_shards
 from pipeline.tokenization import fingerprint, load_tokenizer
 from trainer import checkpoint
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS, TOKENIZER, data_hash
+from trainer.loop import CHECKPOINTS, data_hash
 from trainer.model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
 
@@ -35,6 +35,14 @@ def problems(config: TrainConfig) -> list[str]:
         *_objective_problems(config),
         *_encoder_problems(config, manifest),
     ]
+
+
+def refuse(found: list[str]) -> None:
+    """Raises:
+    ConfigError: there are problems.
+    """
+    if found:
+        raise ConfigError("train", found)
 
 
 def _run_problems(config: TrainConfig, run: Path) -> list[str]:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common.config import expand
@@ -12,8 +11,9 @@ from common.storage import folder_aside, read_json, write_json, write_text
 from pipeline.manifest import load_manifest
 from trainer import checkpoint
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS, TOKENIZER, build_encoder
+from trainer.loop import CHECKPOINTS
 from trainer.model import max_span_tokens
+from trainer.parts import build_encoder, load_tokenizer
 from trainer.state import RunState
 
 EXPORT = "export"
@@ -35,7 +35,7 @@ def export(config: TrainConfig, run: Path) -> Path:
     path, state = found
     if target.exists() and read_json(target / SETTINGS)["step"] == state.step:
         return target
-    tokenizer = AutoTokenizer.from_pretrained(expand(config.data) / TOKENIZER)
+    tokenizer, _ = load_tokenizer(expand(config.data))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target) as aside:

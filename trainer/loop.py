@@ -7,7 +7,6 @@ from typing import Any
 import ray.train
 import ray.train.torch
 import torch
-from transformers import AutoTokenizer
 
 from common.config import expand
 from common.logs import get_logger, setup_logging
@@ -16,22 +15,18 @@ from pipeline.manifest import Manifest
 from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.config import TrainConfig
-from trainer.feed import Feed, Vocabulary
+from trainer.feed import Vocabulary
 from trainer.gather import World
 from trainer.metrics import MetricsWriter, Window
 from trainer.microbatch import Microbatch
-from trainer.model import Encoder, build_model, load_hf_config, max_span_tokens, vocabulary_of
-from trainer.objectives import Declutr
-from trainer.optim import build_optimizer
+from trainer.parts import build_encoder, build_feed, build_stepper, held_out_validator, load_tokenizer, total_steps
 from trainer.plan import Plan
-from trainer.spans import SpanConfig
 from trainer.state import RunState
 from trainer.step import NonFiniteLossError, Stepper
 from trainer.stream import Ahead, batches, rank_plan
-from trainer.validation import Validator, build_validator, score_pairs
+from trainer.validation import Validator, score_pairs
 
 CHECKPOINTS = "checkpoints"
-TOKENIZER = "tokenizer"
 
 
 def data_hash(manifest: Manifest) -> str:
@@ -43,46 +38,6 @@ def data_hash(manifest: Manifest) -> str:
             manifest.geometry.model_dump(mode="json"),
         ]
     )
-
-
-def total_steps(config: TrainConfig, plan: Plan) -> int:
-    """Optimizer steps of the whole run."""
-    return config.steps if config.steps is not None else plan.steps_in(config.epochs or 1.0)
-
-
-def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
-    """The untrained encoder of a configuration; from scratch it is the same on every worker."""
-    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
-    ids = {name: getattr(tokenizer, name) for name in names}
-    hf = load_hf_config(config.encoder, len(tokenizer), ids)
-    return Encoder(config.encoder, build_model(config.encoder, hf, config.seed), config.seed)
-
-
-def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) -> Feed:
-    """What turns documents into the spans of a step."""
-    objective = config.objective
-    return Feed(
-        spans=config.spans,
-        masking=objective.masking if objective.mlm else None,
-        unmasked_anchors=objective.unmasked_anchors,
-        include_positives=objective.contrastive,
-        max_content=max_span_tokens(encoder.model) - vocabulary.num_specials,
-        vocabulary=vocabulary,
-        seed=config.seed,
-    )
-
-
-def held_out_validator(
-    config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary, world: World, device: torch.device
-) -> Validator:
-    """Scores on the held-out split: unmasked, with positives, whatever the objective trains."""
-
-    def feed_for(spans: SpanConfig) -> Feed:
-        feed = build_feed(config, encoder, vocabulary)
-        return dataclasses.replace(feed, spans=spans, masking=None, unmasked_anchors=False, include_positives=True)
-
-    shards = ShardSet(expand(config.data), "held-out")
-    return build_validator(config.validation, config.spans, shards, feed_for, config.seed, world, device)
 
 
 def train_loop(settings: dict[str, Any]) -> str | None:
@@ -105,39 +60,16 @@ def train_loop(settings: dict[str, Any]) -> str | None:
     run = expand(config.run).absolute()
 
     shards = ShardSet(expand(config.data), "train")
-    tokenizer = AutoTokenizer.from_pretrained(shards.folder / TOKENIZER)
-    vocabulary = vocabulary_of(tokenizer)
-    encoder = build_encoder(config, tokenizer).to(device)
-    freeze_unused(encoder, config)
-    encoder.train()
+    tokenizer, vocabulary = load_tokenizer(shards.folder)
+    encoder = build_encoder(config, tokenizer).to(device).train()
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
-    stepper = Stepper(
-        encoder=encoder,
-        objective=Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives),
-        optimizer=build_optimizer(config.optim, encoder),
-        optim=config.optim,
-        world=world,
-        seed=config.seed,
-        total_steps=total_steps(config, plan),
-        microbatch=Microbatch.of(config.microbatch_tokens, device),
-        autocast=torch.bfloat16 if config.precision == "bf16" else None,
-    )
+    microbatch = Microbatch.of(config.microbatch_tokens, device)
+    stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
     try:
         Worker(config, run, shards, stepper, plan, vocabulary, device).run_to_end()
     except NonFiniteLossError as error:
         return str(error)
     return None
-
-
-def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
-    """Parameters that the objective never touches get no gradient, hence no weight decay either."""
-    used = {id(p) for p in encoder.model.base_model.parameters()}
-    if config.objective.contrastive:
-        used |= {id(p) for p in encoder.projection.parameters()}
-    if config.objective.mlm:
-        used |= {id(p) for p in encoder.model.parameters()}
-    for parameter in encoder.parameters():
-        parameter.requires_grad_(id(parameter) in used)
 
 
 @dataclasses.dataclass

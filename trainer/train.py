@@ -24,11 +24,12 @@ from common.storage import read_json, write_json, write_text
 from pipeline.session import start_ray
 from pipeline.shards import ShardError, ShardSet
 from trainer import checkpoint
-from trainer.checks import DECISIVE, problems
+from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
 from trainer.export import export
-from trainer.loop import CHECKPOINTS, total_steps, train_loop
+from trainer.loop import CHECKPOINTS, train_loop
 from trainer.metrics import read_metrics
+from trainer.parts import total_steps
 from trainer.plan import Plan
 from trainer.progress import ProgressBar
 
@@ -49,9 +50,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         ConfigError: with every problem found before Ray starts.
         TrainingFailedError: the workers failed more often than `scaling.max_failures`, or a loss is not finite.
     """
-    found = problems(config)
-    if found:
-        raise ConfigError("train", found)
+    refuse(problems(config))
     run = expand(config.run).absolute()
     run.mkdir(parents=True, exist_ok=True)
     write_text(run / "config.yaml", print_config(config))

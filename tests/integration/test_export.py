@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 from evaluation.encoder import load_encoder
 from trainer import checkpoint
 from trainer.batches import SpanBatch
-from trainer.loop import build_encoder
+from trainer.parts import build_encoder
 from trainer.train import train
 
 TEXTS = ["", "a", "ab cd ef.", "one two three four " * 50, "\n\t ", "naïve façade ✓", "<mask> </s> in a text"]

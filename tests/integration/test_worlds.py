@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from pipeline.session import start_ray
 from pipeline.shards import ShardSet
-from trainer.loop import build_encoder, build_feed
 from trainer.model import vocabulary_of
+from trainer.parts import build_encoder, build_feed
 from trainer.plan import Plan
 from trainer.stream import Ahead, batches, documents, rank_plan
 from trainer.train import train

@@ -1,0 +1,98 @@
+"""From a configuration and its shards' tokenizer to the parts of a run. No Ray: checks and benchmarks use them too."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from common.config import expand
+from pipeline.manifest import TOKENIZER
+from pipeline.shards import ShardSet
+from trainer.config import TrainConfig
+from trainer.feed import Feed, Vocabulary
+from trainer.gather import World
+from trainer.microbatch import Microbatch
+from trainer.model import Encoder, build_model, load_hf_config, max_span_tokens, vocabulary_of
+from trainer.objectives import Declutr
+from trainer.optim import build_optimizer
+from trainer.plan import Plan
+from trainer.spans import SpanConfig
+from trainer.step import Stepper
+from trainer.validation import Validator, build_validator
+
+
+def load_tokenizer(folder: Path) -> tuple[Any, Vocabulary]:
+    """The tokenizer that made the shards of a folder, and what the feed knows of it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER)
+    return tokenizer, vocabulary_of(tokenizer)
+
+
+def total_steps(config: TrainConfig, plan: Plan) -> int:
+    """Optimizer steps of the whole run."""
+    return config.steps if config.steps is not None else plan.steps_in(config.epochs or 1.0)
+
+
+def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
+    """The untrained encoder of a configuration; from scratch it is the same on every worker."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    ids = {name: getattr(tokenizer, name) for name in names}
+    hf = load_hf_config(config.encoder, len(tokenizer), ids)
+    return Encoder(config.encoder, build_model(config.encoder, hf, config.seed), config.seed)
+
+
+def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) -> Feed:
+    """What turns documents into the spans of a step."""
+    objective = config.objective
+    return Feed(
+        spans=config.spans,
+        masking=objective.masking if objective.mlm else None,
+        unmasked_anchors=objective.unmasked_anchors,
+        include_positives=objective.contrastive,
+        max_content=max_span_tokens(encoder.model) - vocabulary.num_specials,
+        vocabulary=vocabulary,
+        seed=config.seed,
+    )
+
+
+def build_stepper(
+    config: TrainConfig, encoder: Encoder, world: World, total_steps: int, microbatch: Microbatch
+) -> Stepper:
+    """What takes steps: the encoder's unused parameters frozen, objective and optimizer as configured."""
+    freeze_unused(encoder, config)
+    return Stepper(
+        encoder=encoder,
+        objective=Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives),
+        optimizer=build_optimizer(config.optim, encoder),
+        optim=config.optim,
+        world=world,
+        seed=config.seed,
+        total_steps=total_steps,
+        microbatch=microbatch,
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+    )
+
+
+def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
+    """Parameters that the objective never touches get no gradient, hence no weight decay either."""
+    used = {id(p) for p in encoder.model.base_model.parameters()}
+    if config.objective.contrastive:
+        used |= {id(p) for p in encoder.projection.parameters()}
+    if config.objective.mlm:
+        used |= {id(p) for p in encoder.model.parameters()}
+    for parameter in encoder.parameters():
+        parameter.requires_grad_(id(parameter) in used)
+
+
+def held_out_validator(
+    config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary, world: World, device: torch.device
+) -> Validator:
+    """Scores on the held-out split: unmasked, with positives, whatever the objective trains."""
+
+    def feed_for(spans: SpanConfig) -> Feed:
+        feed = build_feed(config, encoder, vocabulary)
+        return dataclasses.replace(feed, spans=spans, masking=None, unmasked_anchors=False, include_positives=True)
+
+    shards = ShardSet(expand(config.data), "held-out")
+    return build_validator(config.validation, config.spans, shards, feed_for, config.seed, world, device)

@@ -1,0 +1,157 @@
+"""`declutr verify-gradients CONFIG`: is the gradient of this very configuration independent of how it is computed?
+
+One process with the whole batch at once is the reference. The same batch is then shared among several processes and cut
+into microbatches of several sizes, with the configuration's own dropout, masks and losses. No Ray.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+
+from common.config import expand
+from pipeline.shards import ShardSet
+from trainer.config import TrainConfig
+from trainer.gather import World
+from trainer.microbatch import Microbatch
+from trainer.model import Encoder
+from trainer.parts import build_encoder, build_feed, build_stepper, load_tokenizer
+from trainer.plan import Plan
+from trainer.step import RankBatch, Stepper
+
+Precision = Literal["float32", "float64"]
+# Rounding differs when sums are split; anything larger is a mistake.
+TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-5}
+_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the same gradient.
+
+    Attributes:
+        precision: of parameters and arithmetic.
+        processes: workers that share the batch.
+        microbatch_tokens: most tokens in one forward; None: a worker's whole share.
+    """
+
+    precision: Precision
+    processes: int
+    microbatch_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a case is from one process with the whole batch at once.
+
+    Attributes:
+        case: the case.
+        loss: absolute difference of contrastive + MLM.
+        absolute: largest absolute difference of a gradient's entry.
+        relative: the same divided by the largest entry of the reference.
+    """
+
+    case: Case
+    loss: float
+    absolute: float
+    relative: float
+
+    @property
+    def within(self) -> bool:
+        """Is it rounding?"""
+        return self.relative <= TOLERANCES[self.case.precision]
+
+
+def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterator[Difference]:
+    """Differences for float64 and float32, every number of processes, and three microbatches.
+
+    Args:
+        config: of the run; its precision is replaced.
+        documents: of the batch; at most the configuration's.
+        processes: numbers of workers, besides 1.
+    """
+    size = min(documents, config.batch_documents)
+    precisions: tuple[Precision, ...] = ("float64", "float32")
+    references = {precision: _single(config, size, Case(precision, 1, None)) for precision in precisions}
+    tokens = references["float64"][1]
+    cuts = [None, max(1, tokens // 2), max(1, tokens // 7)]
+    for number in [1, *processes]:
+        cases = [Case(p, number, cut) for p in precisions for cut in cuts if (number, cut) != (1, None)]
+        found = [_single(config, size, case)[0] for case in cases] if number == 1 else _group(config, size, cases)
+        yield from (
+            _difference(case, one, references[case.precision][0]) for case, one in zip(cases, found, strict=True)
+        )
+
+
+def _difference(case: Case, found: dict[str, Tensor], reference: dict[str, Tensor]) -> Difference:
+    gradients = [name for name in reference if name != "loss"]
+    absolute = max(float((found[name] - reference[name]).abs().max()) for name in gradients)
+    largest = max(float(reference[name].abs().max()) for name in gradients)
+    return Difference(case, float((found["loss"] - reference["loss"]).abs()), absolute, absolute / largest)
+
+
+def _single(config: TrainConfig, size: int, case: Case) -> tuple[dict[str, Tensor], int]:
+    stepper, batch = _prepare(config, size, case, World())
+    return _gradients(stepper, batch), batch.spans.num_tokens
+
+
+def _group(config: TrainConfig, size: int, cases: list[Case]) -> list[dict[str, Tensor]]:
+    """Every case by one group of processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (config.model_dump(mode="json"), size, [dataclasses.asdict(case) for case in cases], folder)
+        start_processes(_rank, arguments, nprocs=cases[0].processes, start_method="spawn")
+        return [load_file(_result(folder, number)) for number in range(len(cases))]
+
+
+def _result(folder: str, number: int) -> Path:
+    return Path(folder) / f"gradients-{number}.safetensors"
+
+
+def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str, Any]], folder: str) -> None:
+    """One worker: joins the group, takes its share of each case, and rank 0 writes the summed gradients."""
+    world = World(rank, cases[0]["processes"])
+    init = f"file://{folder}/group"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world.size, timeout=_TIMEOUT)
+    torch.set_num_threads(1)
+    try:
+        for number, case in enumerate(cases):
+            found = _gradients(*_prepare(TrainConfig.model_validate(config), size, Case(**case), world))
+            if rank == 0:
+                save_file(found, _result(folder, number))
+    finally:
+        dist.destroy_process_group()
+
+
+def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[Stepper, RankBatch]:
+    """The configuration's stepper, and this rank's share of the run's first batch."""
+    shards = ShardSet(expand(config.data), "train")
+    tokenizer, vocabulary = load_tokenizer(shards.folder)
+    encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
+    plan = Plan(config.seed, shards.num_documents, size)
+    start, end = plan.slice(world.rank, world.size)
+    epochs, documents = plan.documents(0, 1, start, end)
+    spans = build_feed(config, encoder, vocabulary).batch(shards.take(documents), epochs)
+    # The objective's share of several workers is a wanted difference; everything else must not matter.
+    objective = config.objective.model_copy(update={"released_rank_scaling": False})
+    exact = config.model_copy(update={"precision": "fp32", "objective": objective})
+    stepper = build_stepper(exact, encoder, world, total_steps=1, microbatch=Microbatch(case.microbatch_tokens))
+    return stepper, RankBatch(spans, start, end - start, size)
+
+
+def _gradients(stepper: Stepper, batch: RankBatch) -> dict[str, Tensor]:
+    """Summed gradients by parameter name, and the loss."""
+    found = stepper.gradients(batch, 1)
+    named = {name: p for name, p in stepper.encoder.named_parameters() if p.requires_grad}
+    stepper.world.sum_gradients(list(named.values()))
+    loss = found.contrastive + stepper.world.sum(found.mlm_sum) / max(1, found.num_selected)
+    gradients = {name: p.grad.contiguous() for name, p in named.items() if p.grad is not None}
+    return {"loss": loss.detach().reshape(1), **gradients}
