@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import dataclass
 
 from pydantic import Field
 
@@ -24,14 +25,28 @@ class SessionConfig(Strict):
     """Address of a running cluster (`auto`: the one this host belongs to). RAY_ADDRESS does the same."""
 
 
+@dataclass
+class _Local:
+    """Was this process's session started here, by us?"""
+
+    started: bool = False
+
+
+_local = _Local()
+
+
 def start_ray(num_cpus: int | None = None, address: str | None = None) -> None:
     """Attaches to a cluster when `address` or RAY_ADDRESS names one, else starts a local session; both stay quiet.
 
-    Does nothing when this process has a session already.
+    A session that this process has already is kept, unless it was started here with fewer CPUs than are asked for now:
+    work that waits for a CPU which never comes says nothing.
     """
+    if _local.started and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
+        ray.shutdown()
     if not ray.is_initialized():
         address = address or os.environ.get("RAY_ADDRESS")
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        _local.started = not address
         if address:
             ray.init(address=address, **quiet)
         else:

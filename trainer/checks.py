@@ -38,8 +38,10 @@ def problems(config: TrainConfig) -> list[str]:
 
 
 def refuse(found: list[str]) -> None:
-    """Raises:
-    ConfigError: there are problems.
+    """Stops with all problems, if there are any.
+
+    Raises:
+        ConfigError: there are.
     """
     if found:
         raise ConfigError("train", found)

@@ -19,6 +19,7 @@ import ray
 import torch
 from ray.data import DataContext
 
+from common.logs import get_logger
 from pipeline.shards import ShardSet
 from trainer.feed import Feed
 from trainer.plan import Plan
@@ -27,6 +28,7 @@ from trainer.step import RankBatch
 _CHUNK_DOCUMENTS = 1024  # a task of fewer is mostly overhead
 _CHUNK_TOKENS = 16 * 1024 * 1024  # but a chunk of long documents must fit the object store with room to spare
 _AHEAD_BATCHES = 4
+_PATIENCE_SECONDS = 30
 
 _shards: dict[str, ShardSet] = {}  # opened once a process
 
@@ -146,7 +148,7 @@ class Ahead:
         try:
             while True:
                 begun = time.monotonic()
-                item, error = ready.get()
+                item, error = _get(ready)
                 self.waited_seconds += time.monotonic() - begun
                 if error is not None:
                     if isinstance(error, StopIteration):
@@ -169,3 +171,14 @@ class Ahead:
             ready.put((None, StopIteration()))
         except BaseException as error:  # noqa: BLE001 - raised again in the reader
             ready.put((None, error))
+
+
+def _get(ready: "queue.Queue[tuple[Any, BaseException | None]]") -> tuple[Any, BaseException | None]:
+    """The next item, with a word now and then when none comes."""
+    waited = 0
+    while True:
+        try:
+            return ready.get(timeout=_PATIENCE_SECONDS)
+        except queue.Empty:
+            waited += _PATIENCE_SECONDS
+            get_logger().warning("no data for %d s; have the tasks that read shards a CPU left in the cluster?", waited)

@@ -91,7 +91,10 @@ def fit(config: TrainConfig, run: Path, steps: int) -> None:
     # A worker and the tasks that read for it must all find a CPU, or they wait for each other without a word.
     needed = scaling.workers * scaling.cpus_per_worker + scaling.storage_threads
     start_ray(max(needed, os.cpu_count() or 1), scaling.address)
-    gpus = ray.cluster_resources().get("GPU", 0)
+    resources = ray.cluster_resources()
+    if resources.get("CPU", 0) < needed:
+        get_logger().warning("the cluster has %g CPUs, this run needs %d: it waits", resources.get("CPU", 0), needed)
+    gpus = resources.get("GPU", 0)
     use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.workers)
     # Ray's own record of checkpoints only knows those of one driver; ours are found by looking at the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
