@@ -1,0 +1,144 @@
+"""Peak memory of one step as the batch grows and the microbatch does not.
+
+    python -m benchmarks.batch --json OUT [--sizes 16 64 256 1024 4096] [--model demo]
+
+Each size runs in a process of its own: a small step first, so that the optimizer's state exists, then a step of that
+many documents, whose peak is reported above what the process held once its libraries were loaded. That includes
+weights, gradients, optimizer state and the batch; what has a row for each span or anchor is counted besides. Where the
+whole batch fits at once, its gradient without microbatches is compared with the one with them.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import documents, memory, models, packed, record
+from trainer.masking import MaskingConfig
+from trainer.objectives import DeclutrConfig
+from trainer.spans import SpanConfig
+from trainer.step import RankBatch, Stepper
+
+SIZES = (16, 64, 256, 1024, 4096)
+_FIRST = 16  # documents of the step that makes the optimizer's state
+_FIGURES = "declutr benchmark: "  # before a child's figures
+# glibc: what is freed goes back to the system, so that the peak is what was in use and not what its heap kept.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+
+
+def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
+    """The figures of one size, in this process."""
+    device = torch.device(options.device)
+    spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
+    feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # its own memory is not ours
+    before = memory.reset_peak(device)
+    encoder = models.encoder(options.model, options.dropout, options.seed).to(device)
+    autocast = record.autocast_type(options.precision, options.device)
+    stepper = packed.stepper(encoder, feed, DeclutrConfig(), options.microbatch_tokens, autocast)
+
+    def batch(size: int) -> RankBatch:
+        table = documents.documents(0, size, spans, feed.vocabulary.size, options.seed)
+        return packed.rank_batch(feed, table, device)
+
+    stepper.step(batch(min(_FIRST, count)), 1)
+    measured = batch(count)
+    anchors = count * spans.num_anchors
+    memory.reset_peak(device)
+    begun = time.perf_counter()
+    with memory.EmbeddingState({measured.spans.num_spans, anchors, 2 * anchors}, encoder.embedding_size) as counted:
+        stepper.step(measured, 2)
+    figures: dict[str, Any] = {
+        "peak_mib": round(memory.peak(device) - before, 1),
+        "embedding_state_mib": round(counted.peak_bytes / memory.MIB, 2),
+        "span_embeddings_mib": round(measured.spans.num_spans * encoder.embedding_size * 4 / memory.MIB, 2),
+        "seconds": round(time.perf_counter() - begun, 3),
+        "tokens": measured.spans.num_tokens,
+        "spans": measured.spans.num_spans,
+        "microbatches": len(stepper.microbatch.cut(measured.spans)),
+    }
+    if count <= options.direct_limit:
+        figures["grad_rel_diff"] = difference(stepper, measured, options.microbatch_tokens)
+    return figures
+
+
+def difference(stepper: Stepper, batch: RankBatch, microbatch_tokens: int) -> float:
+    """Largest difference of gradient entries, in microbatches and directly, over the largest entry."""
+    found = []
+    for limit in (microbatch_tokens, None):
+        stepper.optimizer.zero_grad(set_to_none=True)
+        stepper.microbatch.max_tokens = limit
+        stepper.gradients(batch, 4)
+        parameters = stepper.encoder.named_parameters()
+        found.append({name: p.grad.clone() for name, p in parameters if p.grad is not None})
+    cut, direct = found
+    largest = max(float(gradient.abs().max()) for gradient in direct.values())
+    return max(float((cut[name] - gradient).abs().max()) for name, gradient in direct.items()) / largest
+
+
+def in_own_process(options: argparse.Namespace, count: int) -> dict[str, Any]:
+    """The figures of one size, from a fresh process.
+
+    Raises:
+        RuntimeError: it failed; its own message is on stderr.
+    """
+    given = {name: value for name, value in vars(options).items() if name not in ("json", "sizes", "commit")}
+    command = [sys.executable, "-m", "benchmarks.batch", "--one", json.dumps(given | {"count": count})]
+    child = subprocess.run(command, env=os.environ | _ALLOCATOR, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in child.stdout.splitlines() if line.startswith(_FIGURES)]
+    if child.returncode or not lines:
+        raise RuntimeError(f"{count} documents: the process ended with status {child.returncode}")
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(_FIGURES))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--one"]:
+        given = argparse.Namespace(**json.loads(arguments[1]))
+        print(_FIGURES + json.dumps(measure(given, given.count)), flush=True)
+        return
+    options = record.parser("batch", __doc__)
+    record.add_device(options)
+    options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="documents of a step")
+    options.add_argument("--model", choices=models.SIZES, help="default: demo on cpu, distilroberta on cuda")
+    options.add_argument("--microbatch-tokens", type=int, help="default: 8192 on cpu, 65536 on cuda")
+    options.add_argument("--dropout", type=float, default=0.1)
+    options.add_argument("--direct-limit", type=int, default=64, help="compare gradients up to this many documents")
+    given = options.parse_args(arguments)
+    small = given.device == "cpu"
+    given.model = given.model or ("demo" if small else "distilroberta")
+    given.spans = given.spans or ([8, 64] if small else [32, 512])
+    given.microbatch_tokens = given.microbatch_tokens or (8192 if small else 65536)
+    found = {}
+    for size in given.sizes:
+        found[size] = in_own_process(given, size)
+        record.progress(f"{size} documents: {found[size]}")
+    peaks = {size: figures["peak_mib"] for size, figures in found.items()}
+    differences = [figures["grad_rel_diff"] for figures in found.values() if "grad_rel_diff" in figures]
+    figures = {
+        "benchmark": "batch",
+        "model": given.model,
+        "device": given.device,
+        "precision": "bf16" if record.autocast_type(given.precision, given.device) else "fp32",
+        "spans": given.spans,
+        "dropout": given.dropout,
+        "microbatch_tokens": given.microbatch_tokens,
+        "peak_mib": peaks,
+        "ratio_4096_to_64": round(peaks[4096] / peaks[64], 4) if {64, 4096} <= peaks.keys() else None,
+        "grad_rel_diff": max(differences, default=None),
+        "sizes": found,
+        **record.facts("batch", given.commit),
+    }
+    record.publish(figures, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Throughput of the feed on one core: spans drawn, cut, masked and packed.
+
+    python -m benchmarks.feed --json OUT [--documents 16] [--seconds 3]
+
+Documents are in memory as the shards' memory map gives them; a token counts once for each span that holds it, with the
+span's specials, as it goes through the encoder.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import documents, models, record
+from trainer.masking import MaskingConfig
+from trainer.spans import SpanConfig
+
+_TABLES = 8  # steps' documents that are read in turns, so that they do not all lie in the processor's cache
+_PAPER, _SHORT = (32, 512), (8, 64)
+
+
+def measure(spans: tuple[int, int], count: int, seconds: float, seed: int) -> dict[str, Any]:
+    """Tokens a second of processor time with spans of these lengths."""
+    setting = SpanConfig(min_tokens=spans[0], max_tokens=spans[1])
+    feed = models.feed("distilroberta", setting, MaskingConfig(), seed)
+    size = feed.vocabulary.size
+    tables = [documents.documents(step * count, count, setting, size, seed) for step in range(_TABLES)]
+    feed.batch(tables[0], np.zeros(count, np.int64))
+    tokens = steps = 0
+    begun, waited = time.process_time(), time.perf_counter()
+    while steps < _TABLES or time.process_time() - begun < seconds:
+        batch = feed.batch(tables[steps % _TABLES], np.full(count, steps, np.int64))
+        tokens += batch.num_tokens
+        steps += 1
+    # Processor time, all threads: what others do on the machine costs nothing, and a second core would not help.
+    taken = time.process_time() - begun
+    return {
+        "spans": list(spans),
+        "tokens_per_second_per_core": round(tokens / taken),
+        "tokens_per_second_elapsed": round(tokens / (time.perf_counter() - waited)),
+        "milliseconds_per_step": round(1000 * taken / steps, 3),
+        "tokens_per_step": round(tokens / steps),
+        "steps": steps,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    options = record.parser("feed", __doc__)
+    options.add_argument("--documents", type=int, default=16, help="of a step")
+    options.add_argument("--seconds", type=float, default=3.0, help="processor time of each measurement")
+    given = options.parse_args(arguments)
+    torch.set_num_threads(1)
+    paper = measure(_PAPER, given.documents, given.seconds, given.seed)
+    record.progress(f"spans of {_PAPER} tokens: {paper}")
+    short = measure(_SHORT, given.documents, given.seconds, given.seed)
+    record.progress(f"spans of {_SHORT} tokens: {short}")
+    figures = {
+        "benchmark": "feed",
+        "documents": given.documents,
+        "tokens_per_second_per_core": paper["tokens_per_second_per_core"],
+        "paper_spans": paper,
+        "short_spans": short,
+        **record.facts("feed", given.commit),
+    }
+    record.publish(figures, given.json)
+
+
+if __name__ == "__main__":
+    main()

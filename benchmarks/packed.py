@@ -1,0 +1,49 @@
+"""The trainer's own step, without its Ray half: what the benchmarks measure."""
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from trainer.feed import Feed
+from trainer.gather import World
+from trainer.microbatch import Microbatch
+from trainer.model import Encoder
+from trainer.objectives import Declutr, DeclutrConfig
+from trainer.optim import OptimConfig, build_optimizer
+from trainer.step import RankBatch, Stepper
+
+TOTAL_STEPS = 1000  # of the learning rate's schedule
+
+
+def stepper(
+    encoder: Encoder,
+    feed: Feed,
+    objective: DeclutrConfig,
+    microbatch_tokens: int | None = None,
+    autocast: torch.dtype | None = None,
+) -> Stepper:
+    """A stepper of one worker, with the trainer's default optimizer."""
+    optim = OptimConfig()
+    return Stepper(
+        encoder=encoder,
+        objective=Declutr(objective, feed.spans.num_anchors, feed.spans.num_positives),
+        optimizer=build_optimizer(optim, encoder),
+        optim=optim,
+        world=World(),
+        seed=feed.seed,
+        total_steps=TOTAL_STEPS,
+        microbatch=Microbatch(microbatch_tokens),
+        autocast=autocast,
+    )
+
+
+def rank_batch(feed: Feed, documents: pa.Table, device: torch.device) -> RankBatch:
+    """A step's batch of one worker."""
+    count = len(documents)
+    return RankBatch(feed.batch(documents, np.zeros(count, np.int64)).to(device), 0, count, count)
+
+
+def loss_and_gradients(made: Stepper, batch: RankBatch) -> torch.Tensor:
+    """Accumulates the gradient in the encoder's parameters; returns the loss, contrastive + MLM."""
+    found = made.gradients(batch, 1)
+    return found.contrastive + found.mlm_sum / max(1, found.num_selected)

@@ -1,0 +1,252 @@
+"""Time of one step: the released layout against ours, and sentence-transformers against ours.
+
+    python -m benchmarks.step --json OUT [--model distilroberta] [--documents 4] [--steps N]
+
+A step is the forward pass, the loss and the backward pass; the optimizer, the same on all sides, is left out. All sides
+have the same weights and read the same spans with the same masks. They take turns within one run, so that whatever else
+the machine does meets all of them. Dropout is off unless --dropout says otherwise; losses and gradients are always
+compared in float32 without it.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import documents, models, packed, record
+from benchmarks.flops import peak_flops, step_flops
+from benchmarks.neighbour import NeighbourStep
+from benchmarks.released import PaddedBatch, ReleasedStep, pad_batch
+from trainer.batches import SpanBatch
+from trainer.feed import Feed
+from trainer.masking import MaskingConfig
+from trainer.objectives import DeclutrConfig
+from trainer.spans import SpanConfig
+from trainer.step import RankBatch
+
+TEMPERATURE = 0.05
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the contestants.
+
+    Attributes:
+        name: what it is called in the figures.
+        model: whose gradients it computes.
+        prepare: lays out a batch; not timed.
+        gradients: computes loss and gradient of what was laid out.
+        places: token places that its forward passes compute, padding included.
+    """
+
+    name: str
+    model: nn.Module
+    prepare: Callable[[SpanBatch], Any]
+    gradients: Callable[[Any], Tensor]
+    places: Callable[[SpanBatch], int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sides of a comparison share."""
+
+    size: str
+    documents: int
+    spans: SpanConfig
+    objective: DeclutrConfig
+    device: torch.device
+    autocast: torch.dtype | None
+    compile: bool
+    dropout: float
+    seed: int
+
+    def batches(self, count: int) -> Iterator[SpanBatch]:
+        """Span batches of `count` steps, on the CPU."""
+        feed = self._feed()
+        for step in range(count):
+            vocab_size = feed.vocabulary.size
+            table = documents.documents(step * self.documents, self.documents, self.spans, vocab_size, self.seed)
+            yield packed.rank_batch(feed, table, torch.device("cpu")).spans
+
+    def _feed(self) -> Feed:
+        return models.feed(self.size, self.spans, self.objective.masking if self.objective.mlm else None, self.seed)
+
+    def ours(self) -> Side:
+        """The trainer's step."""
+        encoder = models.encoder(self.size, self.dropout, self.seed).to(self.device)
+        if self.compile:
+            encoder.model.base_model.compile(dynamic=True)
+        made = packed.stepper(encoder, self._feed(), self.objective, None, self.autocast)
+
+        def prepare(spans: SpanBatch) -> RankBatch:
+            return RankBatch(spans.to(self.device), 0, self.documents, self.documents)
+
+        def gradients(batch: RankBatch) -> Tensor:
+            return packed.loss_and_gradients(made, batch)
+
+        return Side("ours", encoder.model, prepare, gradients, encoder.token_places)
+
+    def padded(self, name: str) -> Side:
+        """A side that pads: `released` or `sentence_transformers`.
+
+        Raises:
+            ImportError: sentence-transformers is not installed.
+        """
+        model = models.padded_model(self.size, self.dropout, self.seed).to(self.device)
+        if self.compile:
+            model.base_model.compile(dynamic=True)
+        num_anchors = self.documents * self.spans.num_anchors
+        pad_id = int(model.config.pad_token_id)
+
+        def prepare(spans: SpanBatch) -> PaddedBatch:
+            return pad_batch(spans, num_anchors, pad_id, self.device)
+
+        def places(spans: SpanBatch) -> int:
+            return prepare(spans).num_places
+
+        if name == "released":
+            released = ReleasedStep(model, self.spans.num_positives, TEMPERATURE, self.autocast)
+            return Side(name, model, prepare, released.gradients, places)
+        return Side(name, model, prepare, NeighbourStep(model, TEMPERATURE, self.autocast).gradients, places)
+
+
+def run(side: Side, batch: SpanBatch, device: torch.device) -> tuple[float, float]:
+    """Seconds and loss of one step; the gradient stays in the side's model."""
+    side.model.zero_grad(set_to_none=True)
+    prepared = side.prepare(batch)
+    _finish(device)
+    begun = time.perf_counter()
+    loss = side.gradients(prepared)
+    _finish(device)
+    return time.perf_counter() - begun, float(loss)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def equality(ours: Side, other: Side, batch: SpanBatch, device: torch.device) -> tuple[float, float]:
+    """Difference of the losses, and the largest difference of a gradient's entries over the largest entry."""
+    loss_diff = abs(run(ours, batch, device)[1] - run(other, batch, device)[1])
+    theirs = dict(other.model.named_parameters())
+    diffs, largest = [0.0], [1e-30]
+    for name, parameter in ours.model.named_parameters():
+        expected = theirs[name].grad
+        if parameter.grad is None or expected is None:
+            continue
+        diffs.append(float((parameter.grad - expected).abs().max()))
+        largest.append(float(expected.abs().max()))
+    return loss_diff, max(diffs) / max(largest)
+
+
+def compare(ours: Side, other: Side, batches: list[SpanBatch], warm_up: int, device: torch.device) -> dict[str, Any]:
+    """Seconds of each side's steps, taken in turns, and their ratio."""
+    seconds: dict[str, list[float]] = {other.name: [], ours.name: []}
+    for number, batch in enumerate(batches):
+        for side in (other, ours):
+            taken, _ = run(side, batch, device)
+            if number >= warm_up:
+                seconds[side.name].append(round(taken, 6))
+            record.progress(f"{'warm-up' if number < warm_up else 'step'} {number} {side.name} {taken:.3f} s")
+    ratios = [theirs / own for theirs, own in zip(seconds[other.name], seconds[ours.name], strict=True)]
+    return {
+        "times": seconds,
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+    }
+
+
+def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:
+    """The released layout, MLM and contrastive loss, against ours."""
+    batches = list(setting.batches(warm_up + steps))
+    # Equality is a matter of float32 without dropout: under autocast both sides round, each in its own order.
+    plain = dataclasses.replace(setting, autocast=None, dropout=0.0, compile=False)
+    loss_diff, grad_diff = equality(plain.ours(), plain.padded("released"), batches[0], setting.device)
+    record.progress(f"loss differs by {loss_diff:.2e}, gradients by {grad_diff:.2e}")
+    ours, released = setting.ours(), setting.padded("released")
+    measured = compare(ours, released, batches, warm_up, setting.device)
+    timed = batches[warm_up:]
+    places = list(map(released.places, timed))
+    real = [batch.num_tokens for batch in timed]
+    seconds = sum(measured["times"]["ours"])
+    flops = sum(step_flops(ours.model.config, batch.lengths, len(batch.labels)) for batch in timed)
+    peak = peak_flops(torch.cuda.get_device_name()) if setting.device.type == "cuda" else None
+    return measured | {
+        "loss_abs_diff": loss_diff,
+        "grad_rel_diff": grad_diff,
+        "padding_share": 1 - sum(real) / sum(map(ours.places, timed)),
+        "padding_share_released": 1 - sum(real) / sum(places),
+        "tokens_real": real,
+        "token_places_released": places,
+        "tokens_per_second": sum(real) / seconds,
+        "tokens_per_second_released": sum(real) / sum(measured["times"]["released"]),
+        "teraflops_per_second": flops / seconds / 1e12,
+        "mfu": flops / seconds / peak if peak and setting.autocast else None,
+    }
+
+
+def against_sentence_transformers(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:
+    """Its cached contrastive loss against our contrastive step: no MLM, one positive an anchor, no masks."""
+    spans = setting.spans.model_copy(update={"num_positives": 1})
+    setting = dataclasses.replace(setting, spans=spans, objective=DeclutrConfig(terms="contrastive"))
+    try:
+        theirs = setting.padded("sentence_transformers")
+    except ImportError as error:
+        return {"ratio_median": None, "reason": f"not importable: {error}"}
+    return compare(setting.ours(), theirs, list(setting.batches(warm_up + steps)), warm_up, setting.device)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    options = record.parser("step", __doc__)
+    record.add_device(options)
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--model", choices=models.SIZES, default="distilroberta")
+    options.add_argument("--documents", type=int, default=4, help="of a step; 4 is the released batch of a GPU")
+    options.add_argument("--steps", type=int, help="timed steps; default: 5 on cpu, 30 on cuda")
+    options.add_argument("--warm-up", type=int, default=2, help="steps before them")
+    options.add_argument("--dropout", type=float, default=0.0, help="of all sides, while the clock runs")
+    options.add_argument("--compile", action="store_true", help="torch.compile all sides, with dynamic shapes")
+    given = options.parse_args(arguments)
+    shortest, longest = given.spans or (32, 512)
+    setting = Setting(
+        size=given.model,
+        documents=given.documents,
+        spans=SpanConfig(min_tokens=shortest, max_tokens=longest),
+        objective=DeclutrConfig(masking=MaskingConfig(), loss={"kind": "ntxent", "temperature": TEMPERATURE}),
+        device=torch.device(given.device),
+        autocast=record.autocast_type(given.precision, given.device),
+        compile=given.compile,
+        dropout=given.dropout,
+        seed=given.seed,
+    )
+    steps = given.steps or (30 if given.device == "cuda" else 5)
+    found = against_released(setting, steps, given.warm_up)
+    other = against_sentence_transformers(setting, steps, given.warm_up)
+    figures = {
+        "benchmark": "step",
+        "model": given.model,
+        "device": given.device,
+        "precision": "bf16" if setting.autocast else "fp32",
+        "compile": given.compile,
+        "documents": given.documents,
+        "spans": [shortest, longest],
+        "dropout": given.dropout,
+        **found,
+        "ratio_vs_sentence_transformers": other["ratio_median"],
+        "sentence_transformers": other,
+        **record.facts("step", given.commit),
+    }
+    record.publish(figures, given.json)
+
+
+if __name__ == "__main__":
+    main()

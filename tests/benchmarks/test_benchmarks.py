@@ -1,0 +1,151 @@
+"""The benchmarks run for real on tiny models: keys and equality, never times."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import batch, documents, feed, flops, memory, models, step
+from pipeline.schema import shard_schema
+from pipeline.windows import Geometry, window_starts
+from trainer.masking import MaskingConfig
+from trainer.spans import SpanConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTS = {"hardware", "versions", "commit", "command"}
+TINY = ["--model", "tiny", "--device", "cpu", "--spans", "8", "24"]
+
+
+def figures(main, tmp_path, *arguments):
+    path = tmp_path / "figures.json"
+    main([*arguments, "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert found.keys() >= FACTS
+    assert found["versions"]["torch"] == torch.__version__
+    return found
+
+
+def test_step(tmp_path):
+    found = figures(step.main, tmp_path, *TINY, "--documents", "2", "--steps", "2", "--warm-up", "0")
+    assert (found["device"], found["model"], found["documents"]) == ("cpu", "tiny", 2)
+    assert found["loss_abs_diff"] < 1e-5
+    # Weights fresh from the seed give embeddings that nearly coincide, and the loss's gradient cancels most digits.
+    assert found["grad_rel_diff"] < 1e-4
+    assert found["padding_share"] == 0
+    assert 0 < found["padding_share_released"] < 1
+    assert len(found["times"]["ours"]) == len(found["times"]["released"]) == len(found["ratios"]) == 2
+    low, high = found["ratio_range"]
+    assert 0 < low <= found["ratio_median"] <= high
+    assert found["ratio_vs_sentence_transformers"] > 0
+    assert found["mfu"] is None
+
+
+def test_step_with_dropout_in_half_precision(tmp_path):
+    """Equality is measured without both, whatever is timed."""
+    extra = ("--documents", "1", "--steps", "1", "--warm-up", "0", "--dropout", "0.1", "--precision", "bf16")
+    found = figures(step.main, tmp_path, *TINY, *extra)
+    assert (found["precision"], found["dropout"]) == ("bf16", 0.1)
+    assert found["loss_abs_diff"] < 1e-5
+
+
+def test_step_without_sentence_transformers(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    found = figures(step.main, tmp_path, *TINY, "--documents", "1", "--steps", "1", "--warm-up", "0")
+    assert found["ratio_vs_sentence_transformers"] is None
+    assert "not importable" in found["sentence_transformers"]["reason"]
+
+
+def test_batch(tmp_path):
+    found = figures(batch.main, tmp_path, *TINY, "--sizes", "4", "24", "--microbatch-tokens", "300")
+    assert found["peak_mib"].keys() == {"4", "24"}
+    assert all(peak > 0 for peak in found["peak_mib"].values())
+    assert found["ratio_4096_to_64"] is None
+    assert found["sizes"]["24"]["microbatches"] > found["sizes"]["4"]["microbatches"] > 1
+    assert found["grad_rel_diff"] < 1e-4
+    for size in ("4", "24"):
+        one = found["sizes"][size]
+        assert one["embedding_state_mib"] >= one["span_embeddings_mib"]
+
+
+def test_feed(tmp_path):
+    found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
+    assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
+    assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]
+
+
+def test_needs_neither_ray_nor_data(tmp_path):
+    """With Ray refused, in an empty folder: imports, and a whole run."""
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "import benchmarks.batch, benchmarks.feed, benchmarks.step\n"
+        "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
+        f"benchmarks.step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True
+    )
+    assert child.returncode == 0, child.stderr.decode()
+    assert json.loads(child.stdout)["hardware"]["cores"] >= 1
+
+
+def test_documents_are_shards_rows():
+    spans = SpanConfig(min_tokens=8, max_tokens=64)
+    table = documents.documents(3, 5, spans, 1000, seed=1)
+    assert table.schema.equals(
+        shard_schema(1000, Geometry(num_anchors=2, max_tokens=64), "made up"), check_metadata=True
+    )
+    assert table.slice(2, 2).equals(documents.documents(5, 2, spans, 1000, seed=1))
+    lengths = table.column("num_tokens").to_pylist()
+    assert min(lengths) >= spans.min_document_tokens
+    for row in table.to_pylist():
+        assert len(row["tokens"]) == row["num_tokens"]
+        assert row["windows"] == window_starts(row["num_tokens"], 64).tolist()
+        assert min(row["tokens"]) >= 4
+        assert max(row["tokens"]) < 999
+    assert len(set(table.column("id").to_pylist())) == 5
+    assert not documents.documents(3, 5, spans, 1000, seed=2).equals(table)
+
+
+def test_flops_of_a_forward_counted_by_torch():
+    """The formula's linear and head terms against torch's own counter; attention, at these sizes, is a few percent."""
+    made = models.encoder("tiny", 0.0, 0)
+    spans = SpanConfig(min_tokens=20, max_tokens=24)
+    batch_ = models.feed("tiny", spans, MaskingConfig(), 0).batch(
+        documents.documents(0, 2, spans, 1000, 0), np.zeros(2)
+    )
+    with FlopCounterMode(display=False) as counted:
+        made(batch_)
+    expected = flops.step_flops(made.model.config, batch_.lengths, len(batch_.labels)) / 3
+    assert counted.get_total_flops() == pytest.approx(expected, rel=0.2)
+
+
+def test_peaks_of_known_gpus():
+    assert flops.peak_flops("NVIDIA H200") == 989e12
+    assert flops.peak_flops("NVIDIA L40S") == 362e12
+    assert flops.peak_flops("Some other") is None
+    assert flops.peak_flops(None) is None
+
+
+def test_embedding_state_is_what_lives_at_one_time():
+    with memory.EmbeddingState({10}, 4) as counted:
+        first = torch.ones(10, 4)
+        second = first + 1
+        del first
+        third = second * 2  # two at a time
+        torch.ones(11, 4)
+        torch.ones(10, 3)
+        del second, third
+    assert counted.peak_bytes == 2 * 10 * 4 * 4
+
+
+def test_peak_sees_what_was_freed():
+    before = memory.reset_peak(torch.device("cpu"))
+    block = torch.ones(64 * 2**20 // 4)
+    del block
+    assert memory.peak(torch.device("cpu")) - before > 60
