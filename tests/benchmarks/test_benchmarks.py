@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import batch, documents, feed, flops, memory, models, step
