@@ -5,11 +5,13 @@ every real token once and no padding; only inside attention are spans of similar
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from trainer.dropout import AttentionDropout
@@ -34,57 +36,65 @@ class AttentionGroup:
     valid: Tensor | None
 
 
-@dataclass(frozen=True)
 class AttentionLayout:
-    """How packed tokens are grouped for attention and brought back.
-
-    Attributes:
-        groups: groups of spans that cover every token once.
-        order: `(T,)` for each packed token its place in the concatenation of the groups' valid tokens.
-        token_keys: `(T,)` keys of the tokens, for attention dropout; None: nothing is dropped.
-    """
-
-    groups: tuple[AttentionGroup, ...]
-    order: Tensor
-    token_keys: Tensor | None = None
-
-
-def group_spans(lengths: Tensor) -> AttentionLayout:
-    """Groups spans of similar length.
+    """Where spans begin and end in a packed row; what a kernel needs of it is made when it is first asked for.
 
     Args:
         lengths: `(S,)` tokens of each span, in the order in which they are packed; on the CPU.
+        device: of the row.
+        token_keys: `(T,)` keys of the tokens, for attention dropout; None: nothing is dropped.
     """
-    starts = (lengths.cumsum(0) - lengths).tolist()
-    sizes = lengths.tolist()
-    by_length = sorted(range(len(sizes)), key=lambda span: -sizes[span])
-    members: list[list[int]] = []
-    for span in by_length:
-        longest = sizes[members[-1][0]] if members else 0
-        if members and (sizes[span] >= _MIN_FILL * longest or longest <= _SMALL_TOKENS):
-            members[-1].append(span)
-        else:
-            members.append([span])
-    groups, flat = [], []
-    for group in members:
-        longest = sizes[group[0]]
-        start = torch.tensor([starts[span] for span in group])[:, None]
-        size = torch.tensor([sizes[span] for span in group])[:, None]
-        place = torch.arange(longest)[None, :]
-        valid = place < size
-        tokens = torch.where(valid, start + place, start)
-        ragged = sizes[group[-1]] != longest
-        groups.append(AttentionGroup(tokens, valid if ragged else None))
-        flat.append(tokens[valid])
-    return AttentionLayout(tuple(groups), torch.argsort(torch.cat(flat)))
 
+    def __init__(self, lengths: Tensor, device: torch.device, token_keys: Tensor | None = None) -> None:
+        self.lengths = lengths
+        self.device = device
+        self.token_keys = token_keys
 
-def layout_to(layout: AttentionLayout, device: torch.device) -> AttentionLayout:
-    """The layout on another device."""
-    groups = tuple(
-        AttentionGroup(g.tokens.to(device), None if g.valid is None else g.valid.to(device)) for g in layout.groups
-    )
-    return AttentionLayout(groups, layout.order.to(device))
+    @cached_property
+    def bounds(self) -> Tensor:
+        """`(S + 1,)` int32 places where spans begin, and the end of the last."""
+        bounds = torch.zeros(len(self.lengths) + 1, dtype=torch.int32)
+        bounds[1:] = self.lengths.cumsum(0)
+        return bounds.to(self.device, non_blocking=True)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest span."""
+        return int(self.lengths.max())
+
+    @cached_property
+    def groups(self) -> list[AttentionGroup]:
+        """Groups of spans of similar length that cover every token once."""
+        return [
+            AttentionGroup(tokens.to(self.device), valid.to(self.device) if ragged else None)
+            for tokens, valid, ragged in self._groups
+        ]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """`(T,)` for each packed token its place in the concatenation of the groups' valid tokens."""
+        return torch.argsort(torch.cat([tokens[valid] for tokens, valid, _ in self._groups])).to(self.device)
+
+    @cached_property
+    def _groups(self) -> list[tuple[Tensor, Tensor, bool]]:
+        """Tokens, which of them are valid, and whether some are not, of each group; on the CPU."""
+        starts = (self.lengths.cumsum(0) - self.lengths).tolist()
+        sizes = self.lengths.tolist()
+        members: list[list[int]] = []
+        for span in sorted(range(len(sizes)), key=lambda span: -sizes[span]):
+            longest = sizes[members[-1][0]] if members else 0
+            if members and (sizes[span] >= _MIN_FILL * longest or longest <= _SMALL_TOKENS):
+                members[-1].append(span)
+            else:
+                members.append([span])
+        groups = []
+        for group in members:
+            start = torch.tensor([starts[span] for span in group])[:, None]
+            size = torch.tensor([sizes[span] for span in group])[:, None]
+            place = torch.arange(sizes[group[0]])[None, :]
+            valid = place < size
+            groups.append((torch.where(valid, start + place, start), valid, sizes[group[-1]] != sizes[group[0]]))
+        return groups
 
 
 def packed_attention(
@@ -114,6 +124,8 @@ def packed_attention(
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
     window = kwargs.get("sliding_window")
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
+        return _attend_by_kernel(query, key, value, packed_layout, scaling, window), None
     rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
     outputs = []
     for group in packed_layout.groups:
@@ -131,6 +143,27 @@ def packed_attention(
         attended = attended.transpose(1, 2)
         outputs.append(attended.flatten(0, 1) if group.valid is None else attended[group.valid])
     return torch.cat(outputs)[packed_layout.order][None], None
+
+
+def _attend_by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scaling: float | None, window: int | None
+) -> Tensor:
+    """Torch's variable-length attention: one call for all spans, half precision on a GPU, no dropout."""
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # each (T, heads, head_dim)
+    reach = -1 if window is None else window - 1
+    attended = varlen_attn(
+        q,
+        k,
+        v,
+        layout.bounds,
+        layout.bounds,
+        layout.longest,
+        layout.longest,
+        scale=scaling,
+        window_size=(reach, reach),
+    )
+    assert isinstance(attended, Tensor)
+    return attended[None]
 
 
 def _attend_with_dropout(
@@ -164,4 +197,5 @@ def _layer_number(module: torch.nn.Module) -> int:
 
 
 _DROPOUT = AttentionDropout()
-AttentionInterface.register(PACKED, packed_attention)
+# The layout differs in every batch, so torch.compile leaves attention alone and compiles what lies between.
+AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

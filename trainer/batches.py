@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.attention import AttentionLayout, group_spans, layout_to
-
 
 @dataclass(frozen=True)
 class SpanBatch:
@@ -91,16 +89,8 @@ def _pieces(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:
         yield start, len(sizes)
 
 
-@dataclass(frozen=True)
-class PackedInput:
-    """What a packed forward needs: `(1, T)` positions within each span, and the attention's layout."""
-
-    position_ids: Tensor
-    layout: AttentionLayout
-
-
-def packed_input(batch: SpanBatch, padding_index: int | None) -> PackedInput:
-    """Positions and layout of a batch.
+def position_ids(batch: SpanBatch, padding_index: int | None) -> Tensor:
+    """`(1, T)` position of each packed token in its span.
 
     Args:
         batch: the spans.
@@ -110,12 +100,10 @@ def packed_input(batch: SpanBatch, padding_index: int | None) -> PackedInput:
     device = batch.input_ids.device
     starts = torch.repeat_interleave(batch.lengths.cumsum(0) - batch.lengths, batch.lengths)
     if padding_index is None:
-        positions = (torch.arange(batch.num_tokens) - starts).to(device, non_blocking=True)
-    else:
-        counted = (batch.input_ids != padding_index).long()
-        before = counted.cumsum(0) - counted
-        positions = (before - before[starts.to(device, non_blocking=True)] + 1) * counted + padding_index
-    return PackedInput(positions[None], layout_to(group_spans(batch.lengths), device))
+        return (torch.arange(batch.num_tokens) - starts).to(device, non_blocking=True)[None]
+    counted = (batch.input_ids != padding_index).long()
+    before = counted.cumsum(0) - counted
+    return ((before - before[starts.to(device, non_blocking=True)] + 1) * counted + padding_index)[None]
 
 
 def pad_rows(batch: SpanBatch, pad_id: int) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,6 @@ dropped by a hash of (the token's key, the layer, the feature): the key comes fr
 A second forward of the same token, in another microbatch or on another worker, drops the same elements.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -16,23 +13,16 @@ from common import seeding
 
 
 class DropoutKeys:
-    """The keys of the tokens that are going through an encoder; shared by all its dropout layers.
+    """The keys of the tokens that go through an encoder; shared by all its dropout layers.
+
+    They stay until the next forward, because activation checkpointing repeats parts of a forward in its backward.
 
     Attributes:
-        tokens: int32 keys with the leading shape of the hidden states; None outside a keyed forward.
+        tokens: int32 keys with the leading shape of the hidden states; None: the batch brought none.
     """
 
     def __init__(self) -> None:
         self.tokens: Tensor | None = None
-
-    @contextmanager
-    def of(self, tokens: Tensor | None) -> Iterator[None]:
-        """Sets the keys for the forward inside the block."""
-        self.tokens = tokens
-        try:
-            yield
-        finally:
-            self.tokens = None
 
 
 class KeyedDropout(nn.Module):
@@ -42,30 +32,29 @@ class KeyedDropout(nn.Module):
         p: probability, 0 to 1 (exclusive).
         layer: number of this layer in its encoder.
         keys: of the tokens that go through.
+        width: most features of the hidden states.
     """
 
     features: Tensor
 
-    def __init__(self, p: float, layer: int, keys: DropoutKeys) -> None:
+    def __init__(self, p: float, layer: int, keys: DropoutKeys, width: int) -> None:
         super().__init__()
         self.p = p
         self.layer = layer
         self.keys = keys
-        self.register_buffer("features", torch.empty(0, dtype=torch.int32), persistent=False)
+        self.register_buffer("features", words(layer, width, torch.device("cpu")), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states `(..., H)` whose leading shape is that of the tokens' keys.
 
         Raises:
-            RuntimeError: training without keys; an encoder with dropout only trains inside `DropoutKeys.of`.
+            RuntimeError: training without keys; a batch for training needs `SpanBatch.keys`.
         """
         if not self.training or self.p == 0:
             return hidden
         if self.keys.tokens is None:
             raise RuntimeError("dropout needs the keys of its tokens: SpanBatch.keys is missing")
-        if len(self.features) != hidden.shape[-1] or self.features.device != hidden.device:
-            self.features = words(self.layer, hidden.shape[-1], hidden.device)
-        dropped = drops(self.keys.tokens[..., None] + self.features, self.p)
+        dropped = drops(self.keys.tokens[..., None] + self.features[: hidden.shape[-1]], self.p)
         return hidden.masked_fill(dropped, 0.0) * (1 / (1 - self.p))
 
     def extra_repr(self) -> str:
@@ -133,12 +122,18 @@ def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
     return mixed
 
 
-def key_dropout(model: nn.Module, keys: DropoutKeys) -> None:
-    """Replaces every dropout layer of a model by a keyed one, numbered in the model's own order."""
+def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
+    """Replaces every dropout layer of a model by a keyed one, numbered in the model's own order.
+
+    Args:
+        model: changed in place.
+        keys: of the tokens that will go through it.
+        width: most features of any hidden state in it.
+    """
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     layers = [(parent, name, child) for parent, name, child in found if isinstance(child, nn.Dropout)]
     for number, (parent, name, child) in enumerate(layers):
-        setattr(parent, name, KeyedDropout(child.p, number, keys))
+        setattr(parent, name, KeyedDropout(child.p, number, keys, width))
 
 
 def _signed(word: int) -> int:

@@ -3,7 +3,6 @@
 Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,8 +14,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
 from common import seeding
 from common.config import Strict
-from trainer.attention import PACKED
-from trainer.batches import SpanBatch, packed_input, pad_rows
+from trainer.attention import PACKED, AttentionLayout
+from trainer.batches import SpanBatch, pad_rows, position_ids
 from trainer.dropout import DropoutKeys, key_dropout, token_keys
 from trainer.feed import Vocabulary
 
@@ -50,6 +49,11 @@ class EncoderConfig(Strict):
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)
     """Replaces the probability of dropping attention weights. Above 0, attention weights are written out one by one,
     which is slow and takes memory: fused kernels know no dropout that could be repeated in another microbatch."""
+
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward and compute the rest again: less memory, a third more time."""
+    compile: bool = False
+    """Compile the encoder with torch.compile, once for all lengths. Worth it on a GPU."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "EncoderConfig":
@@ -152,11 +156,15 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
         self.model = model
+        self.hidden_size = int(model.config.hidden_size)
         self.keys = DropoutKeys()
-        key_dropout(model, self.keys)
+        key_dropout(model, self.keys, max(self.hidden_size, getattr(model.config, "intermediate_size", 0)))
+        if config.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.compile:
+            model.base_model.compile(dynamic=True)
         self.set_layout(config)
         self.padding_index = padding_index(model)
-        self.hidden_size = int(model.config.hidden_size)
         self.projection: nn.Module = nn.Identity()
         self.embedding_size = self.hidden_size
         if config.projection.kind != "none":
@@ -180,16 +188,18 @@ class Encoder(nn.Module):
         if self.config.layout == "padded":
             ids, mask = pad_rows(batch, int(self.model.config.pad_token_id or 0))
             padded = None if tokens is None else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens)
-            with self.keys.of(padded):
-                rows: Tensor = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            self.keys.tokens = padded
+            rows: Tensor = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
             return rows[mask]
-        packed = packed_input(batch, self.padding_index)
-        layout = dataclasses.replace(packed.layout, token_keys=tokens)
-        kinds = {"token_type_ids": torch.zeros_like(packed.position_ids)} if self._has_token_types() else {}
-        with self.keys.of(None if tokens is None else tokens[None]):
-            row: Tensor = self.model.base_model(
-                input_ids=batch.input_ids[None], position_ids=packed.position_ids, packed_layout=layout, **kinds
-            ).last_hidden_state
+        positions = position_ids(batch, self.padding_index)
+        kinds = {"token_type_ids": torch.zeros_like(positions)} if self._has_token_types() else {}
+        self.keys.tokens = None if tokens is None else tokens[None]
+        row: Tensor = self.model.base_model(
+            input_ids=batch.input_ids[None],
+            position_ids=positions,
+            packed_layout=AttentionLayout(batch.lengths, positions.device, tokens),
+            **kinds,
+        ).last_hidden_state
         return row[0]
 
     def token_places(self, batch: SpanBatch) -> int:

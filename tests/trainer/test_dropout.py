@@ -33,18 +33,18 @@ def test_share_and_independence(p):
 def test_a_token_keeps_its_mask_in_any_company():
     keys = DropoutKeys()
     tokens = torch.randint(-(2**31), 2**31, (7,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    layer = KeyedDropout(0.4, 0, keys).train()
+    layer = KeyedDropout(0.4, 0, keys, FEATURES).train()
     hidden = torch.ones(7, FEATURES)
-    with keys.of(tokens):
-        together = layer(hidden)
-    with keys.of(tokens[3:5]):
-        apart = layer(hidden[3:5])
+    keys.tokens = tokens
+    together = layer(hidden)
+    keys.tokens = tokens[3:5]
+    apart = layer(hidden[3:5])
     assert torch.equal(together[3:5], apart)
     assert set(together.unique().tolist()) == {0.0, np.float32(1 / 0.6).item()}
 
 
 def test_without_keys_it_refuses_and_in_evaluation_it_is_silent():
-    layer = KeyedDropout(0.4, 0, DropoutKeys())
+    layer = KeyedDropout(0.4, 0, DropoutKeys(), 3)
     hidden = torch.ones(2, 3)
     assert layer.eval()(hidden) is hidden
     with pytest.raises(RuntimeError, match=r"SpanBatch\.keys is missing"):
@@ -55,7 +55,7 @@ def test_every_dropout_layer_is_replaced_once():
     model = torch.nn.Sequential(
         torch.nn.Dropout(0.1), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.2))
     )
-    key_dropout(model, DropoutKeys())
+    key_dropout(model, DropoutKeys(), 2)
     found = [module for module in model.modules() if isinstance(module, KeyedDropout)]
     assert [(layer.p, layer.layer) for layer in found] == [(0.1, 0), (0.2, 1)]
     assert not any(isinstance(module, torch.nn.Dropout) for module in model.modules())

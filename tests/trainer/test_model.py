@@ -8,7 +8,7 @@ from measures import deviation
 from tiny import FAMILIES, VOCABULARY, random_spans, tiny_encoder
 from torch import nn
 
-from trainer.attention import group_spans
+from trainer.attention import AttentionLayout
 from trainer.batches import SpanBatch
 from trainer.model import EncoderConfig, max_span_tokens, mlm_head, packs, vocabulary_of
 
@@ -201,7 +201,7 @@ def test_packs_tells_who_can(family):
 
 def test_groups_cover_every_token_once():
     for lengths in [*SHAPES.values(), [200, 190, 150, 120, 100, 20, 5]]:
-        layout = group_spans(torch.tensor(lengths))
+        layout = AttentionLayout(torch.tensor(lengths), torch.device("cpu"))
         covered = torch.cat([g.tokens.flatten() if g.valid is None else g.tokens[g.valid] for g in layout.groups])
         assert torch.equal(covered[layout.order], torch.arange(sum(lengths)))
 
