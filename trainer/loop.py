@@ -16,6 +16,7 @@ from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.config import TrainConfig
 from trainer.feed import Vocabulary
+from trainer.flops import peak_flops
 from trainer.gather import World
 from trainer.metrics import MetricsWriter, Window
 from trainer.microbatch import Microbatch
@@ -98,15 +99,15 @@ class Worker:
         feed = build_feed(config, stepper.encoder, self.vocabulary)
         mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps)
         ahead = Ahead(batches(mine, feed, self.device))
+        peak = peak_flops(self.device, half=config.precision == "bf16")
+        peak = None if peak is None else peak * world.size
         window = Window()
         for step, batch in enumerate(ahead, start=done + 1):
             measured = stepper.step(batch, step)
-            window.tokens += measured.num_tokens
-            window.documents += config.batch_documents
-            window.waited_seconds, ahead.waited_seconds = ahead.waited_seconds, 0.0
             if metrics:
-                metrics.step(step, measured, window.rates())
-            window = Window()
+                rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
+                metrics.step(step, measured, rates)
+            ahead.waited_seconds = 0.0
             last = step == stepper.total_steps
             scores = {}
             if validator is not None and (last or step % config.validation.every_steps == 0):

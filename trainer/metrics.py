@@ -1,11 +1,14 @@
 """Numbers of a run: JSON lines and TensorBoard, written by rank 0, exact again after a resume."""
 
 import json
+import resource
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from common.storage import write_text
@@ -16,28 +19,42 @@ METRICS = "metrics.jsonl"
 
 @dataclass
 class Window:
-    """Rates since the last line that was written.
+    """One step's time and what it went to.
 
     Attributes:
         began: monotonic time of its beginning, in seconds.
-        tokens: tokens through the encoder.
-        documents: documents read.
-        waited_seconds: time spent waiting for data.
     """
 
     began: float = field(default_factory=time.monotonic)
-    tokens: int = 0
-    documents: int = 0
-    waited_seconds: float = 0.0
 
-    def rates(self) -> dict[str, float]:
-        """Tokens and documents a second, and the share of time spent waiting for data."""
+    def rates(
+        self, measured: StepMetrics, documents: int, waited_seconds: float, peak_flops: float | None
+    ) -> dict[str, float | None]:
+        """Tokens and documents a second, share of time spent waiting for data, utilisation, peak memory.
+
+        Args:
+            measured: of the step.
+            documents: of the step, over all workers.
+            waited_seconds: this worker spent waiting for data.
+            peak_flops: of all workers' devices together; None where it is not known.
+        """
         seconds = max(time.monotonic() - self.began, 1e-9)
         return {
-            "tokens_per_second": self.tokens / seconds,
-            "documents_per_second": self.documents / seconds,
-            "data_wait_share": self.waited_seconds / seconds,
+            "seconds": seconds,
+            "tokens_per_second": measured.num_tokens / seconds,
+            "documents_per_second": documents / seconds,
+            "data_wait_share": waited_seconds / seconds,
+            "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
+            "peak_memory_mib": peak_memory_mib(),
         }
+
+
+def peak_memory_mib() -> float:
+    """Most memory that was in use so far, in MiB: of the GPU where there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 class MetricsWriter:
@@ -55,7 +72,7 @@ class MetricsWriter:
         self._stream = self.path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
 
-    def step(self, step: int, metrics: StepMetrics, extra: dict[str, float]) -> None:
+    def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> None:
         """Writes the numbers of a step."""
         self._write({"kind": "step", "step": step, **asdict(metrics), **extra})
 
@@ -67,7 +84,7 @@ class MetricsWriter:
         self._stream.write(json.dumps({**line, "time": round(time.time(), 3)}) + "\n")
         self._stream.flush()
         for name, value in line.items():
-            if name not in ("kind", "step"):
+            if name not in ("kind", "step") and value is not None:
                 self._board.add_scalar(f"{line['kind']}/{name}", value, line["step"])
 
     def close(self) -> None:

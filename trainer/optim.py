@@ -55,8 +55,11 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 
 def build_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over the module's trainable parameters."""
-    kind = torch.optim.AdamW if config.bias_correction else UncorrectedAdamW
-    return kind(parameter_groups(module, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps)
+    groups = parameter_groups(module, config.weight_decay)
+    if not config.bias_correction:
+        return UncorrectedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    fused = next(module.parameters()).is_cuda  # one kernel for all parameters
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
 class UncorrectedAdamW(torch.optim.Optimizer):

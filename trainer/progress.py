@@ -51,4 +51,5 @@ class ProgressBar:
             f"loss {line['loss']:.3f} (contrastive {line['contrastive']:.3f} mlm {line['mlm']:.3f}) "
             f"{line['documents_per_second']:.0f} docs/s {line['tokens_per_second'] / 1000:.1f}k tok/s "
             f"padding {line['padding_share']:.1%} data-wait {line['data_wait_share']:.1%}"
+            + ("" if line["mfu"] is None else f" MFU {line['mfu']:.1%}")
         )

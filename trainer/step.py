@@ -6,6 +6,7 @@ Legend: n documents on this rank, A anchors a document, B documents of the globa
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from common import seeding
 from common.logs import get_logger
 from trainer.batches import SpanBatch
+from trainer.flops import linear_weights, step_flops
 from trainer.gather import World
 from trainer.microbatch import Microbatch, out_of_memory
 from trainer.model import Encoder
@@ -70,6 +72,7 @@ class StepMetrics:
         num_selected: selected tokens.
         num_tokens: tokens that went through the encoder, specials included.
         padding_share: share of the encoder's token places that held padding.
+        flops: multiplications and additions of forward and backward (trainer/flops.py).
     """
 
     loss: float
@@ -80,6 +83,7 @@ class StepMetrics:
     num_selected: int
     num_tokens: int
     padding_share: float
+    flops: float
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -112,6 +116,11 @@ class Stepper:
     microbatch: Microbatch = field(default_factory=Microbatch)
     autocast: torch.dtype | None = None
 
+    @cached_property
+    def weights(self) -> int:
+        """Weights of the encoder's linear layers."""
+        return linear_weights(self.encoder)
+
     def step(self, batch: RankBatch, step: int) -> StepMetrics:
         """Runs the 1-based optimizer step `step`.
 
@@ -125,7 +134,8 @@ class Stepper:
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.optim.max_grad_norm))
         contrastive, mlm_sum = float(found.contrastive), found.mlm_sum
         places = sum(self.encoder.token_places(piece) for piece in self.microbatch.cut(batch.spans))
-        counts = mlm_sum.new_tensor([batch.spans.num_tokens, places], dtype=torch.float64)
+        flops = step_flops(self.encoder, self.weights, batch.spans.lengths, len(batch.spans.labels))
+        counts = mlm_sum.new_tensor([batch.spans.num_tokens, places, flops], dtype=torch.float64)
         totals = self.world.sum(torch.cat([mlm_sum.double()[None], counts])).tolist()
         mlm = totals[0] / max(1, found.num_selected)
         loss = contrastive + mlm
@@ -150,6 +160,7 @@ class Stepper:
             num_selected=found.num_selected,
             num_tokens=int(totals[1]),
             padding_share=1 - totals[1] / max(1.0, totals[2]),
+            flops=totals[3],
         )
 
     def gradients(self, batch: RankBatch, step: int) -> Gradients:

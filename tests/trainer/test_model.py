@@ -224,3 +224,25 @@ def test_vocabulary_of_a_tokenizer():
     del names["mask_token"]
     with pytest.raises(ValueError, match="no mask token"):
         vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words, **names))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own, about gradients of non-leaf tensors
+@pytest.mark.parametrize("setting", ["activation_checkpointing", "compile"])
+def test_settings_for_speed_and_memory_change_no_gradient(setting):
+    """With dropout, over ragged batches; after two of them nothing is compiled again."""
+    plain, special = tiny_encoder(dropout=0.1), tiny_encoder(dropout=0.1, **{setting: True})
+    torch._dynamo.reset()
+    before = torch._dynamo.config.error_on_recompile
+    try:
+        for number, lengths in enumerate([[5, 9], [3, 3, 20, 11], [17], [4, 8, 15, 16, 23]]):
+            torch._dynamo.config.error_on_recompile = number >= 2
+            batch = random_spans(lengths, num_selected=3, seed=number)
+            found = []
+            for encoder in (plain, special):
+                encoder.zero_grad()
+                embeddings, mlm_sum = encoder(batch)
+                (embeddings.square().sum() + mlm_sum).backward()
+                found.append([p.grad.clone() for p in encoder.parameters() if p.grad is not None])
+            assert deviation(found[1], found[0]) < 1e-10
+    finally:
+        torch._dynamo.config.error_on_recompile = before

@@ -3,10 +3,10 @@
 Legend: n documents on this rank, A anchors a document, P positives an anchor, M = anchors of the global batch, D size.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from common.config import Strict
@@ -14,7 +14,15 @@ from trainer.gather import World
 from trainer.masking import MaskingConfig
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss, NTXentConfig, ntxent
 
-ContrastiveLossConfig = Annotated[NTXentConfig | MetricLearningConfig, Field(discriminator="kind")]
+
+def _ntxent_unless_said(value: Any) -> Any:
+    """`loss: {temperature: 0.1}` means NT-Xent: the kind need not be repeated to change one number."""
+    return {"kind": "ntxent", **value} if isinstance(value, dict) else value
+
+
+ContrastiveLossConfig = Annotated[
+    NTXentConfig | MetricLearningConfig, Field(discriminator="kind"), BeforeValidator(_ntxent_unless_said)
+]
 
 
 class DeclutrConfig(Strict):

@@ -1,0 +1,29 @@
+"""FLOPs by hand, and against torch's own counter."""
+
+import torch
+from tiny import FAMILIES, random_spans, tiny_encoder
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.flops import linear_weights, peak_flops, step_flops
+
+
+def test_weights_by_hand():
+    encoder = tiny_encoder("bert")
+    assert linear_weights(encoder) == 2 * (4 * 16 * 16 + 2 * 16 * 24)  # layers * (q, k, v, output + up, down)
+
+
+def test_equal_to_torchs_counter():
+    """One span: what torch counts is what the formula says, but for attention, which torch leaves out on a CPU."""
+    for family in FAMILIES:
+        encoder = tiny_encoder(family, layout="padded", scratch={"num_hidden_layers": 3})
+        batch = random_spans([30], num_selected=7)
+        with FlopCounterMode(display=False) as forward, torch.no_grad():
+            encoder(batch)
+        attention = 4 * 3 * 16 * 30**2
+        assert (
+            forward.get_total_flops() + attention == step_flops(encoder, linear_weights(encoder), batch.lengths, 7) / 3
+        )
+
+
+def test_no_peak_where_none_is_known():
+    assert peak_flops(torch.device("cpu"), half=True) is None
