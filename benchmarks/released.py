@@ -89,7 +89,10 @@ class ReleasedStep:
             positives, _ = self._embed(batch.positives, with_loss=False)
         averaged = positives.view(len(anchors), self.num_positives, -1).mean(dim=1)
         labels = torch.arange(len(anchors), device=device).repeat(2)
-        contrastive: Tensor = NTXentLoss(temperature=self.temperature)(torch.cat([anchors, averaged]).float(), labels)
+        embeddings = torch.cat([anchors, averaged])
+        if embeddings.dtype != torch.float64:  # half precision ends here
+            embeddings = embeddings.float()
+        contrastive: Tensor = NTXentLoss(temperature=self.temperature)(embeddings, labels)
         loss = contrastive + mlm
         loss.backward()
         return loss.detach()

@@ -167,10 +167,17 @@ def compare(ours: Side, other: Side, batches: list[SpanBatch], warm_up: int, dev
 def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:
     """The released layout, MLM and contrastive loss, against ours."""
     batches = list(setting.batches(warm_up + steps))
-    # Equality is a matter of float32 without dropout: under autocast both sides round, each in its own order.
+    # Equality is no matter of half precision or dropout: under autocast both sides round, each in its own order. Fresh
+    # weights give embeddings that nearly coincide, where float32 loses digits on both sides; float64 tells them apart.
     plain = dataclasses.replace(setting, autocast=None, dropout=0.0, compile=False)
     loss_diff, grad_diff = equality(plain.ours(), plain.padded("released"), batches[0], setting.device)
-    record.progress(f"loss differs by {loss_diff:.2e}, gradients by {grad_diff:.2e}")
+    one = dataclasses.replace(plain, documents=1)
+    exact = one.ours(), one.padded("released")
+    for side in exact:
+        side.model.double()
+    _, exact_diff = equality(*exact, next(one.batches(1)), setting.device)
+    record.progress(f"loss differs by {loss_diff:.2e}, gradients by {grad_diff:.2e}; in float64 by {exact_diff:.2e}")
+    del exact
     ours, released = setting.ours(), setting.padded("released")
     measured = compare(ours, released, batches, warm_up, setting.device)
     timed = batches[warm_up:]
@@ -182,6 +189,7 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
     return measured | {
         "loss_abs_diff": loss_diff,
         "grad_rel_diff": grad_diff,
+        "grad_rel_diff_float64": exact_diff,
         "padding_share": 1 - sum(real) / sum(map(ours.places, timed)),
         "padding_share_released": 1 - sum(real) / sum(places),
         "tokens_real": real,
