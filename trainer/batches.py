@@ -17,7 +17,7 @@ class SpanBatch:
     Attributes:
         input_ids: `(T,)` tokens of the spans, specials included, some of them masked.
         lengths: `(S,)` tokens of each span; on the CPU, for planning.
-        selected: `(K,)` places in `input_ids` whose original token is to be predicted.
+        selected: `(K,)` places in `input_ids`, ascending, whose original token is to be predicted.
         labels: `(K,)` the original tokens.
         keys: `(S,)` int32 words that decide each span's dropout; None where nothing is dropped.
     """
@@ -58,24 +58,32 @@ class SpanBatch:
             None if self.keys is None else self.keys.pin_memory(),
         )
 
-    def span_slice(self, start: int, end: int) -> "SpanBatch":
-        """The spans [start, end) as a batch of their own."""
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
-        first, last = int(bounds[start]), int(bounds[end])
-        inside = (self.selected >= first) & (self.selected < last)
-        return SpanBatch(
-            self.input_ids[first:last],
-            self.lengths[start:end],
-            self.selected[inside] - first,
-            self.labels[inside],
-            None if self.keys is None else self.keys[start:end],
-        )
-
     def microbatches(self, max_tokens: int | None) -> list["SpanBatch"]:
         """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a piece of its own."""
         if max_tokens is None or self.num_tokens <= max_tokens:
             return [self]
-        return [self.span_slice(start, end) for start, end in _pieces(self.lengths.tolist(), max_tokens)]
+        return self.slices(list(_pieces(self.lengths.tolist(), max_tokens)))
+
+    def span_slice(self, start: int, end: int) -> "SpanBatch":
+        """The spans [start, end) as a batch of their own."""
+        return self.slices([(start, end)])[0]
+
+    def slices(self, cuts: list[tuple[int, int]]) -> list["SpanBatch"]:
+        """The spans of each [start, end) as batches of their own."""
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+        # `selected` ascends: its pieces are slices too, found on the CPU with one copy
+        places = torch.searchsorted(self.selected.cpu(), bounds).tolist()
+        starts = bounds.tolist()
+        return [
+            SpanBatch(
+                self.input_ids[starts[start] : starts[end]],
+                self.lengths[start:end],
+                self.selected[places[start] : places[end]] - starts[start],
+                self.labels[places[start] : places[end]],
+                None if self.keys is None else self.keys[start:end],
+            )
+            for start, end in cuts
+        ]
 
 
 def _pieces(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:

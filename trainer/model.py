@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
 from common import seeding
@@ -65,6 +66,8 @@ class EncoderConfig(Strict):
             raise ValueError("scratch needs `model_type`, for example roberta, bert or modernbert")
         return self
 
+
+_LOGITS = 2**26  # most logits that are held at once, a quarter of a GiB
 
 _DROPOUTS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
@@ -231,8 +234,24 @@ class Encoder(nn.Module):
         embeddings = _at_least_float32(self.projection(self.pool(hidden, batch.lengths)))
         if len(batch.selected) == 0:
             return embeddings, embeddings.new_zeros(())
-        logits = _at_least_float32(mlm_head(self.model)(hidden[batch.selected]))
-        return embeddings, F.cross_entropy(logits, batch.labels, reduction="sum")
+        rows = max(1, _LOGITS // int(self.model.config.vocab_size))
+        losses = [
+            self._predict(hidden[places], labels, keep=len(batch.selected) <= rows)
+            for places, labels in zip(batch.selected.split(rows), batch.labels.split(rows), strict=True)
+        ]
+        return embeddings, torch.stack(losses).sum()
+
+    def _predict(self, hidden: Tensor, labels: Tensor, keep: bool) -> Tensor:
+        """MLM loss of selected tokens, summed; unless kept, their logits are computed again in the backward."""
+
+        def loss(hidden: Tensor) -> Tensor:
+            logits = _at_least_float32(mlm_head(self.model)(hidden))
+            return F.cross_entropy(logits, labels, reduction="sum")
+
+        if keep or not torch.is_grad_enabled():
+            return loss(hidden)
+        again: Tensor = checkpoint(loss, hidden, use_reentrant=False)
+        return again
 
 
 def packs(encoder: Encoder) -> bool:

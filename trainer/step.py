@@ -50,7 +50,7 @@ class Gradients:
         contrastive: contrastive loss of the global batch.
         mlm_sum: this rank's MLM loss, summed over its selected tokens.
         num_selected: selected tokens of all ranks.
-        embeddings: `(2M, D)` detached embeddings of the global batch; None when not contrastive.
+        embeddings: `(2M, D)` detached embeddings of the global batch; None when no queue remembers them.
     """
 
     contrastive: Tensor
@@ -209,20 +209,33 @@ class Stepper:
             contrastive, embeddings = self._contrast(spans, batch)
             _backward(contrastive + mlm_sum * share)
             return Gradients(contrastive.detach(), mlm_sum.detach(), selected, embeddings)
-        cached = torch.cat([spans for spans, _ in embedded]) if embedded else batch.spans.input_ids.new_zeros(0).float()
+        contrastive, gradient, embeddings = self._through_loss(embedded, batch)
+        sizes = [piece.num_spans for piece in pieces]
+        upstream = [None] * len(pieces) if gradient is None else gradient.split(sizes)
+        mlm_total = contrastive.new_zeros(())
+        for number, (piece, towards) in enumerate(zip(pieces, upstream, strict=True)):
+            spans, mlm_sum = self._forward(piece, number, step)
+            through_spans = 0.0 if towards is None else (spans * towards).sum()
+            _backward(through_spans + mlm_sum * share)
+            mlm_total = mlm_total + mlm_sum.detach()
+        return Gradients(contrastive, mlm_total, selected, embeddings)
+
+    def _through_loss(
+        self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The contrastive loss, its gradient towards this rank's span embeddings, and the embeddings to remember.
+
+        Nothing else of the loss outlives this call: the second pass needs the memory.
+        """
+        if not embedded:
+            nothing = torch.zeros((), device=batch.spans.input_ids.device)
+            return nothing, None, None
+        cached = torch.cat([spans for spans, _ in embedded])
         embedded.clear()
         cached.requires_grad_(True)
         contrastive, embeddings = self._contrast(cached, batch)
         _backward(contrastive)
-        sizes = [piece.num_spans for piece in pieces]
-        upstream = [None] * len(pieces) if cached.grad is None else cached.grad.split(sizes)
-        mlm_total = cached.new_zeros(())
-        for number, (piece, gradient) in enumerate(zip(pieces, upstream, strict=True)):
-            spans, mlm_sum = self._forward(piece, number, step)
-            through_spans = 0.0 if gradient is None else (spans * gradient).sum()
-            _backward(through_spans + mlm_sum * share)
-            mlm_total = mlm_total + mlm_sum.detach()
-        return Gradients(contrastive.detach(), mlm_total, selected, embeddings)
+        return contrastive.detach(), cached.grad, embeddings
 
     def _all_fit(self, work: Callable[[], T]) -> T | None:
         """The work's result; None, on every rank alike, when memory ran out on one and the microbatch is automatic."""
@@ -241,7 +254,10 @@ class Stepper:
             return spans.new_zeros(()), None
         anchors = self.objective.num_anchors
         views = self.objective.represent(spans, batch.num_documents)
-        return self.objective.loss(views, batch.start * anchors, batch.batch_documents * anchors, self.world)
+        loss, embeddings = self.objective.loss(
+            views, batch.start * anchors, batch.batch_documents * anchors, self.world
+        )
+        return loss, embeddings if self.objective.config.queue_size else None
 
     def _forward(self, piece: SpanBatch, number: int, step: int) -> tuple[Tensor, Tensor]:
         """Embeddings and MLM loss of a microbatch.
