@@ -19,7 +19,7 @@ from trainer.feed import Vocabulary
 from trainer.flops import peak_flops
 from trainer.gather import World
 from trainer.metrics import MetricsWriter, Window
-from trainer.microbatch import Microbatch
+from trainer.microbatch import Microbatch, MicrobatchError
 from trainer.parts import build_encoder, build_feed, build_stepper, held_out_validator, load_tokenizer, total_steps
 from trainer.plan import Plan
 from trainer.state import RunState
@@ -68,7 +68,7 @@ def train_loop(settings: dict[str, Any]) -> str | None:
     stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
     try:
         Worker(config, run, shards, stepper, plan, vocabulary, device).run_to_end()
-    except NonFiniteLossError as error:
+    except (NonFiniteLossError, MicrobatchError) as error:
         return str(error)
     return None
 

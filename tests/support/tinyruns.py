@@ -104,7 +104,8 @@ def run_command(module, config, *overrides, timeout=150):
 
 def steps_of(run, kind="step"):
     """The numbers of every step that do not depend on the clock, by step."""
-    clock = ("time", "tokens_per_second", "documents_per_second", "data_wait_share", "kind", "step")
+    clock = ("time", "kind", "step", "seconds", "tokens_per_second", "documents_per_second", "data_wait_share")
+    clock += ("mfu", "peak_memory_mib")
     lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
     chosen = [line for line in lines if line["kind"] == kind]
     assert len({line["step"] for line in chosen}) == len(chosen), "a step is there twice"
