@@ -47,7 +47,11 @@ def facts(name: str, commit: str | None) -> dict[str, Any]:
         "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
         "commit": commit or _commit(),
         "hardware": _hardware(),
-        "versions": {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES},
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in _PACKAGES},
+            "torch": torch.__version__,  # with its build, such as +cpu
+        },
     }
 
 
