@@ -12,14 +12,14 @@ from trainer.checkpoint import steps_in
 from trainer.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-STEPS = 80
+STEPS = 300  # a driver that is told to end takes seconds over it, in which its workers go on
 # After SIGKILL of the driver these look for their dead head for about a minute, then end by themselves.
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 CHANGES = {
     "encoder": {"dropout": 0.1},
     "objective": {"queue_size": 24},
     "steps": STEPS,
-    "validation": {"every_steps": 40},
+    "validation": {"every_steps": 100},
     "checkpoint": {"every_steps": 5},  # each report takes a moment: time to kill between two,
     "scaling": {"workers": 2},
 }
@@ -55,7 +55,7 @@ def test_a_killed_worker_is_replaced_and_the_bits_stay(data, untouched, tmp_path
     assert len(workers) == 2
     everything = runs.descendants(driver.pid)
     os.kill(workers[1], signal.SIGKILL)
-    out, err = driver.communicate(timeout=120)
+    out, err = driver.communicate(timeout=200)
     assert driver.returncode == 0, err
     assert f"{STEPS} steps" in out
     assert "Traceback" not in err
@@ -82,7 +82,7 @@ def test_a_killed_driver_leaves_nothing_and_the_same_command_continues(data, unt
         assert done + 10 <= steps_in(run / "checkpoints")[-1] < STEPS
         done = steps_in(run / "checkpoints")[-1]
     driver, _ = start(data, tmp_path)
-    _, err = driver.communicate(timeout=120)
+    _, err = driver.communicate(timeout=200)
     assert driver.returncode == 0, err
     assert f"continuing after step {done} of {STEPS}" in err
     assert_same_bits(run, untouched)
