@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import documents, models, packed, record
-from benchmarks.flops import peak_flops, step_flops
 from benchmarks.neighbour import NeighbourStep
 from benchmarks.released import PaddedBatch, ReleasedStep, pad_batch
 from trainer.batches import SpanBatch
 from trainer.feed import Feed
+from trainer.flops import gpu_name, linear_weights, peak_flops, step_flops
 from trainer.masking import MaskingConfig
 from trainer.objectives import DeclutrConfig
 from trainer.spans import SpanConfig
@@ -184,8 +184,9 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
     places = list(map(released.places, timed))
     real = [batch.num_tokens for batch in timed]
     seconds = sum(measured["times"]["ours"])
-    flops = sum(step_flops(ours.model.config, batch.lengths, len(batch.labels)) for batch in timed)
-    peak = peak_flops(torch.cuda.get_device_name()) if setting.device.type == "cuda" else None
+    weights = linear_weights(ours.model)
+    flops = sum(step_flops(ours.model, weights, batch.lengths, len(batch.labels)) for batch in timed)
+    peak = peak_flops(gpu_name(setting.device), half=True)
     return measured | {
         "loss_abs_diff": loss_diff,
         "grad_rel_diff": grad_diff,

@@ -125,6 +125,14 @@ def print_config(config: Strict) -> str:
     return text
 
 
+def flat_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings with its nested keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
 def expand(path: str) -> Path:
     """A user's path with `~` and `$VARIABLES` expanded."""
     return Path(os.path.expandvars(path)).expanduser()

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.config import Strict
+from common.config import Strict, flat_keys
 from common.storage import hash_json
 from pipeline.corpus import FilesCorpus
 from pipeline.pydocs import PythonDocs
@@ -49,17 +49,9 @@ def config_hash(config: PipelineConfig) -> str:
 
 def differing_keys(config: PipelineConfig, other: dict[str, Any]) -> list[str]:
     """Lines `key: here <value>, there <value>` for the settings in which an `identity` differs from this config's."""
-    mine, theirs = _flat(identity(config)), _flat(other)
+    mine, theirs = flat_keys(identity(config)), flat_keys(other)
     return [
         f"{key}: here {mine.get(key, '(not set)')!r}, there {theirs.get(key, '(not set)')!r}"
         for key in sorted(mine.keys() | theirs.keys())
         if mine.get(key, "(not set)") != theirs.get(key, "(not set)")
     ]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM
 
-from common.config import ConfigError, expand
+from common.config import ConfigError, expand, flat_keys
 from common.storage import read_json
 from pipeline.manifest import TOKENIZER, Manifest, ShardError, load_manifest
 from pipeline.shards import check_shards
@@ -51,7 +51,7 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
     """The folder holds a run of another configuration."""
     if not (run / DECISIVE).is_file():
         return []
-    before, now = flatten(read_json(run / DECISIVE)), flatten(config.decisive())
+    before, now = flat_keys(read_json(run / DECISIVE)), flat_keys(config.decisive())
     changed = [
         f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
         for key in sorted(set(before) | set(now))
@@ -75,13 +75,6 @@ def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[st
                 "name another folder"
             ]
     return []
-
-
-def flatten(tree: object, prefix: str = "") -> dict[str, object]:
-    """A tree of settings as dotted keys."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for key, value in tree.items() for k, v in flatten(value, f"{prefix}.{key}".lstrip(".")).items()}
 
 
 def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:

@@ -16,7 +16,7 @@ from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.config import TrainConfig
 from trainer.feed import Vocabulary
-from trainer.flops import peak_flops
+from trainer.flops import gpu_name, peak_flops
 from trainer.gather import World
 from trainer.metrics import MetricsWriter, Window
 from trainer.microbatch import Microbatch, MicrobatchError
@@ -99,7 +99,7 @@ class Worker:
         feed = build_feed(config, stepper.encoder, self.vocabulary)
         mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps)
         ahead = Ahead(batches(mine, feed, self.device))
-        peak = peak_flops(self.device, half=config.precision == "bf16")
+        peak = peak_flops(gpu_name(self.device), half=config.precision == "bf16")
         peak = None if peak is None else peak * world.size
         window = Window()
         for step, batch in enumerate(ahead, start=done + 1):

@@ -119,7 +119,7 @@ class Stepper:
     @cached_property
     def weights(self) -> int:
         """Weights of the encoder's linear layers."""
-        return linear_weights(self.encoder)
+        return linear_weights(self.encoder.model)
 
     def step(self, batch: RankBatch, step: int) -> StepMetrics:
         """Runs the 1-based optimizer step `step`.
@@ -134,7 +134,7 @@ class Stepper:
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.optim.max_grad_norm))
         contrastive, mlm_sum = float(found.contrastive), found.mlm_sum
         places = sum(self.encoder.token_places(piece) for piece in self.microbatch.cut(batch.spans))
-        flops = step_flops(self.encoder, self.weights, batch.spans.lengths, len(batch.spans.labels))
+        flops = step_flops(self.encoder.model, self.weights, batch.spans.lengths, len(batch.spans.labels))
         counts = mlm_sum.new_tensor([batch.spans.num_tokens, places, flops], dtype=torch.float64)
         totals = self.world.sum(torch.cat([mlm_sum.double()[None], counts])).tolist()
         mlm = totals[0] / max(1, found.num_selected)

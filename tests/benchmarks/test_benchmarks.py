@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, feed, flops, memory, models, step
+from benchmarks import batch, documents, feed, memory, models, step
 from pipeline.schema import shard_schema
 from pipeline.windows import Geometry, window_starts
+from trainer import flops
 from trainer.masking import MaskingConfig
 from trainer.spans import SpanConfig
 
@@ -121,15 +122,15 @@ def test_flops_of_a_forward_counted_by_torch():
     )
     with FlopCounterMode(display=False) as counted:
         made(batch_)
-    expected = flops.step_flops(made.model.config, batch_.lengths, len(batch_.labels)) / 3
+    expected = flops.step_flops(made.model, flops.linear_weights(made.model), batch_.lengths, len(batch_.labels)) / 3
     assert counted.get_total_flops() == pytest.approx(expected, rel=0.2)
 
 
 def test_peaks_of_known_gpus():
-    assert flops.peak_flops("NVIDIA H200") == 989e12
-    assert flops.peak_flops("NVIDIA L40S") == 362e12
-    assert flops.peak_flops("Some other") is None
-    assert flops.peak_flops(None) is None
+    assert flops.peak_flops("NVIDIA H200", half=True) == 989e12
+    assert flops.peak_flops("NVIDIA L40S", half=True) == 362e12
+    assert flops.peak_flops("Some other", half=True) is None
+    assert flops.peak_flops(None, half=True) is None
 
 
 def test_embedding_state_is_what_lives_at_one_time():
