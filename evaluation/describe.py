@@ -1,6 +1,6 @@
 """`declutr inspect PATH`: what shards, a run, a checkpoint or an exported encoder hold, in words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from common.storage import read_json
 from pipeline.manifest import MANIFEST, TOKENIZER, load_manifest
 from pipeline.shards import ShardSet, check_shards
+from pipeline.windows import Geometry
 from trainer import checkpoint
 from trainer.export import EXPORT, SETTINGS
 from trainer.feed import document_keys, ragged
@@ -73,23 +74,32 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
     yield "  all files whole, checksums as in the manifest" if not problems else "  see the problems above"
     if problems or not num_documents:
         return
-    config = SpanConfig(num_anchors=geometry.num_anchors, max_tokens=geometry.max_tokens, min_tokens=1)
-    config = config.model_copy(update={"min_tokens": max(1, geometry.max_tokens // 8)})
+    config = default_spans(geometry)
     yield f"Spans as epoch {epoch} of seed {seed} draws them, lengths {config.min_tokens} to {config.max_tokens}:"
-    yield from _spans(path, config, num_documents, seed, epoch)
-
-
-def _spans(path: Path, config: SpanConfig, num_documents: int, seed: int, epoch: int) -> Iterator[str]:
     shards = ShardSet(path, "train")
     rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(np.int64)
-    table = shards.take(rows)
+    yield from span_lines(path, shards, config, rows.tolist(), seed, epoch)
+
+
+def default_spans(geometry: Geometry) -> SpanConfig:
+    """Spans for showing, where no run's settings are given."""
+    return SpanConfig(
+        num_anchors=geometry.num_anchors, max_tokens=geometry.max_tokens, min_tokens=max(1, geometry.max_tokens // 8)
+    )
+
+
+def span_lines(
+    path: Path, shards: ShardSet, config: SpanConfig, rows: Sequence[int], seed: int, epoch: int
+) -> Iterator[str]:
+    """Documents of shards by number, with the spans that an epoch draws of them, as text."""
+    table = shards.take(np.array(rows, np.int64))
     tokenizer = AutoTokenizer.from_pretrained(path / TOKENIZER)
     tokens, offsets = ragged(table.column("tokens"))
     windows, window_offsets = ragged(table.column("windows"))
     lengths = table.column("num_tokens").to_numpy()
     draws = draw(config, seed, np.full(len(rows), epoch, np.int64), document_keys(table))
     spans = place(config, draws, lengths, windows.astype(np.int64), window_offsets)
-    for number, row in enumerate(rows.tolist()):
+    for number, row in enumerate(rows):
         document = tokens[offsets[number] : offsets[number + 1]]
 
         def text(start: int, end: int, document: np.ndarray = document) -> str:

@@ -6,14 +6,16 @@ from pydantic import Field
 
 from common.config import Strict, flat_keys
 from common.storage import hash_json
+from pipeline.choosing.chooser import ChoosingConfig
 from pipeline.corpus import FilesCorpus
+from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.pydocs import PythonDocs
 from pipeline.session import SessionConfig
 from pipeline.tokenization import TokenizerConfig
 from pipeline.windows import Geometry
 
 # Settings that say where and how the work runs, not what it makes.
-_NO_INFLUENCE = {"output", "session"}
+_NO_INFLUENCE = {"output", "session", "max_error_share"}
 
 
 class PipelineConfig(Strict):
@@ -26,6 +28,14 @@ class PipelineConfig(Strict):
     geometry: Geometry = Geometry()
     short_documents: Literal["drop"] = "drop"
     """What becomes of documents under 2 * num_anchors * max_tokens tokens."""
+    choosing: ChoosingConfig = ChoosingConfig()
+    """Cleaning, language, quality, evaluation sets."""
+    duplicates: DuplicatesConfig = DuplicatesConfig()
+    """Which copies of documents are removed."""
+    write_rejected: bool = False
+    """Also write every document that is not kept, with the reason, to `rejected/`."""
+    max_error_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of the documents that may fail to be read; above it the work is not called finished."""
     held_out_share: float = Field(default=0.01, ge=0, lt=1)
     """Share of documents kept from training, chosen by document id."""
     unit_mib: float = Field(default=32.0, gt=0)

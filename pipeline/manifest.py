@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from common.config import Strict, describe
 from pipeline.corpus import Failure
+from pipeline.ledger import LedgerFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.tokenization import TokenizerInfo
 from pipeline.windows import Geometry
@@ -73,6 +74,7 @@ class Sidecar(Strict):
     counts: Counts
     failures: list[Failure]
     shards: list[Shard]
+    ledger: LedgerFile
 
 
 class Manifest(Strict):
@@ -80,6 +82,8 @@ class Manifest(Strict):
 
     schema_version: int
     shards: list[Shard]
+    ledgers: list[LedgerFile]
+    """What became of each document: one file a unit, in plan order."""
     totals: dict[str, int]
     """read, kept, dropped, failed (documents); kept_train, kept_held_out; num_tokens (kept); num_bytes (input);
     text_bytes; longest_tokens."""
@@ -130,11 +134,14 @@ def build_manifest(
     shards = [shard for split in SPLITS for sidecar in sidecars for shard in sidecar.shards if shard.split == split]
     counts.check("manifest")
     kept = {split: sum(shard.num_documents for shard in shards if shard.split == split) for split in SPLITS}
+    if (rows := sum(sidecar.ledger.num_rows for sidecar in sidecars)) != counts.read:
+        raise ShardError(f"manifest: {counts.read} documents read, but {rows} in the ledgers")
     if sum(kept.values()) != counts.kept:
         raise ShardError(f"manifest: {counts.kept} documents kept, but {sum(kept.values())} in the shards")
     return Manifest(
         schema_version=SCHEMA_VERSION,
         shards=shards,
+        ledgers=[sidecar.ledger for sidecar in sidecars],
         totals={
             "read": counts.read,
             "kept": counts.kept,

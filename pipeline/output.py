@@ -10,9 +10,14 @@ from pydantic import ValidationError
 from common.config import Strict
 from common.storage import write_text
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from pipeline.duplicates.find import DUPLICATES
+from pipeline.estimate import ESTIMATE
+from pipeline.ledger import LEDGERS
 from pipeline.manifest import MANIFEST, TOKENIZER
 from pipeline.progress import PROGRESS
+from pipeline.rejected import REJECTED
 from pipeline.units import Unit, hash_unit
+from pipeline.worker import CANDIDATES, CONTAMINATION
 
 PLAN = "plan.json"
 
@@ -42,7 +47,7 @@ def claim(folder: Path, plan: Plan) -> None:
     """Marks the folder as this plan's and removes what a killed run was in the middle of writing."""
     if not (folder / PLAN).exists():
         write_text(folder / PLAN, plan.model_dump_json(indent=1) + "\n")
-    for aside in [*folder.glob(".*.tmp"), *(folder / "units").glob(".*.tmp")]:
+    for aside in list(folder.rglob(".*.tmp")):
         if aside.is_dir():
             shutil.rmtree(aside, ignore_errors=True)
         else:
@@ -51,11 +56,11 @@ def claim(folder: Path, plan: Plan) -> None:
 
 def discard(folder: Path) -> None:
     """Removes everything a preparation wrote, and the folder if nothing else is in it."""
-    for name in (TOKENIZER, "units"):
+    for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("train-*.arrow"), *folder.glob("held-out-*.arrow")]:
         path.unlink()
-    for name in (MANIFEST, PROGRESS, PLAN):
+    for name in (MANIFEST, PROGRESS, PLAN, ESTIMATE, CONTAMINATION, DUPLICATES):
         (folder / name).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()

@@ -4,45 +4,27 @@ Can be killed at any moment: the same command continues, and the shards are the 
 """
 
 import argparse
-import hashlib
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import ray
 
 from common.config import ConfigError, expand, load_config, print_config
 from common.logs import get_logger, setup_logging
-from common.storage import folder_aside, write_text
+from common.storage import write_aside, write_text
+from pipeline.choosing.chooser import problems as choosing_problems
+from pipeline.choosing.contamination import build_index
 from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.corpus import Document, normalise
-from pipeline.manifest import (
-    MANIFEST,
-    TOKENIZER,
-    Counts,
-    Manifest,
-    ShardError,
-    Sidecar,
-    build_manifest,
-    load_manifest,
-    sum_counts,
-)
+from pipeline.duplicates.config import problems as duplicates_problems
+from pipeline.estimate import Estimate, estimate, load_estimate
+from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_manifest, load_manifest, sum_counts
+from pipeline.outcome import nothing_kept, summary, too_many_failed
 from pipeline.output import Plan, claim, discard, output_problems, plan_of
-from pipeline.progress import Progress
-from pipeline.session import start_ray
-from pipeline.tokenization import (
-    PretrainedTokenizer,
-    TokenizerInfo,
-    TrainedTokenizer,
-    describe_tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
-from pipeline.units import MIB, Unit, largest_first, plan_units, read_unit
-from pipeline.worker import finished_sidecar, prepare_unit
-
-_SAMPLED_UNITS = 256
+from pipeline.sample import output_tokenizer
+from pipeline.stages import run_stages
+from pipeline.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
+from pipeline.units import Unit, plan_units
+from pipeline.worker import CANDIDATES, CONTAMINATION
 
 
 def problems(config: PipelineConfig) -> list[str]:
@@ -58,7 +40,7 @@ def prepare(config: PipelineConfig) -> Manifest:
 
     Raises:
         ConfigError: problems of inputs, tokenizer or output folder, or a corpus of which no document is kept.
-        ShardError: totals that do not close.
+        ShardError: too large a share of the documents could not be read, or totals that do not close.
     """
     units, plan, found = _examine(config)
     if found:
@@ -67,17 +49,41 @@ def prepare(config: PipelineConfig) -> Manifest:
     if (folder / MANIFEST).exists() and _is_finished(folder):
         get_logger().info("%s is prepared already", folder)
         return load_manifest(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    claim(folder, plan)
-    tokenizer = _tokenizer(config, folder, units)
-    sidecars = _run(config, folder, units, tokenizer)
-    ordered = [sidecars[unit.name] for unit in units]
-    if nothing := _nothing_kept(sum_counts([sidecar.counts for sidecar in ordered]), config):
+    tokenizer = set_up(config, folder, units, plan)
+    sidecars = run_stages(config, folder, units, tokenizer)
+    counts = sum_counts([sidecar.counts for sidecar in sidecars])
+    if nothing := nothing_kept(counts, config):
         discard(folder)
         raise ConfigError("prepare", [nothing])
-    manifest = build_manifest(ordered, tokenizer, config.geometry, identity(config), config_hash(config))
+    if problem := too_many_failed(counts, sidecars, config):
+        raise ShardError(problem)
+    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config))
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    shutil.rmtree(folder / CANDIDATES, ignore_errors=True)
     return manifest
+
+
+def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> TokenizerInfo:
+    """Claims the output folder and puts into it what every task needs: the tokenizer, the index of evaluation sets."""
+    folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, plan)
+    if config.choosing.contamination and not (folder / CONTAMINATION).exists():
+        with write_aside(folder / CONTAMINATION) as aside:
+            build_index(config.choosing.contamination, aside)
+    return output_tokenizer(config, folder, units)
+
+
+def plan_ahead(config: PipelineConfig) -> Estimate:
+    """Estimates what `prepare` would make, from a sample; written to the output folder for the final report to score.
+
+    Raises:
+        ConfigError: problems of inputs, tokenizer or output folder.
+    """
+    units, plan, found = _examine(config)
+    if found:
+        raise ConfigError("prepare", found)
+    folder = expand(config.output).absolute()
+    return estimate(config, folder, units, set_up(config, folder, units, plan))
 
 
 def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan, list[str]]:
@@ -87,9 +93,10 @@ def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan, list[str]]:
     plan = plan_of(config, units)
     if not found:  # missing inputs would show up as changed inputs once more
         found += output_problems(folder, config, plan)
+    found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     if isinstance(config.tokenizer, PretrainedTokenizer) and not (folder / TOKENIZER).exists():
         try:
-            load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+            loadoutput_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
         except ConfigError as error:
             found += error.problems
     return units, plan, found
@@ -101,92 +108,12 @@ def _is_finished(folder: Path) -> bool:
     return all((folder / s.name).is_file() and (folder / s.name).stat().st_size == s.num_bytes for s in shards)
 
 
-def _tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
-    """The tokenizer in the output folder, put there first when this is the first run."""
-    if not (folder / TOKENIZER).exists():
-        made = _make_tokenizer(config, units)
-        with folder_aside(folder / TOKENIZER) as aside:
-            made.save_pretrained(str(aside))
-    return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), config.tokenizer.kind)
-
-
-def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:
-    """Loads or trains the tokenizer that the config asks for."""
-    if isinstance(config.tokenizer, TrainedTokenizer):
-        get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
-        return train_tokenizer(sample_texts(config, units, config.tokenizer.sample_mib), config.tokenizer.vocab_size)
-    return load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
-
-
-def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: float) -> Iterator[str]:
-    """Normalised texts from the beginning of each unit (of 256 units chosen by hash, when there are more).
-
-    What one unit has too little of is taken from the ones after it, so that the sample is full when the corpus is.
-    """
-    chosen = sorted(units, key=lambda unit: hashlib.blake2b(f"{config.seed}/{unit.name}".encode()).digest())
-    chosen = sorted(chosen[:_SAMPLED_UNITS], key=lambda unit: (unit.num_bytes, unit.name))
-    left = sample_mib * MIB
-    for index, unit in enumerate(chosen):
-        share = left / (len(chosen) - index)
-        for record in read_unit(unit, config.corpus):
-            if share <= 0:
-                break
-            if isinstance(record, Document):
-                text = normalise(record.text)
-                share -= len(text)
-                left -= len(text)
-                yield text
-
-
-def _run(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> dict[str, Sidecar]:
-    """Sidecars of all units by name: the finished ones as they are, the others through Ray Data."""
-    found = [finished_sidecar(unit, folder, config) for unit in units]
-    done = [sidecar for sidecar in found if sidecar]
-    sidecars = {sidecar.unit: sidecar for sidecar in done}
-    todo = largest_first([unit for unit, sidecar in zip(units, found, strict=True) if sidecar is None])
-    if done:
-        get_logger().info("%d of %d units are finished already", len(done), len(units))
-    if not todo:
-        return sidecars
-    start_ray(config.session.num_cpus, config.session.address)
-    # One block a unit: a task that dies is retried alone. The order in which they end does not matter.
-    rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
-    arguments = {"folder": str(folder), "config": config, "tokenizer": tokenizer}
-    results = rows.map(prepare_unit, fn_kwargs=arguments, num_cpus=1)
-    with Progress(folder, sum(unit.num_bytes for unit in units), done) as progress:
-        for row in results.iter_rows():
-            sidecar = Sidecar.model_validate_json(row["sidecar"])
-            sidecars[sidecar.unit] = sidecar
-            progress.add(sidecar)
-    return sidecars
-
-
-def _nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
-    """Why there is nothing to train on, in words; None when some document was kept."""
-    if counts.kept:
-        return None
-    if counts.read == 0:
-        return "corpus: empty, the inputs hold not one document; check corpus.paths"
-    failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
-    could_not = f" ({failed})" if failed else ""
-    if counts.read == sum(counts.failed.values()):
-        return (
-            f"corpus: no document could be read, all {counts.read} failed{could_not}; check paths, format and "
-            "text_field of the corpus"
-        )
-    geometry = config.geometry
-    return (
-        f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "
-        f"tokens, the limit is 2 * geometry.num_anchors ({geometry.num_anchors}) * geometry.max_tokens "
-        f"({geometry.max_tokens}) = {geometry.min_document_tokens}; lower one of them or use longer documents"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `prepare CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="prepare", description="From a corpus to Arrow shards.")
     parser.add_argument("config", help="YAML file with a `prepare` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser.add_argument("--plan", action="store_true", help="estimate documents, tokens, disk and time, then stop")
     parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
     arguments = parser.parse_args(argv)
     setup_logging("prepare")
@@ -195,23 +122,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             sys.stdout.write(print_config(config))
             return 0
+        if arguments.plan:
+            sys.stdout.write("\n".join(plan_ahead(config).lines()) + "\n")
+            return 0
         manifest = prepare(config)
     except (ConfigError, ShardError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(summary(manifest, config.output) + "\n")
+    if estimate := load_estimate(expand(config.output)):
+        sys.stdout.write(estimate.score(manifest) + "\n")
     return 0
-
-
-def summary(manifest: Manifest, output: str) -> str:
-    """One line: what was read, what became of it, where it is."""
-    totals = manifest.totals
-    lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
-    return (
-        f"{output}: {totals['read']:,} documents read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
-        f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} tokens in "
-        f"{len(manifest.shards)} shards"
-    )
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ class Progress:
 
     Args:
         folder: output folder; the JSON lines go to `progress.jsonl` in it.
+        stage: what is being done, for the bar and the lines.
         total_bytes: input bytes of all units.
         done: units that were finished before this run.
     """
 
-    def __init__(self, folder: Path, total_bytes: int, done: list[Sidecar]) -> None:
+    def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar]) -> None:
         self._log = (folder / PROGRESS).open("a", encoding="utf-8")
+        self._stage = stage
         self._total_bytes = total_bytes
         self._counts = sum_counts([sidecar.counts for sidecar in done])
         self._bytes = self._bytes_before = sum(sidecar.num_bytes for sidecar in done)
@@ -33,7 +35,7 @@ class Progress:
         self._bar = tqdm(
             total=total_bytes,
             initial=self._bytes,
-            desc="prepare",
+            desc=stage,
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
@@ -48,6 +50,7 @@ class Progress:
         seconds = time.monotonic() - self._started
         rate = (self._bytes - self._bytes_before) / seconds
         line = {
+            "stage": self._stage,
             "seconds": round(seconds, 3),
             "documents": self._counts.read,
             "kept_share": round(self._counts.kept / max(1, self._counts.read), 4),

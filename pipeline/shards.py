@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from common.storage import hash_file
+from pipeline.ledger import LedgerFile
 from pipeline.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
 
 __all__ = ["MANIFEST", "Manifest", "Shard", "ShardError", "ShardSet", "check_shards", "load_manifest"]
@@ -130,29 +131,34 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
             else:
                 found = _content_problems(folder, shard, opened, manifest.tokenizer.vocab_size) if full else []
         problems += found
+    for ledger in manifest.ledgers:
+        problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
     return problems
 
 
-def _size_problems(folder: Path, shard: Shard) -> list[str]:
-    """A shard that is missing or has another size than when it was written."""
-    path = folder / shard.name
+def _size_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
+    """A file that is missing or has another size than when it was written."""
+    path = folder / written.name
     if not path.is_file():
         return [f"{path} is missing; run `prepare` again, it makes what is missing"]
     size = path.stat().st_size
-    if size == shard.num_bytes:
+    if size == written.num_bytes:
         return []
-    state = "truncated" if size < shard.num_bytes else "changed"
-    return [f"{path} is {state}: {size} bytes, the manifest says {shard.num_bytes}; run `prepare` again to remake it"]
+    state = "truncated" if size < written.num_bytes else "changed"
+    return [f"{path} is {state}: {size} bytes, the manifest says {written.num_bytes}; run `prepare` again to remake it"]
 
 
 def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, vocab_size: int) -> list[str]:
     """Bytes or token ids that are not what the manifest says."""
-    path = folder / shard.name
-    problems = []
-    if (found := hash_file(path)) != shard.sha256:
-        problems.append(
-            f"{path} is damaged: SHA-256 {found}, the manifest says {shard.sha256}; delete it and prepare again"
-        )
+    problems = _hash_problems(folder, shard)
     if (largest := opened.largest_token()) >= vocab_size:
-        problems.append(f"{path}: token id {largest} is beyond the vocabulary of {vocab_size} tokens")
+        problems.append(f"{folder / shard.name}: token id {largest} is beyond the vocabulary of {vocab_size} tokens")
     return problems
+
+
+def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
+    """A file whose bytes are not those that were written."""
+    path = folder / written.name
+    if (found := hash_file(path)) == written.sha256:
+        return []
+    return [f"{path} is damaged: SHA-256 {found}, the manifest says {written.sha256}; delete it and prepare again"]

@@ -1,32 +1,41 @@
-"""What one task does: read a unit, tokenize, keep or drop, write the unit's shards and, last, its sidecar."""
+"""What one task does: read a unit, choose, tokenize, write. With duplicates to be removed, what it writes are candidates."""
 
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-from pydantic import ValidationError
 
 from common import seeding
-from common.storage import write_text
-from pipeline.config import PipelineConfig, config_hash
-from pipeline.corpus import Document, Failure, document_id, normalise
+from pipeline.choosing.chooser import Chooser, ChoosingConfig
+from pipeline.config import PipelineConfig
+from pipeline.corpus import Document, Failure, document_id
+from pipeline.duplicates.keys import KeysWriter
 from pipeline.filters import drop_reason
-from pipeline.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar, Split
+from pipeline.ledger import Entry
+from pipeline.manifest import Sidecar, Split
 from pipeline.readers import Record
-from pipeline.schema import shard_schema
 from pipeline.tokenization import Encoder, TokenizerInfo
-from pipeline.units import Unit, hash_unit, read_unit
-from pipeline.writer import ShardWriter
+from pipeline.unit_writer import UnitWriter
+from pipeline.units import Unit, read_unit
 
+CONTAMINATION = "contamination.arrow"
+"""Index of the evaluation sets, in the output folder."""
+CANDIDATES = "candidates"
+"""Folder in the output folder for what units leave while duplicates are still to be found."""
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
 
-Batch = list[tuple[str, bytes, Document]]
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A document on its way: its row of the ledger so far, whose fate is empty while nothing spoke against it."""
+
+    entry: Entry
+    text: str
 
 
 def prepare_unit(row: dict[str, str], folder: str, config: PipelineConfig, tokenizer: TokenizerInfo) -> dict[str, str]:
@@ -37,72 +46,60 @@ def prepare_unit(row: dict[str, str], folder: str, config: PipelineConfig, token
     return {"sidecar": write_unit(unit, Path(folder), config, tokenizer).model_dump_json()}
 
 
-def sidecar_path(folder: Path, unit: str) -> Path:
-    """Where a unit's sidecar lies in the output folder."""
-    return folder / "units" / f"{unit}.json"
-
-
-def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sidecar | None:
-    """The sidecar of a unit that needs no more work: same input, same settings, its shards there in full size."""
-    path = sidecar_path(folder, unit.name)
-    try:
-        sidecar = Sidecar.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None
-    same = sidecar.unit_hash == hash_unit(unit) and sidecar.config_hash == config_hash(config)
-    files = [(folder / shard.name, shard.num_bytes) for shard in sidecar.shards]
-    whole = all(file.is_file() and file.stat().st_size == size for file, size in files)
-    return sidecar if same and whole else None
+def stage_folder(folder: Path, config: PipelineConfig) -> Path:
+    """Where `write_unit` writes: the output folder itself when no duplicates are looked for."""
+    return folder / CANDIDATES if config.duplicates.enabled else folder
 
 
 def write_unit(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo) -> Sidecar:
     """Prepares one unit. Its bytes depend on the unit, the settings and the tokenizer, and on nothing else.
 
+    Args:
+        unit: what to read.
+        folder: the output folder; holds the tokenizer.
+        config: settings.
+        tokenizer: facts of the tokenizer.
+
     Raises:
         ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not close.
     """
-    encoder = _encoder(str(folder / "tokenizer"), tokenizer.fingerprint)
-    schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint)
-    failures: list[Failure] = []
-    failed: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    read = kept = text_bytes = longest_tokens = 0
+    target = stage_folder(folder, config)
+    writer = UnitWriter(target, unit, config, tokenizer)
     with ExitStack() as stack:
-        writers = _open_writers(stack, folder, unit.name, schema, config.block_documents)
-        for batch, batch_failures in _batches(read_unit(unit, config.corpus)):
-            failures += batch_failures[: MAX_EXAMPLES - len(failures)]
-            failed.update(failure.reason for failure in batch_failures)
-            read += len(batch) + len(batch_failures)
-            rows = encoder.encode([text for text, _, _ in batch])
-            for (text, identity, document), tokens in zip(batch, rows, strict=True):
-                text_bytes += len(text.encode())
-                longest_tokens = max(longest_tokens, len(tokens))
-                reason = drop_reason(len(tokens), config.geometry)
-                if reason:
-                    dropped[reason] += 1
-                else:
-                    kept += 1
-                    writers[split_of(identity, config)].add(identity, tokens, document)
-    counts = Counts(
-        read=read,
-        kept=kept,
-        dropped=dict(sorted(dropped.items())),
-        failed=dict(sorted(failed.items())),
-        text_bytes=text_bytes,
-        longest_tokens=longest_tokens,
-    )
-    counts.check(f"unit {unit.name}")
-    sidecar = Sidecar(
-        unit=unit.name,
-        unit_hash=hash_unit(unit),
-        config_hash=config_hash(config),
-        num_bytes=unit.num_bytes,
-        counts=counts,
-        failures=failures,
-        shards=[shard for split in SPLITS for shard in writers[split].result()],
-    )
-    write_text(sidecar_path(folder, unit.name), sidecar.model_dump_json(indent=1) + "\n")
-    return sidecar
+        stack.enter_context(writer)
+        keys = None
+        if config.duplicates.enabled:
+            keys = stack.enter_context(KeysWriter(target, unit.name, config.duplicates))
+        ordinal = 0
+        for judged, tokens in judged_documents(read_unit(unit, config.corpus), folder, config, tokenizer):
+            entry = judged.entry
+            if tokens is None:
+                writer.reject(entry, judged.text)
+            else:
+                writer.keep(entry, tokens)
+                if keys is not None and entry.id is not None:
+                    keys.add(ordinal, entry.id, judged.text)
+            ordinal += 1
+    return writer.finish()
+
+
+def judged_documents(
+    records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo
+) -> Iterator[tuple[Judged, np.ndarray | None]]:
+    """Every record with its fate, in order; the tokens `(num_tokens,)` of those that are kept, None for the others."""
+    encoder = _encoder(str(folder / "tokenizer"), tokenizer.fingerprint)
+    chooser = _chooser(config.choosing.model_dump_json(), str(folder / CONTAMINATION))
+    for batch in _batches(_judge(record, chooser) for record in records):
+        rows = iter(encoder.encode([judged.text for judged in batch if not judged.entry.fate]))
+        for judged in batch:
+            if judged.entry.fate:
+                yield judged, None
+                continue
+            tokens = next(rows)
+            reason = drop_reason(len(tokens), config.geometry)
+            fate = reason or split_of(judged.entry.id or b"", config)
+            entry = replace(judged.entry, num_tokens=len(tokens), fate=fate)
+            yield Judged(entry, judged.text), None if reason else tokens
 
 
 def split_of(identity: bytes, config: PipelineConfig) -> Split:
@@ -112,33 +109,50 @@ def split_of(identity: bytes, config: PipelineConfig) -> Split:
     return "held-out" if drawn < config.held_out_share else "train"
 
 
-def _open_writers(
-    stack: ExitStack, folder: Path, unit: str, schema: pa.Schema, block_documents: int
-) -> dict[Split, ShardWriter]:
-    """A writer for each split."""
-    return {split: stack.enter_context(ShardWriter(folder, unit, split, schema, block_documents)) for split in SPLITS}
+def _judge(record: Record, chooser: Chooser) -> Judged:
+    """What can be said of a document before it is tokenized."""
+    if isinstance(record, Failure):
+        return Judged(
+            Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), ""
+        )
+    choice = chooser.choose(record.text)
+    raw = choice.text.encode()
+    entry = Entry(
+        document_id(raw),
+        record.source,
+        record.offset,
+        len(raw),
+        None,
+        choice.language,
+        choice.reason or "",
+        None,
+        choice.detail,
+    )
+    return Judged(entry, choice.text)
 
 
-def _batches(records: Iterator[Record]) -> Iterator[tuple[Batch, list[Failure]]]:
-    """Normalised documents with their ids, a bounded number of characters at a time, and the failures between them."""
-    batch: Batch = []
-    failures: list[Failure] = []
+def _batches(documents: Iterator[Judged]) -> Iterator[Sequence[Judged]]:
+    """A bounded number of documents and characters at a time."""
+    batch: list[Judged] = []
     held = 0
-    for record in records:
-        if isinstance(record, Failure):
-            failures.append(record)
-        else:
-            text = normalise(record.text)
-            batch.append((text, document_id(text.encode()), Document("", record.source, record.offset)))
-            held += len(text)
-        if held >= _BATCH_CHARACTERS or len(batch) + len(failures) >= _BATCH_DOCUMENTS:
-            yield batch, failures
-            batch, failures, held = [], [], 0
-    if batch or failures:
-        yield batch, failures
+    for judged in documents:
+        batch.append(judged)
+        held += len(judged.text)
+        if held >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 @lru_cache(maxsize=2)
 def _encoder(folder: str, fingerprint: str) -> Encoder:  # noqa: ARG001
     """One encoder a process; the fingerprint keeps apart tokenizers that lay in the same folder one after the other."""
     return Encoder.load(Path(folder))
+
+
+@lru_cache(maxsize=2)
+def _chooser(config: str, index: str) -> Chooser:
+    """One chooser a process."""
+    path = Path(index)
+    return Chooser(ChoosingConfig.model_validate_json(config), path if path.exists() else None)

@@ -1,5 +1,6 @@
 """Writing one shard: whole or absent, block by block, so that memory does not grow with the unit."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from common.storage import hash_file, write_aside
-from pipeline.corpus import Document
 from pipeline.manifest import Shard, ShardError, Split
 from pipeline.windows import window_starts
 
@@ -30,7 +30,7 @@ class ShardWriter:
     split: Split
     schema: pa.Schema
     block_documents: int
-    _rows: list[tuple[bytes, NDArray[np.uint32], Document]] = field(default_factory=list)
+    _rows: list[tuple[bytes, NDArray[np.uint32], str, int]] = field(default_factory=list)
     _held_tokens: int = 0
     _num_documents: int = 0
     _num_tokens: int = 0
@@ -45,8 +45,8 @@ class ShardWriter:
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def add(self, identity: bytes, tokens: NDArray[np.uint32], document: Document) -> None:
-        """Adds a document: its id, `(num_tokens,)` token ids, and where it came from.
+    def add(self, identity: bytes, tokens: NDArray[np.uint32], source: str, offset: int) -> int:
+        """Adds a document: its id, `(num_tokens,)` token ids, and where it came from. Returns its row in the shard.
 
         Raises:
             ShardError: a token id that the vocabulary does not have.
@@ -54,13 +54,14 @@ class ShardWriter:
         vocab_size = int(self.schema.metadata[b"vocab_size"])
         if len(tokens) and int(tokens.max()) >= vocab_size:
             raise ShardError(
-                f"{document.source} at {document.offset}: token id {int(tokens.max())} is beyond the vocabulary of "
-                f"{vocab_size} tokens"
+                f"{source} at {offset}: token id {int(tokens.max())} is beyond the vocabulary of {vocab_size} tokens"
             )
-        self._rows.append((identity, tokens, document))
+        row = self._num_documents + len(self._rows)
+        self._rows.append((identity, tokens, source, offset))
         self._held_tokens += len(tokens)
         if len(self._rows) >= self.block_documents or self._held_tokens >= _BLOCK_TOKENS:
             self._flush()
+        return row
 
     def _flush(self) -> None:
         """Writes what was collected as one record batch."""
@@ -70,16 +71,16 @@ class ShardWriter:
             aside = self._stack.enter_context(write_aside(self.folder / self.name))
             self._stream = self._stack.enter_context(pa.ipc.new_file(str(aside), self.schema))
         max_tokens = int(self.schema.metadata[b"max_tokens"])
+        ids, tokens, sources, offsets = zip(*self._rows, strict=True)
         columns = {
-            "id": pa.array([identity for identity, _, _ in self._rows], self.schema.field("id").type),
-            "tokens": _lists([tokens for _, tokens, _ in self._rows], self.schema.field("tokens").type),
+            "id": pa.array(ids, self.schema.field("id").type),
+            "tokens": _lists(tokens, self.schema.field("tokens").type),
             "windows": _lists(
-                [window_starts(len(tokens), max_tokens) for _, tokens, _ in self._rows],
-                self.schema.field("windows").type,
+                [window_starts(len(row), max_tokens) for row in tokens], self.schema.field("windows").type
             ),
-            "num_tokens": pa.array([len(tokens) for _, tokens, _ in self._rows], pa.int64()),
-            "source": pa.array([document.source for _, _, document in self._rows], pa.string()),
-            "offset": pa.array([document.offset for _, _, document in self._rows], pa.int64()),
+            "num_tokens": pa.array([len(row) for row in tokens], pa.int64()),
+            "source": pa.array(sources, pa.string()),
+            "offset": pa.array(offsets, pa.int64()),
         }
         self._stream.write_batch(pa.record_batch(list(columns.values()), schema=self.schema))
         self._num_documents += len(self._rows)
@@ -110,7 +111,7 @@ class ShardWriter:
         ]
 
 
-def _lists(rows: list[NDArray[Any]], list_type: pa.DataType) -> pa.Array:
+def _lists(rows: Sequence[NDArray[Any]], list_type: pa.DataType) -> pa.Array:
     """A list column of one array a row."""
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
     values = np.concatenate(rows).astype(list_type.value_type.to_pandas_dtype())

@@ -1,0 +1,62 @@
+"""What a preparation came to, in words."""
+
+import math
+from collections.abc import Sequence
+
+from pipeline.config import PipelineConfig
+from pipeline.filters import TOO_SHORT
+from pipeline.manifest import Counts, Manifest, Sidecar
+
+_EXAMPLES = 10
+
+
+def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
+    """Why there is nothing to train on, in words; None when some document was kept."""
+    if counts.kept:
+        return None
+    if counts.read == 0:
+        return "corpus: empty, the inputs hold not one document; check corpus.paths"
+    failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
+    could_not = f" ({failed})" if failed else ""
+    if counts.read == sum(counts.failed.values()):
+        return (
+            f"corpus: no document could be read, all {counts.read} failed{could_not}; check paths, format and "
+            "text_field of the corpus"
+        )
+    others = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items() if reason != TOO_SHORT)
+    if TOO_SHORT not in counts.dropped:
+        return f"corpus: none of {counts.read} documents is kept{could_not}: {others}; loosen `choosing`"
+    could_not += f" (others: {others})" if others else ""
+    geometry = config.geometry
+    return (
+        f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "
+        f"tokens, the limit is 2 * geometry.num_anchors ({geometry.num_anchors}) * geometry.max_tokens "
+        f"({geometry.max_tokens}) = {geometry.min_document_tokens}; lower one of them or use longer documents"
+    )
+
+
+def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: PipelineConfig) -> str | None:
+    """What failed, in words, when it is more than the settings allow."""
+    failed = sum(counts.failed.values())
+    if failed <= config.max_error_share * counts.read:
+        return None
+    by_reason = ", ".join(f"{number:,} {reason}" for reason, number in counts.failed.items())
+    examples = [f"  {example}" for sidecar in sidecars for example in sidecar.failures][:_EXAMPLES]
+    share = failed / counts.read
+    head = (
+        f"{failed:,} of {counts.read:,} documents failed ({by_reason}): {share:.2%} is more than max_error_share = "
+        f"{config.max_error_share:g}. Mend the inputs and prepare into a new folder, or allow more with "
+        f"max_error_share={math.ceil(share * 1000) / 1000:g}: the same command then finishes at once. For example:"
+    )
+    return "\n".join([head, *examples])
+
+
+def summary(manifest: Manifest, output: str) -> str:
+    """One line: what was read, what became of it, where it is."""
+    totals = manifest.totals
+    lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
+    return (
+        f"{output}: {totals['read']:,} documents read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
+        f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} tokens in "
+        f"{len(manifest.shards)} shards"
+    )

@@ -1,0 +1,64 @@
+"""A sample of the corpus, spread evenly over it, and the tokenizer that is loaded for the corpus or trained on it."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.logs import get_logger
+from common.storage import folder_aside
+from pipeline.config import PipelineConfig
+from pipeline.corpus import Document, normalise
+from pipeline.manifest import TOKENIZER
+from pipeline.tokenization import (
+    TokenizerInfo,
+    TrainedTokenizer,
+    describe_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from pipeline.units import MIB, Unit, read_unit
+
+_SAMPLED_UNITS = 256
+
+
+def sample_units(units: Sequence[Unit], seed: int, limit: int) -> list[Unit]:
+    """At most `limit` units, chosen by a hash of seed and name, the smallest first."""
+    chosen = sorted(units, key=lambda unit: hashlib.blake2b(f"{seed}/{unit.name}".encode()).digest())[:limit]
+    return sorted(chosen, key=lambda unit: (unit.num_bytes, unit.name))
+
+
+def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: float) -> Iterator[str]:
+    """Normalised texts from the beginning of each unit (of 256 units chosen by hash, when there are more).
+
+    What one unit has too little of is taken from the ones after it, so that the sample is full when the corpus is.
+    """
+    chosen = sample_units(units, config.seed, _SAMPLED_UNITS)
+    left = sample_mib * MIB
+    for index, unit in enumerate(chosen):
+        share = left / (len(chosen) - index)
+        for record in read_unit(unit, config.corpus):
+            if share <= 0:
+                break
+            if isinstance(record, Document):
+                text = normalise(record.text)
+                share -= len(text)
+                left -= len(text)
+                yield text
+
+
+def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
+    """The tokenizer in the output folder, put there first when this is the first run."""
+    if not (folder / TOKENIZER).exists():
+        made = _make_tokenizer(config, units)
+        with folder_aside(folder / TOKENIZER) as aside:
+            made.save_pretrained(str(aside))
+    return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), config.tokenizer.kind)
+
+
+def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:
+    """Loads or trains the tokenizer that the config asks for."""
+    if isinstance(config.tokenizer, TrainedTokenizer):
+        get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
+        return train_tokenizer(sample_texts(config, units, config.tokenizer.sample_mib), config.tokenizer.vocab_size)
+    return load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
