@@ -15,6 +15,7 @@ from pipeline.config import PipelineConfig, config_hash
 from pipeline.corpus import Failure
 from pipeline.ledger import Entry, LedgerWriter
 from pipeline.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
+from pipeline.progress import Done
 from pipeline.rejected import RejectedWriter
 from pipeline.schema import shard_schema
 from pipeline.tokenization import TokenizerInfo
@@ -76,6 +77,16 @@ class UnitWriter:
         self._text_bytes += entry.text_bytes
         self._longest_tokens = max(self._longest_tokens, entry.num_tokens or 0)
         self._ledger.add(entry)
+
+    def done(self, bytes_read: int) -> Done:
+        """How far the unit is, after that many bytes of its input."""
+        return Done(
+            num_bytes=bytes_read,
+            documents=self._ledger.num_rows,
+            kept=self._kept,
+            failed=sum(self._failed.values()),
+            text_bytes=self._text_bytes,
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

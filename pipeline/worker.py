@@ -17,6 +17,7 @@ from pipeline.duplicates.keys import KeysWriter
 from pipeline.filters import drop_reason
 from pipeline.ledger import Entry
 from pipeline.manifest import Sidecar, Split
+from pipeline.progress import Heartbeat
 from pipeline.readers import Record
 from pipeline.tokenization import Encoder, TokenizerInfo
 from pipeline.unit_writer import UnitWriter
@@ -70,8 +71,8 @@ def write_unit(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: Toke
         keys = None
         if config.duplicates.enabled:
             keys = stack.enter_context(KeysWriter(target, unit.name, config.duplicates))
-        ordinal = 0
-        for judged, tokens in judged_documents(read_unit(unit, config.corpus), folder, config, tokenizer):
+        reading, heartbeat = read_unit(unit, config.corpus), Heartbeat(folder, unit.name)
+        for ordinal, (judged, tokens) in enumerate(judged_documents(reading, folder, config, tokenizer)):
             entry = judged.entry
             if tokens is None:
                 writer.reject(entry, judged.text)
@@ -79,7 +80,8 @@ def write_unit(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: Toke
                 writer.keep(entry, tokens)
                 if keys is not None and entry.id is not None:
                     keys.add(ordinal, entry.id, judged.text)
-            ordinal += 1
+            if heartbeat.due():
+                heartbeat.beat(writer.done(reading.bytes_read))
     return writer.finish()
 
 
