@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "verify-gradients": ("CONFIG [key=value ...]: is the gradient the same however it is computed?", _verify),
         "embed": ("MODEL INPUT --output OUT: texts to embeddings", _embed),
         "inspect": ("PATH: what shards, a run or a checkpoint hold", _inspect),
+        "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", _report),
         "demo": ("the whole path on a corpus that every machine has", _demo),
     }
     if not arguments or arguments[0] not in commands:
@@ -116,6 +117,22 @@ def _inspect(arguments: list[str]) -> int:
         for line in lines:
             print(line)
     except (ConfigError, DescribeError, ShardError, CheckpointError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _report(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="declutr report", description="A page on a prepared corpus, with charts.")
+    parser.add_argument("shards", type=Path, help="output folder of `prepare`")
+    parser.add_argument("--output", type=Path, help="folder of report.html and charts/*.png (SHARDS/report)")
+    given = parser.parse_args(arguments)
+    from evaluation.report.write import write_report
+    from pipeline.shards import ShardError
+
+    try:
+        print(write_report(given.shards, given.output))
+    except ShardError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

@@ -1,0 +1,1 @@
+"""A page about a prepared corpus, for the person who decides whether to train on it."""

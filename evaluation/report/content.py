@@ -1,0 +1,151 @@
+"""Everything a report tells, gathered from a prepared folder; and the charts that follow from it."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from evaluation.report.charts import Bar, Bars, Histogram, Mark, Role, Series
+from evaluation.report.clusters import Clusters, find_clusters
+from evaluation.report.examples import Example, kept_examples, rejected_examples
+from evaluation.report.markup import share
+from evaluation.report.survey import NUM_BINS, Survey, Tally, survey
+from pipeline.estimate import Estimate, load_estimate
+from pipeline.filters import TOO_SHORT
+from pipeline.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
+from pipeline.shards import check_shards
+
+SHOWN_SOURCES = 20
+_SHOWN_LANGUAGES = 20
+
+
+@dataclass(frozen=True)
+class Content:
+    """A prepared corpus in figures and examples. Made by `gather`."""
+
+    name: str
+    prepared: datetime
+    manifest: Manifest
+    found: Survey
+    clusters: Clusters
+    kept: list[Example]
+    rejected: dict[str, list[Example]]
+    estimate: Estimate | None
+
+    @property
+    def kept_tally(self) -> Tally:
+        """All kept documents."""
+        total = Tally()
+        for split in SPLITS:
+            total.add(self.found.fates.get(split, Tally()))
+        return total
+
+    def reasons(self) -> list[tuple[str, Role, Tally]]:
+        """Why documents are not kept, the most frequent first."""
+        told: list[tuple[str, Role, Tally]] = [
+            (
+                reason,
+                "failed" if reason in self.manifest.failed else "short" if reason == TOO_SHORT else "dropped",
+                tally,
+            )
+            for reason, tally in self.found.fates.items()
+            if reason not in SPLITS
+        ]
+        return sorted(told, key=lambda item: (-item[2].read, item[0]))
+
+    def sources(self) -> list[tuple[str, Tally]]:
+        """The top-level sources with the most kept tokens, and the rest as one when there are more."""
+        return _largest(self.found.sources, SHOWN_SOURCES, self.found.num_sources_left, self.found.rest)
+
+    def languages(self) -> list[tuple[str, Tally]]:
+        """Languages by kept tokens; none when they were not asked for."""
+        if not set(self.found.languages) - {None}:
+            return []
+        named = {language or "not determined": tally for language, tally in self.found.languages.items()}
+        return _largest(named, _SHOWN_LANGUAGES, 0, Tally())
+
+    def median_tokens(self) -> int:
+        """Median length of the kept documents, to a quarter of an octave."""
+        counts = np.sum([self.found.lengths.get(split, np.zeros(NUM_BINS, np.int64)) for split in SPLITS], axis=0)
+        half = int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))
+        edges = self.found.bin_edges()
+        return round(float(np.sqrt(edges[half] * edges[half + 1])))
+
+
+def gather(folder: Path) -> Content:
+    """Reads everything a report needs.
+
+    Raises:
+        ShardError: files that are missing or damaged, or ledgers that contradict the manifest.
+    """
+    manifest = load_manifest(folder)
+    if problems := check_shards(folder):
+        raise ShardError("\n".join(problems))
+    found = survey(folder, manifest)
+    return Content(
+        name=folder.absolute().name,
+        prepared=datetime.fromtimestamp(int((folder / MANIFEST).stat().st_mtime), UTC),
+        manifest=manifest,
+        found=found,
+        clusters=find_clusters(folder, found),
+        kept=kept_examples(folder, manifest),
+        rejected=rejected_examples(folder, found),
+        estimate=load_estimate(folder),
+    )
+
+
+def lengths_chart(content: Content) -> Histogram:
+    """Lengths of all documents that were tokenized, by fate."""
+    lengths, geometry = content.found.lengths, content.manifest.geometry
+    none = np.zeros(NUM_BINS, np.int64)
+    kept = np.sum([lengths.get(split, none) for split in SPLITS], axis=0)
+    short = lengths.get(TOO_SHORT, none)
+    others = np.sum([counts for fate, counts in lengths.items() if fate not in (*SPLITS, TOO_SHORT)] or [none], axis=0)
+    series = [Series("kept", "kept", kept), Series("short", "too short", short)]
+    if others.any():
+        series.append(Series("dropped", "dropped for other reasons", others))
+    limit = geometry.min_document_tokens
+    marks = [
+        Mark(geometry.max_tokens, f"{geometry.max_tokens:,}: a longest span"),
+        Mark(limit, f"{limit:,}: room for all anchors"),
+    ]
+    edges = content.found.bin_edges()
+    return Histogram("lengths", "Documents by length", "tokens (logarithmic)", edges, series, marks).trimmed()
+
+
+def bar_charts(content: Content) -> list[Bars]:
+    """The bar charts that have something to show."""
+    totals = content.manifest.totals
+    reasons = [
+        Bar(reason, tally.read, role, f"{tally.read:,} ({share(tally.read, totals['read'])})")
+        for reason, role, tally in content.reasons()
+    ]
+    charts = [Bars("reasons", "Why documents are not kept", "documents", reasons)]
+    for name, title, rows in (
+        ("sources", "Kept tokens by source", content.sources()),
+        ("languages", "Kept tokens by language", content.languages()),
+    ):
+        bars = [
+            Bar(
+                label,
+                tally.kept_tokens,
+                "kept",
+                f"{tally.kept_tokens:,} ({share(tally.kept_tokens, totals['num_tokens'])})",
+            )
+            for label, tally in rows
+        ]
+        charts.append(Bars(name, title, "tokens", bars))
+    sizes = [Bar(f"{size} documents", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()]
+    charts.append(Bars("clusters", "Clusters of duplicates by size", "clusters", sizes))
+    return [chart for chart in charts if chart.bars]
+
+
+def _largest(tallies: dict[str, Tally], limit: int, num_left: int, left: Tally) -> list[tuple[str, Tally]]:
+    ordered = sorted(tallies.items(), key=lambda item: (-item[1].kept_tokens, -item[1].text_bytes, item[0]))
+    rest = Tally()
+    rest.add(left)
+    for _, tally in ordered[limit:]:
+        rest.add(tally)
+    num_rest = num_left + len(ordered[limit:])
+    return ordered[:limit] + ([(f"({num_rest:,} others)", rest)] if num_rest else [])

@@ -1,0 +1,102 @@
+"""Documents of a prepared corpus to look at: some that are kept, some for every reason why one is not."""
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from common import seeding
+from evaluation.report.survey import Survey
+from pipeline.ledger import LEDGERS, Entry, ledger_batches
+from pipeline.manifest import TOKENIZER, Manifest
+from pipeline.rejected import REJECTED
+from pipeline.shards import ShardSet
+
+SHOWN_CHARACTERS = 600
+_KEPT_EXAMPLES = 4
+_TOKENS_READ = 1_000
+"""More than 600 characters in any language, and bounded whatever the length of the document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """The beginning of a document and what is known of it. `text` is None where it was not written."""
+
+    source: str
+    offset: int
+    num_tokens: int | None
+    text_bytes: int | None
+    detail: str | None
+    text: str | None
+
+
+def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
+    """Some documents of the training split, drawn by the corpus's seed, in corpus order; text decoded from the shards.
+
+    Raises:
+        ShardError: a shard that is not what the manifest says.
+    """
+    number = manifest.totals["kept_train"]
+    if not number:
+        return []
+    zero = np.zeros(1, np.uint64)
+    drawn = seeding.unit(seeding.words(int(manifest.config.get("seed", 0)), "report", zero, zero, _KEPT_EXAMPLES))[0]
+    rows = np.unique(np.floor(drawn * number).astype(np.int64))
+    decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))
+    found = []
+    for row in ShardSet(folder, "train").take(rows).to_pylist():
+        text = decoder.decode(row["tokens"][:_TOKENS_READ]).strip()
+        found.append(Example(row["source"], row["offset"], row["num_tokens"], None, None, text[:SHOWN_CHARACTERS]))
+    return found
+
+
+def rejected_examples(folder: Path, found: Survey) -> dict[str, list[Example]]:
+    """The documents that the survey drew for each reason; with text where `write_rejected` was on."""
+    entries = entries_at(folder, ((drawn.unit, drawn.ordinal) for some in found.drawn.values() for drawn in some))
+    lines = {(drawn.unit, drawn.line) for some in found.drawn.values() for drawn in some}
+    texts = _rejected_texts(folder, lines)
+    examples: dict[str, list[Example]] = {}
+    for reason, some in found.drawn.items():
+        for drawn in sorted(some, key=lambda one: (one.unit, one.ordinal)):
+            entry = entries[drawn.unit, drawn.ordinal]
+            text = texts.get((drawn.unit, drawn.line))
+            shown = Example(entry.source, entry.offset, entry.num_tokens, entry.text_bytes, entry.detail, text)
+            examples.setdefault(reason, []).append(shown)
+    return examples
+
+
+def entries_at(folder: Path, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Entry]:
+    """Rows of ledgers by unit number and ordinal. An ordinal beyond the end of its unit is absent."""
+    wanted: dict[int, list[int]] = {}
+    for unit, ordinal in set(places):
+        wanted.setdefault(unit, []).append(ordinal)
+    found: dict[tuple[int, int], Entry] = {}
+    for unit, ordinals in sorted(wanted.items()):
+        start = 0
+        path = folder / LEDGERS / f"{unit:05d}.arrow"
+        for batch in ledger_batches(path) if path.exists() else ():
+            for ordinal in ordinals:
+                if start <= ordinal < start + batch.num_rows:
+                    found[unit, ordinal] = Entry(**batch.slice(ordinal - start, 1).to_pylist()[0])
+            start += batch.num_rows
+    return found
+
+
+def _rejected_texts(folder: Path, lines: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
+    """The beginnings of rejected documents by unit number and line of their files; absent where there is no file."""
+    texts = {}
+    for unit in sorted({unit for unit, _ in lines}):
+        path = folder / REJECTED / f"{unit:05d}.jsonl.gz"
+        if not path.exists():
+            continue
+        wanted = {line for number, line in lines if number == unit}
+        with gzip.open(path, "rb") as stream:
+            for number, line in enumerate(islice(stream, max(wanted) + 1)):
+                if number in wanted:
+                    texts[unit, number] = str(json.loads(line)["text"])[:SHOWN_CHARACTERS]
+    return texts

@@ -1,0 +1,114 @@
+"""The head of the page: what this is, the totals, what stands out, and what it was made from."""
+
+import yaml
+
+from evaluation.report.content import Content
+from evaluation.report.markup import Html, details, in_mib, join, share, tag
+
+_PREVIEW = 12
+
+
+def header(content: Content) -> Html:
+    """Title, totals that close, facts, what stands out, settings."""
+    prepared = tag("time", f"{content.prepared:%Y-%m-%d %H:%M} UTC", datetime=content.prepared.isoformat())
+    return tag(
+        "header",
+        tag("p", "Corpus report", class_="kind"),
+        tag("h1", tag("bdi", content.name)),
+        tag(
+            "p",
+            join("Prepared ", prepared, " (time of its manifest) by ", tag("code", "declutr prepare"), "."),
+            class_="lead",
+        ),
+        _equation(content),
+        _facts(content),
+        tag("h2", "At a glance", id="glance"),
+        tag("ul", *(tag("li", line) for line in _glance(content)), class_="glance"),
+        _settings(content),
+    )
+
+
+def _equation(content: Content) -> Html:
+    """Documents read = kept + dropped + failed."""
+    totals = content.manifest.totals
+    parts: list[Html] = []
+    for sign, name in (("", "read"), ("=", "kept"), ("+", "dropped"), ("+", "failed")):
+        if sign:
+            parts.append(tag("span", sign, class_="sign"))
+        told = share(totals[name], totals["read"]) if name != "read" else "documents"
+        number = tag("strong", totals[name], id=f"total-{name}")
+        parts.append(tag("span", number, tag("span", name), tag("small", told), class_=f"term {name}"))
+    return tag("p", *parts, class_="equation")
+
+
+def _facts(content: Content) -> Html:
+    manifest = content.manifest
+    totals, tokenizer, geometry = manifest.totals, manifest.tokenizer, manifest.geometry
+    shard_bytes = sum(shard.num_bytes for shard in manifest.shards)
+    vocabulary = (
+        f"{tokenizer.vocab_size:,} tokens, {'trained on this corpus' if tokenizer.kind == 'train' else 'pretrained'}"
+    )
+    facts: list[tuple[str, object, str]] = [
+        ("Tokens kept", tag("span", totals["num_tokens"], id="total-num_tokens"), "without special tokens"),
+        ("Text read", in_mib(totals["text_bytes"]), f"{in_mib(content.kept_tally.text_bytes)} of it kept"),
+        ("Input", in_mib(totals["num_bytes"]), "as the files are, compressed or not"),
+        ("For training", totals["kept_train"], f"and {totals['kept_held_out']:,} held out"),
+        ("Shards", len(manifest.shards), in_mib(shard_bytes)),
+        ("Longest document", totals["longest_tokens"], "tokens, kept or not"),
+        ("Tokenizer", vocabulary, f"fingerprint {tokenizer.fingerprint[:_PREVIEW]}"),
+        (
+            "Geometry",
+            f"{geometry.num_anchors} anchors, spans up to {geometry.max_tokens:,} tokens",
+            f"room for all of them from {geometry.min_document_tokens:,} tokens on",
+        ),
+    ]
+    return tag(
+        "dl",
+        *(tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="note")) for name, value, note in facts),
+        class_="facts",
+    )
+
+
+def _glance(content: Content) -> list[str]:
+    """What a person who decides on training should not overlook."""
+    totals, kept = content.manifest.totals, content.kept_tally
+    lines = [
+        f"{share(totals['kept'], totals['read'])} of the documents and "
+        f"{share(kept.text_bytes, totals['text_bytes'])} of the text are kept."
+    ]
+    if totals["kept"]:
+        mean = totals["num_tokens"] / totals["kept"]
+        lines.append(
+            f"A kept document has {mean:,.0f} tokens on average, about {content.median_tokens():,} in the median; a "
+            f"token stands for {kept.text_bytes / max(1, totals['num_tokens']):.2f} bytes of text."
+        )
+    reasons = content.reasons()
+    if reasons:
+        reason, _, tally = reasons[0]
+        lines.append(
+            f"Most losses: {reason}, {tally.read:,} documents ({share(tally.read, totals['read'])}) with "
+            f"{share(tally.text_bytes, totals['text_bytes'])} of the text."
+        )
+    if len(content.found.sources) > 1:
+        name, top = content.sources()[0]
+        lines.append(
+            f"The largest source, {name}, gives {share(top.kept_tokens, totals['num_tokens'])} of the kept tokens."
+        )
+    if totals["failed"]:
+        lines.append(f"{totals['failed']:,} documents could not be read: see the places below before training.")
+    return lines
+
+
+def _settings(content: Content) -> Html:
+    """Settings, hashes and versions, closed at first."""
+    manifest = content.manifest
+    settings = yaml.safe_dump(manifest.config, sort_keys=False, allow_unicode=True)
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
+    return details(
+        "Settings and versions",
+        tag("p", f"Versions: {versions}; schema {manifest.schema_version}."),
+        tag("p", "Hash of the settings: ", tag("code", manifest.config_hash)),
+        tag("p", "Fingerprint of the tokenizer: ", tag("code", manifest.tokenizer.fingerprint)),
+        tag("pre", settings),
+        id="settings",
+    )

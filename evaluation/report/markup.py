@@ -1,0 +1,88 @@
+"""HTML that cannot be anything but what we wrote: every text from outside is escaped, unless we made it markup.
+
+Texts of a corpus are hostile: script tags, overrides of the writing direction that reorder the page around them,
+control characters. What a browser would obey is shown instead, by its code point.
+"""
+
+import html
+import unicodedata
+
+_ALLOWED = frozenset("\n\u200c\u200d\u00ad")
+"""Line feed; the joiners and the soft hyphen are part of how some scripts and emoji are written."""
+_VOID = frozenset({"meta", "br", "rect", "line"})
+
+
+class Html(str):
+    """Markup, as opposed to text that is still to be escaped."""
+
+    __slots__ = ()
+
+
+def visible(text: str) -> str:
+    """The text with control, format and surrogate characters as their code points, `⟨U+202E⟩`; tabs as spaces."""
+    return "".join(_shown(character) for character in text.replace("\t", "    "))
+
+
+def _shown(character: str) -> str:
+    if character in _ALLOWED or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}:
+        return character
+    return f"⟨U+{ord(character):04X}⟩"
+
+
+def markup(value: object) -> Html:
+    """A value as markup: ours as it is, integers with thousands separated, None as a dash, everything else escaped."""
+    if isinstance(value, Html):
+        return value
+    if value is None:
+        return Html("–")
+    if isinstance(value, int):
+        return Html(f"{value:,}")
+    return Html(html.escape(visible(str(value)), quote=True))
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Html:
+    """One element. Attributes that are None are left out; `class_` is class, other underscores are hyphens."""
+    told = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{markup(value if isinstance(value, Html) else str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID and not children:
+        return Html(f"<{name}{told}/>")
+    return Html(f"<{name}{told}>{join(*children)}</{name}>")
+
+
+def join(*children: object, between: str = "") -> Html:
+    """Values as markup, one after the other."""
+    return Html(between.join(markup(child) for child in children))
+
+
+def table(caption: str, heads: list[str], rows: list[list[object]], **attributes: object) -> Html:
+    """A table whose first column names the row; all others are numbers, set flush right.
+
+    It scrolls by itself where the screen is too narrow for it.
+    """
+    first, *others = heads
+    head = tag("tr", tag("th", first, scope="col"), *(tag("th", name, scope="col", class_="number") for name in others))
+    body = [
+        tag("tr", tag("th", row[0], scope="row"), *(tag("td", value, class_="number") for value in row[1:]))
+        for row in rows
+    ]
+    inner = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body), **attributes)
+    return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def details(summary: str, *children: object, **attributes: object) -> Html:
+    """A part that is closed until it is asked for."""
+    return tag("details", tag("summary", summary), *children, **attributes)
+
+
+def share(part: float, whole: float) -> str:
+    """A share in per cent, of one decimal; a dash where there is no whole."""
+    return f"{part / whole:.1%}" if whole else "–"
+
+
+def in_mib(num_bytes: float) -> str:
+    """Bytes in MiB, or GiB from 10 GiB on."""
+    mib = num_bytes / 2**20
+    return f"{mib / 1024:,.1f} GiB" if mib >= 10_240 else f"{mib:,.1f} MiB" if mib >= 10 else f"{mib:,.2f} MiB"

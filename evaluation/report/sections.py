@@ -1,0 +1,238 @@
+"""The parts of the page below its head. A part that has nothing to tell is empty and left out."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from evaluation.report.content import Content, lengths_chart
+from evaluation.report.examples import SHOWN_CHARACTERS, Example
+from evaluation.report.markup import Html, details, in_mib, join, share, table, tag
+from evaluation.report.survey import CONTAMINATED, Tally
+from evaluation.report.svg import draw_bar, draw_histogram
+from pipeline.filters import TOO_SHORT
+from pipeline.ledger import Entry
+from pipeline.manifest import SPLITS
+
+_NOTHING = Html("")
+
+
+def lengths(content: Content) -> Html:
+    """The histogram of lengths and the shares on either side of the limits."""
+    chart = lengths_chart(content)
+    geometry, bands = content.manifest.geometry, content.found.bands
+    kept, short, others = np.zeros((3, 2), np.int64), np.zeros((3, 2), np.int64), np.zeros((3, 2), np.int64)
+    for fate, counts in bands.items():
+        kind = kept if fate in SPLITS else short if fate == TOO_SHORT else others
+        kind += counts
+    every = kept + short + others
+    low, high = geometry.max_tokens, geometry.min_document_tokens
+    names = [f"under {low:,}", f"{low:,} to {high - 1:,}", f"{high:,} and more"]
+    rows: list[list[object]] = [
+        [
+            name,
+            *(int(kind[i, 0]) for kind in (kept, short, others)),
+            *(share(every[i, k], every[:, k].sum()) for k in (0, 1)),
+        ]
+        for i, name in enumerate(names)
+    ]
+    missing = content.manifest.totals["read"] - int(every[:, 0].sum())
+    untold = (
+        f" {missing:,} documents were dropped or failed before they were tokenized and are not shown."
+        if missing
+        else ""
+    )
+    edges = [round(float(edge)) for edge in chart.edges]
+    bins: list[list[object]] = [
+        [f"{a:,} to {b:,}", *(int(one.counts[i]) for one in chart.series)] for i, (a, b) in enumerate(pairwise(edges))
+    ]
+    legend = [tag("span", tag("i", class_=f"swatch {one.role}"), one.label) for one in chart.series]
+    return join(
+        tag(
+            "figure",
+            tag("figcaption", "How many documents have how many tokens.", untold),
+            draw_histogram(chart),
+            tag("p", *legend, class_="legend"),
+        ),
+        table(
+            "Documents by length",
+            ["tokens", "kept", "too short", "other drops", "of documents", "of tokens"],
+            rows,
+        ),
+        details(
+            "All figures of the chart",
+            table("Documents in each bin", ["tokens", *(one.label for one in chart.series)], bins),
+        ),
+    )
+
+
+def reasons(content: Content) -> Html:
+    """Why documents were dropped or failed, and where."""
+    told = content.reasons()
+    if not told:
+        return tag("p", "Every document that was read is kept.")
+    totals = content.manifest.totals
+    most = told[0][2].read
+    rows: list[list[object]] = [
+        [
+            join(tag("span", reason, class_="label"), draw_bar(tally.read, most, role)),
+            "failed" if role == "failed" else "dropped",
+            tally.read,
+            share(tally.read, totals["read"]),
+            share(tally.text_bytes, totals["text_bytes"]),
+        ]
+        for reason, role, tally in told
+    ]
+    parts = [table("Documents that are not kept", ["reason", "kind", "documents", "of documents", "of text"], rows)]
+    if failures := content.manifest.failures:
+        shown = [tag("li", _place(one.source, one.offset), f" {one.reason}: {one.message}") for one in failures[:20]]
+        more = totals["failed"] - len(shown)
+        head = f"Failures: the first {len(shown)}" + (f" of {totals['failed']:,}" if more > 0 else "")
+        parts.append(details(head, tag("ul", *shown, class_="places"), open=""))
+    return join(*parts)
+
+
+def duplicates(content: Content) -> Html:
+    """Clusters of duplicates, the largest with their members."""
+    sizes = content.clusters.sizes
+    if not len(sizes):
+        return _NOTHING
+    by_size = content.clusters.by_size()
+    most = max(number for _, number in by_size)
+    rows: list[list[object]] = [
+        [join(tag("span", f"{size} documents", class_="label"), draw_bar(number, most, "dropped")), number]
+        for size, number in by_size
+    ]
+    removed = int(sizes.sum()) - len(sizes)
+    shown = []
+    for cluster in content.clusters.largest:
+        copies = [tag("li", _entry(entry)) for entry in cluster.copies]
+        left = cluster.size - 1 - len(copies)
+        more = [tag("li", f"and {left:,} more", class_="note")] if left > 0 else []
+        shown.append(
+            details(
+                join(
+                    f"{cluster.size:,} documents, kept: ",
+                    _entry(cluster.kept) if cluster.kept else "not in the ledgers",
+                ),
+                tag("ul", *copies, *more, class_="places"),
+            )
+        )
+    return join(
+        tag("p", f"{removed:,} copies were removed; they belong to {len(sizes):,} documents that are kept."),
+        table("Clusters by size", ["size", "clusters"], rows),
+        tag("h3", "The largest clusters"),
+        *shown,
+    )
+
+
+def contamination(content: Content) -> Html:
+    """Documents that share text with evaluation sets, dropped or kept with a note."""
+    notes = sorted(content.found.notes.items(), key=lambda item: (-item[1], item[0]))
+    dropped = content.found.fates.get(CONTAMINATED, Tally()).read
+    if not notes and not dropped:
+        return _NOTHING
+    kept = sum(number for (fate, _), number in notes if fate in SPLITS)
+    rows: list[list[object]] = [
+        [note, "kept" if fate in SPLITS else "dropped", number] for (fate, note), number in notes[:20]
+    ]
+    return join(
+        tag("p", f"{dropped:,} documents were dropped for text of an evaluation set; {kept:,} are kept with a note."),
+        table("Notes in the ledgers", ["note", "fate", "documents"], rows) if rows else _NOTHING,
+    )
+
+
+def sources(content: Content) -> Html:
+    """Tokens and text by top-level source."""
+    return _tallies(content, "Sources", "source", content.sources())
+
+
+def languages(content: Content) -> Html:
+    """Tokens and text by language."""
+    rows = content.languages()
+    return _tallies(content, "Languages", "language", rows) if rows else _NOTHING
+
+
+def _tallies(content: Content, caption: str, head: str, tallies: list[tuple[str, Tally]]) -> Html:
+    most = max((tally.kept_tokens for _, tally in tallies), default=0)
+    tokens = content.manifest.totals["num_tokens"]
+    rows: list[list[object]] = [
+        [
+            join(tag("bdi", name, class_="label"), draw_bar(tally.kept_tokens, most, "kept")),
+            tally.kept_tokens,
+            share(tally.kept_tokens, tokens),
+            tally.read,
+            share(tally.kept, tally.read),
+            in_mib(tally.text_bytes),
+        ]
+        for name, tally in tallies
+    ]
+    return table(caption, [head, "tokens kept", "of tokens", "documents read", "kept", "text read"], rows)
+
+
+def examples(content: Content) -> Html:
+    """The beginnings of some documents, kept and not."""
+    parts = [
+        tag(
+            "p",
+            f"The first {SHOWN_CHARACTERS} characters at most, drawn by the corpus's seed. Characters that would steer "
+            "the page are shown as their code points.",
+        ),
+        tag("h3", "Kept, as the trainer sees them"),
+        *(_example(example) for example in content.kept),
+    ]
+    for reason, _, tally in content.reasons():
+        shown = [_example(example) for example in content.rejected.get(reason, [])]
+        parts.append(details(join("Not kept: ", tag("strong", reason), f" ({tally.read:,})"), *shown))
+    if any(example.text is None for some in content.rejected.values() for example in some):
+        parts.append(
+            tag(
+                "p",
+                "Texts of dropped documents are there when prepared with ",
+                tag("code", "write_rejected: true"),
+                ".",
+                class_="note",
+            )
+        )
+    return join(*parts)
+
+
+def estimate(content: Content) -> Html:
+    """What was expected from a sample, against what came out."""
+    expected, manifest = content.estimate, content.manifest
+    if expected is None:
+        return _NOTHING
+    pairs = [
+        ("documents read", expected.documents, manifest.totals["read"]),
+        ("documents kept", expected.kept, manifest.totals["kept"]),
+        ("tokens kept", expected.num_tokens, manifest.totals["num_tokens"]),
+        ("bytes of text", expected.text_bytes, manifest.totals["text_bytes"]),
+        ("bytes of shards", expected.shard_bytes, sum(shard.num_bytes for shard in manifest.shards)),
+    ]
+    rows: list[list[object]] = [
+        [name, told, came, f"{told / came - 1:+.1%}" if came else "–"] for name, told, came in pairs
+    ]
+    read = f"Estimated from {in_mib(expected.sampled_bytes)} of {in_mib(expected.input_bytes)} of input."
+    return join(tag("p", read), table("Estimate and outcome", ["", "estimated", "came out", "difference"], rows))
+
+
+def _example(example: Example) -> Html:
+    facts = [f"{example.num_tokens:,} tokens"] if example.num_tokens is not None else []
+    facts += [f"{example.text_bytes:,} bytes"] if example.text_bytes else []
+    head = tag(
+        "p", _place(example.source, example.offset), tag("span", ", ".join(facts), class_="note"), class_="where"
+    )
+    detail = tag("p", example.detail, class_="note") if example.detail else _NOTHING
+    text = tag("blockquote", example.text, dir="auto") if example.text else _NOTHING
+    return tag("article", head, detail, text)
+
+
+def _entry(entry: Entry) -> Html:
+    kept = (entry.detail or "").partition("similarity ")[2]
+    facts = [f"{entry.num_tokens:,} tokens"] if entry.num_tokens is not None else []
+    facts += [f"similarity {kept}"] if kept and entry.fate not in SPLITS else []
+    return join(_place(entry.source, entry.offset), " ", tag("span", ", ".join(facts), class_="note"))
+
+
+def _place(source: str, offset: int) -> Html:
+    """A place as `declutr inspect --document` takes it."""
+    return tag("code", tag("bdi", f"{source}:{offset}"))

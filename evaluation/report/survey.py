@@ -1,0 +1,231 @@
+"""What the ledgers of a prepared corpus add up to, read once, batch by batch: counts, lengths, sources, languages.
+
+Memory grows with the number of duplicates (16 bytes each) and of top-level sources (up to a limit), with nothing else.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from common import seeding
+from pipeline.ledger import ledger_batches
+from pipeline.manifest import SPLITS, Manifest, ShardError
+
+BINS_PER_OCTAVE = 4
+_OCTAVES = 32
+NUM_BINS = 2 * _OCTAVES * BINS_PER_OCTAVE
+"""Bins of a length histogram, half of them below the shortest document that has room for all anchors."""
+MAX_SOURCES = 100_000
+"""Top-level sources held at once; beyond it the smaller half goes to the rest. Sources are read one after the other,
+so that one is hardly ever forgotten before it is whole."""
+EXAMPLES_A_REASON = 3
+_KEPT_COPY = re.compile(r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept")
+_NUMBER = re.compile(r"\b\d+(\.\d+)?\b")
+"""A number that stands by itself: the one in sts12 is part of a name."""
+_PLACE_SHIFT = 40
+CONTAMINATED = "contaminated"
+"""Fate of documents that share text with an evaluation set."""
+_MAX_NOTES = 1000
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Documents of one kind: how many were read, how many of them are kept."""
+
+    read: int = 0
+    text_bytes: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    kept_tokens: int = 0
+
+    def add(self, other: "Tally") -> None:
+        """Adds the documents of another tally."""
+        self.read += other.read
+        self.text_bytes += other.text_bytes
+        self.kept += other.kept
+        self.kept_bytes += other.kept_bytes
+        self.kept_tokens += other.kept_tokens
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Drawn:
+    """A rejected document drawn as an example; the smallest keys win."""
+
+    key: int
+    unit: int
+    ordinal: int
+    line: int
+    """Its line in the unit's file of rejected documents."""
+
+
+@dataclass
+class Survey:
+    """Sums over the ledgers of a folder. Made by `survey`."""
+
+    min_document_tokens: int
+    max_tokens: int
+    seed: int
+    fates: dict[str, Tally] = field(default_factory=dict)
+    sources: dict[str, Tally] = field(default_factory=dict)
+    languages: dict[str | None, Tally] = field(default_factory=dict)
+    num_sources_left: int = 0
+    """Sources beyond the limit, counted in `rest`."""
+    rest: Tally = field(default_factory=Tally)
+    lengths: dict[str, I64] = field(default_factory=dict)
+    """Documents by length for each fate, `(NUM_BINS,)`; bounds in `bin_edges`."""
+    bands: dict[str, I64] = field(default_factory=dict)
+    """Documents and tokens, `(3, 2)`, below max_tokens, below min_document_tokens, and from there, for each fate."""
+    notes: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Documents by fate and note, for kept and contaminated ones; the numbers in a note are left out."""
+    drawn: dict[str, list[Drawn]] = field(default_factory=dict)
+    _copies: list[I64] = field(default_factory=list)
+    _kept_places: list[I64] = field(default_factory=list)
+
+    @property
+    def copies(self) -> tuple[I64, I64]:
+        """`(n,)` places of removed duplicates, and of the documents kept in their stead; see `place_of`."""
+        empty = [np.empty(0, np.int64)]
+        return np.concatenate(self._copies or empty), np.concatenate(self._kept_places or empty)
+
+    def bin_edges(self) -> NDArray[np.float64]:
+        """Bounds of the length bins in tokens, `(NUM_BINS + 1,)`: quarters of octaves from the shortest document."""
+        steps = np.arange(NUM_BINS + 1) - NUM_BINS // 2
+        return self.min_document_tokens * np.exp2(steps / BINS_PER_OCTAVE)
+
+    def add(self, batch: pa.RecordBatch, unit: int, start: int, line: int) -> int:
+        """Adds rows of a unit's ledger.
+
+        Args:
+            batch: rows with the columns of pipeline/ledger.py.
+            unit: number of the unit.
+            start: ordinal of the first row.
+            line: rejected documents of the unit before this batch.
+
+        Returns:
+            Rejected documents of the unit after this batch.
+        """
+        fates = batch.column("fate").dictionary_encode()
+        names: list[str] = fates.dictionary.to_pylist()
+        codes = fates.indices.to_numpy()
+        self._count(batch)
+        self._measure(batch.column("num_tokens"), codes, names)
+        self._note(batch, codes, names)
+        rejected = ~np.isin(codes, [code for code, name in enumerate(names) if name in SPLITS])
+        lines = line + np.cumsum(rejected) - 1
+        for code, name in enumerate(names):
+            if name not in SPLITS:
+                rows = np.flatnonzero(codes == code)
+                self._draw(name, unit, start + rows, lines[rows])
+                self._link(batch.column("detail").take(pa.array(rows)), unit, start + rows)
+        return line + int(rejected.sum())
+
+    def _count(self, batch: pa.RecordBatch) -> None:
+        top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")
+        columns = {name: batch.column(name) for name in ("fate", "language", "text_bytes", "num_tokens")}
+        sums = [("text_bytes", "sum"), ("text_bytes", "count"), ("num_tokens", "sum")]
+        grouped = pa.table(columns | {"source": top}).group_by(["fate", "language", "source"]).aggregate(sums)
+        names = ("fate", "language", "source", "text_bytes_count", "text_bytes_sum", "num_tokens_sum")
+        for fate, language, source, read, size, tokens in zip(
+            *(grouped.column(name).to_pylist() for name in names), strict=True
+        ):
+            kept = fate in SPLITS
+            tally = Tally(read, size, read * kept, size * kept, (tokens or 0) * kept)
+            self.fates.setdefault(fate, Tally()).add(tally)
+            self.sources.setdefault(source, Tally()).add(tally)
+            self.languages.setdefault(language, Tally()).add(tally)
+        if len(self.sources) > MAX_SOURCES:
+            self._forget_small_sources()
+
+    def _forget_small_sources(self) -> None:
+        by_size = sorted(self.sources.items(), key=lambda item: (-item[1].text_bytes, item[0]))
+        self.sources = dict(by_size[: MAX_SOURCES // 2])
+        for _, tally in by_size[MAX_SOURCES // 2 :]:
+            self.rest.add(tally)
+            self.num_sources_left += 1
+
+    def _measure(self, column: pa.Array, codes: I64, names: list[str]) -> None:
+        """Adds the lengths of the documents that were tokenized."""
+        known = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+        lengths = column.take(pa.array(known)).to_numpy()
+        octaves = np.log2(np.maximum(lengths, 1) / self.min_document_tokens)
+        bins = np.clip(np.floor(octaves * BINS_PER_OCTAVE).astype(np.int64) + NUM_BINS // 2, 0, NUM_BINS - 1)
+        bands = np.digitize(lengths, [self.max_tokens, self.min_document_tokens])
+        for code in np.unique(codes[known]):
+            mine = codes[known] == code
+            found = np.bincount(bins[mine], minlength=NUM_BINS)
+            documents = np.bincount(bands[mine], minlength=3)
+            tokens = np.bincount(bands[mine], weights=lengths[mine], minlength=3).astype(np.int64)
+            name = names[code]
+            self.lengths[name] = self.lengths.get(name, np.zeros(NUM_BINS, np.int64)) + found
+            self.bands[name] = self.bands.get(name, np.zeros((3, 2), np.int64)) + np.stack([documents, tokens], 1)
+
+    def _note(self, batch: pa.RecordBatch, codes: I64, names: list[str]) -> None:
+        """Counts the notes on kept and contaminated documents."""
+        wanted = [code for code, name in enumerate(names) if name in SPLITS or name == CONTAMINATED]
+        rows = np.flatnonzero(np.isin(codes, wanted) & batch.column("detail").is_valid().to_numpy(zero_copy_only=False))
+        for code, detail in zip(
+            codes[rows].tolist(), batch.column("detail").take(pa.array(rows)).to_pylist(), strict=True
+        ):
+            key = (names[code], _NUMBER.sub("…", detail)[:200])
+            if key in self.notes or len(self.notes) < _MAX_NOTES:
+                self.notes[key] = self.notes.get(key, 0) + 1
+
+    def _draw(self, reason: str, unit: int, ordinals: I64, lines: I64) -> None:
+        """Draws examples of a reason: those with the smallest keys, each a function of seed, unit and ordinal."""
+        words = seeding.words(
+            self.seed, "report", np.full(len(ordinals), unit, np.uint64), ordinals.astype(np.uint64), 1
+        )
+        best = np.argsort(words[:, 0], kind="stable")[:EXAMPLES_A_REASON]
+        fresh = [Drawn(int(words[i, 0]), unit, int(ordinals[i]), int(lines[i])) for i in best]
+        self.drawn[reason] = sorted(self.drawn.get(reason, []) + fresh)[:EXAMPLES_A_REASON]
+
+    def _link(self, details: pa.Array, unit: int, ordinals: I64) -> None:
+        """Notes which document is kept in the stead of a removed duplicate."""
+        found = pc.extract_regex(details, _KEPT_COPY.pattern)
+        valid = np.flatnonzero(found.is_valid().to_numpy(zero_copy_only=False))
+        if len(valid):
+            kept = found.take(pa.array(valid))
+            units, places = (kept.field(name).cast(pa.int64()).to_numpy() for name in ("unit", "ordinal"))
+            self._copies.append((unit << _PLACE_SHIFT) + ordinals[valid])
+            self._kept_places.append((units << _PLACE_SHIFT) + places)
+
+
+def unit_and_ordinal(place: int) -> tuple[int, int]:
+    """Unit and ordinal of a place in `Survey.copies`."""
+    return place >> _PLACE_SHIFT, place & ((1 << _PLACE_SHIFT) - 1)
+
+
+def ledger_paths(folder: Path, manifest: Manifest) -> Iterator[tuple[int, Path]]:
+    """Number and ledger of each unit, in plan order."""
+    for ledger in manifest.ledgers:
+        path = folder / ledger.name
+        yield int(path.stem), path
+
+
+def survey(folder: Path, manifest: Manifest) -> Survey:
+    """Reads all ledgers of a folder.
+
+    Raises:
+        ShardError: the ledgers do not say what the manifest says.
+    """
+    geometry = manifest.geometry
+    found = Survey(geometry.min_document_tokens, geometry.max_tokens, int(manifest.config.get("seed", 0)))
+    for unit, path in ledger_paths(folder, manifest):
+        start = line = 0
+        for batch in ledger_batches(path):
+            line = found.add(batch, unit, start, line)
+            start += batch.num_rows
+    counted = {fate: tally.read for fate, tally in sorted(found.fates.items())}
+    totals = {"train": manifest.totals["kept_train"], "held-out": manifest.totals["kept_held_out"]}
+    told = totals | manifest.dropped | manifest.failed
+    if counted != dict(sorted((fate, number) for fate, number in told.items() if number)):
+        raise ShardError(f"{folder}: the ledgers count {counted}, the manifest says {told}; prepare it again")
+    return found

@@ -1,0 +1,59 @@
+"""Prepared folders made document by document, by the writers that `prepare` uses, with fates as a test wants them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import PipelineConfig, config_hash, identity
+from pipeline.corpus import Part, document_id
+from pipeline.ledger import Entry
+from pipeline.manifest import MANIFEST, Manifest, build_manifest
+from pipeline.tokenization import Encoder, describe_tokenizer, train_tokenizer
+from pipeline.unit_writer import UnitWriter
+from pipeline.units import Unit
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document as it was read, and what became of it. A failure has the text None."""
+
+    text: str | None
+    fate: str = "train"
+    source: str = "a.jsonl"
+    detail: str | None = None
+    language: str | None = None
+    tokenized: bool = True
+
+
+def write_prepared(folder: Path, units: list[list[Row]], **settings) -> Manifest:
+    """Writes shards, ledgers, rejected documents, tokenizer and manifest; offsets are the places in each unit."""
+    values = {
+        "output": str(folder),
+        "corpus": {"kind": "files", "paths": ["a.jsonl"]},
+        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
+        "geometry": {"num_anchors": 1, "max_tokens": 16},
+        "write_rejected": True,
+    }
+    config = PipelineConfig.model_validate(values | settings)
+    texts = [row.text for unit in units for row in unit if row.text]
+    made = train_tokenizer(iter(texts), 400)
+    made.save_pretrained(str(folder / "tokenizer"))
+    tokenizer, encoder = describe_tokenizer(made, "train"), Encoder.load(folder / "tokenizer")
+    sidecars = []
+    for number, rows in enumerate(units):
+        part = Part(format="jsonl", path="a.jsonl", source="a.jsonl", start=0, stop=1, num_bytes=1000)
+        with UnitWriter(folder, Unit(name=f"{number:05d}", parts=[part]), config, tokenizer) as writer:
+            for offset, row in enumerate(rows):
+                text = row.text or ""
+                identity_ = None if row.text is None else document_id(text.encode())
+                tokens = encoder.encode([text])[0]
+                num_tokens = len(tokens) if identity_ and row.tokenized else None
+                size = len(text.encode())
+                entry = Entry(identity_, row.source, offset, size, num_tokens, row.language, row.fate, None, row.detail)
+                if row.fate in ("train", "held-out"):
+                    writer.keep(entry, tokens)
+                else:
+                    writer.reject(entry, text)
+        sidecars.append(writer.finish())
+    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config))
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1))
+    return manifest
