@@ -28,8 +28,7 @@ class Bars:
     name: str
     """File name without suffix."""
     title: str
-    unit: str
-    """What is counted."""
+    """Says what is counted."""
     bars: list[Bar]
 
 
@@ -89,7 +88,7 @@ class Histogram:
         powers = range(13)
         fine = [step * 10**power for power in powers for step in (1, 2, 5)]
         inside = [tick for tick in fine if self.edges[0] <= tick <= self.edges[-1]]
-        return inside if len(inside) <= 7 else [tick for tick in inside if str(tick).strip("0") == "1"]
+        return inside if len(inside) <= 9 else [tick for tick in inside if str(tick).strip("0") == "1"]
 
 
 def count_ticks(largest: int) -> list[int]:

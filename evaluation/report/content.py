@@ -10,14 +10,14 @@ from evaluation.report.charts import Bar, Bars, Histogram, Mark, Role, Series
 from evaluation.report.clusters import Clusters, find_clusters
 from evaluation.report.examples import Example, kept_examples, rejected_examples
 from evaluation.report.markup import share
-from evaluation.report.survey import NUM_BINS, Survey, Tally, survey
+from evaluation.report.survey import NUM_BINS, Survey, survey
+from evaluation.report.tally import Tallies, Tally
 from pipeline.estimate import Estimate, load_estimate
 from pipeline.filters import TOO_SHORT
 from pipeline.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
 from pipeline.shards import check_shards
 
-SHOWN_SOURCES = 20
-_SHOWN_LANGUAGES = 20
+_SHOWN_NAMES = 20
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,15 @@ class Content:
     kept: list[Example]
     rejected: dict[str, list[Example]]
     estimate: Estimate | None
+    fates: dict[str, Tally]
+    """Documents by fate."""
 
     @property
     def kept_tally(self) -> Tally:
         """All kept documents."""
         total = Tally()
         for split in SPLITS:
-            total.add(self.found.fates.get(split, Tally()))
+            total.add(self.fates.get(split, Tally()))
         return total
 
     def reasons(self) -> list[tuple[str, Role, Tally]]:
@@ -49,21 +51,19 @@ class Content:
                 "failed" if reason in self.manifest.failed else "short" if reason == TOO_SHORT else "dropped",
                 tally,
             )
-            for reason, tally in self.found.fates.items()
+            for reason, tally in self.fates.items()
             if reason not in SPLITS
         ]
         return sorted(told, key=lambda item: (-item[2].read, item[0]))
 
     def sources(self) -> list[tuple[str, Tally]]:
         """The top-level sources with the most kept tokens, and the rest as one when there are more."""
-        return _largest(self.found.sources, SHOWN_SOURCES, self.found.num_sources_left, self.found.rest)
+        return _with_rest(self.found.sources)
 
     def languages(self) -> list[tuple[str, Tally]]:
         """Languages by kept tokens; none when they were not asked for."""
-        if not set(self.found.languages) - {None}:
-            return []
-        named = {language or "not determined": tally for language, tally in self.found.languages.items()}
-        return _largest(named, _SHOWN_LANGUAGES, 0, Tally())
+        rows = _with_rest(self.found.languages)
+        return [(name or "not determined", tally) for name, tally in rows] if any(name for name, _ in rows) else []
 
     def median_tokens(self) -> int:
         """Median length of the kept documents, to a quarter of an octave."""
@@ -92,6 +92,7 @@ def gather(folder: Path) -> Content:
         kept=kept_examples(folder, manifest),
         rejected=rejected_examples(folder, found),
         estimate=load_estimate(folder),
+        fates={str(fate): tally for fate, tally in found.fates.all().items()},
     )
 
 
@@ -107,7 +108,7 @@ def lengths_chart(content: Content) -> Histogram:
         series.append(Series("dropped", "dropped for other reasons", others))
     limit = geometry.min_document_tokens
     marks = [
-        Mark(geometry.max_tokens, f"{geometry.max_tokens:,}: a longest span"),
+        Mark(geometry.max_tokens, f"{geometry.max_tokens:,}: longest span"),
         Mark(limit, f"{limit:,}: room for all anchors"),
     ]
     edges = content.found.bin_edges()
@@ -121,7 +122,7 @@ def bar_charts(content: Content) -> list[Bars]:
         Bar(reason, tally.read, role, f"{tally.read:,} ({share(tally.read, totals['read'])})")
         for reason, role, tally in content.reasons()
     ]
-    charts = [Bars("reasons", "Why documents are not kept", "documents", reasons)]
+    charts = [Bars("reasons", "Documents that are not kept, by reason", reasons)]
     for name, title, rows in (
         ("sources", "Kept tokens by source", content.sources()),
         ("languages", "Kept tokens by language", content.languages()),
@@ -135,17 +136,13 @@ def bar_charts(content: Content) -> list[Bars]:
             )
             for label, tally in rows
         ]
-        charts.append(Bars(name, title, "tokens", bars))
+        charts.append(Bars(name, title, bars))
     sizes = [Bar(f"{size} documents", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()]
-    charts.append(Bars("clusters", "Clusters of duplicates by size", "clusters", sizes))
+    charts.append(Bars("clusters", "Clusters of duplicates by size", sizes))
     return [chart for chart in charts if chart.bars]
 
 
-def _largest(tallies: dict[str, Tally], limit: int, num_left: int, left: Tally) -> list[tuple[str, Tally]]:
-    ordered = sorted(tallies.items(), key=lambda item: (-item[1].kept_tokens, -item[1].text_bytes, item[0]))
-    rest = Tally()
-    rest.add(left)
-    for _, tally in ordered[limit:]:
-        rest.add(tally)
-    num_rest = num_left + len(ordered[limit:])
-    return ordered[:limit] + ([(f"({num_rest:,} others)", rest)] if num_rest else [])
+def _with_rest(tallies: Tallies) -> list[tuple[str, Tally]]:
+    """The largest by kept tokens, and all others as one row."""
+    rows, num_others, others = tallies.largest(_SHOWN_NAMES)
+    return rows + ([(f"({num_others:,} others)", others)] if num_others else [])

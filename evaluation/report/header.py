@@ -51,7 +51,7 @@ def _facts(content: Content) -> Html:
     facts: list[tuple[str, object, str]] = [
         ("Tokens kept", tag("span", totals["num_tokens"], id="total-num_tokens"), "without special tokens"),
         ("Text read", in_mib(totals["text_bytes"]), f"{in_mib(content.kept_tally.text_bytes)} of it kept"),
-        ("Input", in_mib(totals["num_bytes"]), "as the files are, compressed or not"),
+        ("Input", in_mib(totals["num_bytes"]), "as stored, compressed or not"),
         ("For training", totals["kept_train"], f"and {totals['kept_held_out']:,} held out"),
         ("Shards", len(manifest.shards), in_mib(shard_bytes)),
         ("Longest document", totals["longest_tokens"], "tokens, kept or not"),
@@ -89,8 +89,9 @@ def _glance(content: Content) -> list[str]:
             f"Most losses: {reason}, {tally.read:,} documents ({share(tally.read, totals['read'])}) with "
             f"{share(tally.text_bytes, totals['text_bytes'])} of the text."
         )
-    if len(content.found.sources) > 1:
-        name, top = content.sources()[0]
+    sources = content.sources()
+    if len(sources) > 1:
+        name, top = sources[0]
         lines.append(
             f"The largest source, {name}, gives {share(top.kept_tokens, totals['num_tokens'])} of the kept tokens."
         )

@@ -43,7 +43,12 @@ def page(content: Content) -> str:
         header(content),
         tag("nav", *links, aria_label="Parts of this report"),
         tag("main", *sections),
-        tag("footer", "Made by `declutr report` from the manifest, the ledgers and the shards of this corpus."),
+        tag(
+            "footer",
+            "Made by ",
+            tag("code", "declutr report"),
+            " from the manifest, the ledgers and the shards of this corpus.",
+        ),
     )
     return f"<!DOCTYPE html>\n{tag('html', _head(title), body, lang='en')}\n"
 

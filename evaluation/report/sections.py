@@ -7,8 +7,9 @@ import numpy as np
 from evaluation.report.content import Content, lengths_chart
 from evaluation.report.examples import SHOWN_CHARACTERS, Example
 from evaluation.report.markup import Html, details, in_mib, join, share, table, tag
-from evaluation.report.survey import CONTAMINATED, Tally
+from evaluation.report.survey import CONTAMINATED
 from evaluation.report.svg import draw_bar, draw_histogram
+from evaluation.report.tally import Tally
 from pipeline.filters import TOO_SHORT
 from pipeline.ledger import Entry
 from pipeline.manifest import SPLITS
@@ -128,7 +129,7 @@ def duplicates(content: Content) -> Html:
 def contamination(content: Content) -> Html:
     """Documents that share text with evaluation sets, dropped or kept with a note."""
     notes = sorted(content.found.notes.items(), key=lambda item: (-item[1], item[0]))
-    dropped = content.found.fates.get(CONTAMINATED, Tally()).read
+    dropped = content.fates.get(CONTAMINATED, Tally()).read
     if not notes and not dropped:
         return _NOTHING
     kept = sum(number for (fate, _), number in notes if fate in SPLITS)
@@ -143,13 +144,13 @@ def contamination(content: Content) -> Html:
 
 def sources(content: Content) -> Html:
     """Tokens and text by top-level source."""
-    return _tallies(content, "Sources", "source", content.sources())
+    return _tallies(content, "Top-level sources by tokens kept", "source", content.sources())
 
 
 def languages(content: Content) -> Html:
     """Tokens and text by language."""
     rows = content.languages()
-    return _tallies(content, "Languages", "language", rows) if rows else _NOTHING
+    return _tallies(content, "Languages by tokens kept", "language", rows) if rows else _NOTHING
 
 
 def _tallies(content: Content, caption: str, head: str, tallies: list[tuple[str, Tally]]) -> Html:

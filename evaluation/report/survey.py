@@ -1,6 +1,6 @@
 """What the ledgers of a prepared corpus add up to, read once, batch by batch: counts, lengths, sources, languages.
 
-Memory grows with the number of duplicates (16 bytes each) and of top-level sources (up to a limit), with nothing else.
+Memory grows with the number of duplicates (16 bytes each) and, up to a limit, of top-level sources.
 """
 
 import re
@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from common import seeding
+from evaluation.report.tally import Tallies, tally_columns
 from pipeline.ledger import ledger_batches
 from pipeline.manifest import SPLITS, Manifest, ShardError
 
@@ -21,9 +22,6 @@ BINS_PER_OCTAVE = 4
 _OCTAVES = 32
 NUM_BINS = 2 * _OCTAVES * BINS_PER_OCTAVE
 """Bins of a length histogram, half of them below the shortest document that has room for all anchors."""
-MAX_SOURCES = 100_000
-"""Top-level sources held at once; beyond it the smaller half goes to the rest. Sources are read one after the other,
-so that one is hardly ever forgotten before it is whole."""
 EXAMPLES_A_REASON = 3
 _KEPT_COPY = re.compile(r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept")
 _NUMBER = re.compile(r"\b\d+(\.\d+)?\b")
@@ -34,25 +32,6 @@ CONTAMINATED = "contaminated"
 _MAX_NOTES = 1000
 
 I64 = NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class Tally:
-    """Documents of one kind: how many were read, how many of them are kept."""
-
-    read: int = 0
-    text_bytes: int = 0
-    kept: int = 0
-    kept_bytes: int = 0
-    kept_tokens: int = 0
-
-    def add(self, other: "Tally") -> None:
-        """Adds the documents of another tally."""
-        self.read += other.read
-        self.text_bytes += other.text_bytes
-        self.kept += other.kept
-        self.kept_bytes += other.kept_bytes
-        self.kept_tokens += other.kept_tokens
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,12 +52,10 @@ class Survey:
     min_document_tokens: int
     max_tokens: int
     seed: int
-    fates: dict[str, Tally] = field(default_factory=dict)
-    sources: dict[str, Tally] = field(default_factory=dict)
-    languages: dict[str | None, Tally] = field(default_factory=dict)
-    num_sources_left: int = 0
-    """Sources beyond the limit, counted in `rest`."""
-    rest: Tally = field(default_factory=Tally)
+    fates: Tallies = field(default_factory=Tallies)
+    sources: Tallies = field(default_factory=Tallies)
+    """By top level: a file, or the archive that a document stood in."""
+    languages: Tallies = field(default_factory=Tallies)
     lengths: dict[str, I64] = field(default_factory=dict)
     """Documents by length for each fate, `(NUM_BINS,)`; bounds in `bin_edges`."""
     bands: dict[str, I64] = field(default_factory=dict)
@@ -128,28 +105,11 @@ class Survey:
         return line + int(rejected.sum())
 
     def _count(self, batch: pa.RecordBatch) -> None:
+        columns = tally_columns(batch)
         top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")
-        columns = {name: batch.column(name) for name in ("fate", "language", "text_bytes", "num_tokens")}
-        sums = [("text_bytes", "sum"), ("text_bytes", "count"), ("num_tokens", "sum")]
-        grouped = pa.table(columns | {"source": top}).group_by(["fate", "language", "source"]).aggregate(sums)
-        names = ("fate", "language", "source", "text_bytes_count", "text_bytes_sum", "num_tokens_sum")
-        for fate, language, source, read, size, tokens in zip(
-            *(grouped.column(name).to_pylist() for name in names), strict=True
-        ):
-            kept = fate in SPLITS
-            tally = Tally(read, size, read * kept, size * kept, (tokens or 0) * kept)
-            self.fates.setdefault(fate, Tally()).add(tally)
-            self.sources.setdefault(source, Tally()).add(tally)
-            self.languages.setdefault(language, Tally()).add(tally)
-        if len(self.sources) > MAX_SOURCES:
-            self._forget_small_sources()
-
-    def _forget_small_sources(self) -> None:
-        by_size = sorted(self.sources.items(), key=lambda item: (-item[1].text_bytes, item[0]))
-        self.sources = dict(by_size[: MAX_SOURCES // 2])
-        for _, tally in by_size[MAX_SOURCES // 2 :]:
-            self.rest.add(tally)
-            self.num_sources_left += 1
+        self.sources.add(top, columns)
+        self.fates.add(batch.column("fate"), columns)
+        self.languages.add(batch.column("language"), columns)
 
     def _measure(self, column: pa.Array, codes: I64, names: list[str]) -> None:
         """Adds the lengths of the documents that were tokenized."""
@@ -223,9 +183,9 @@ def survey(folder: Path, manifest: Manifest) -> Survey:
         for batch in ledger_batches(path):
             line = found.add(batch, unit, start, line)
             start += batch.num_rows
-    counted = {fate: tally.read for fate, tally in sorted(found.fates.items())}
+    counted = {fate: tally.read for fate, tally in found.fates.all().items()}
     totals = {"train": manifest.totals["kept_train"], "held-out": manifest.totals["kept_held_out"]}
     told = totals | manifest.dropped | manifest.failed
-    if counted != dict(sorted((fate, number) for fate, number in told.items() if number)):
+    if counted != {fate: number for fate, number in told.items() if number}:
         raise ShardError(f"{folder}: the ledgers count {counted}, the manifest says {told}; prepare it again")
     return found

@@ -29,10 +29,10 @@ def draw_histogram(chart: Histogram) -> Html:
     parts.append(tag("text", chart.axis, x="50%", y=_px(base + 40), class_="tick middle"))
     parts += _bins(chart, scale, base)
     parts.append(tag("line", x1="0", x2="100%", y1=_px(base), y2=_px(base), class_="axis"))
-    for number, mark in enumerate(sorted(chart.marks, key=lambda mark: mark.value)):
+    for number, mark in enumerate(sorted(chart.marks, key=lambda mark: -mark.value)):
         place = chart.place(mark.value)
         y = 14 + 18 * number
-        before = place > 0.5
+        before = place > 0.4
         x = _percent(place)
         parts.append(tag("line", x1=x, x2=x, y1=_px(y - 10), y2=_px(base), class_="mark"))
         side = {"dx": "-6" if before else "6", "class_": f"tick {'end' if before else 'start'} strong"}
