@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from common.logs import get_logger
 from pipeline.config import PipelineConfig
 from pipeline.duplicates.find import DUPLICATES, find_duplicates
-from pipeline.manifest import Sidecar
+from pipeline.manifest import ShardError, Sidecar
 from pipeline.progress import Progress
 from pipeline.selection import select_unit
 from pipeline.session import start_ray
@@ -65,8 +66,14 @@ def _run(
         rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
         results = rows.map(task, fn_kwargs=arguments, num_cpus=1)
         with Progress(folder, name, sum(unit.num_bytes for unit in units), done) as progress:
-            for row in results.iter_rows():
-                sidecar = Sidecar.model_validate_json(row["sidecar"])
-                sidecars[sidecar.unit] = sidecar
-                progress.add(sidecar)
+            try:
+                for row in results.iter_rows():
+                    sidecar = Sidecar.model_validate_json(row["sidecar"])
+                    sidecars[sidecar.unit] = sidecar
+                    progress.add(sidecar)
+            except RayTaskError as error:
+                if isinstance(error.cause, OSError | ShardError):
+                    again = "what is finished stays; the same command continues"
+                    raise ShardError(f"{name}: a task failed in {folder}: {error.cause} ({again})") from error
+                raise
     return [sidecars[unit.name] for unit in units]
