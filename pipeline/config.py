@@ -1,8 +1,8 @@
 """Configuration of `prepare`: composes the branches that sit beside the code they configure."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.config import Strict, flat_keys
 from common.storage import hash_json
@@ -10,7 +10,7 @@ from pipeline.corpus import FilesCorpus
 from pipeline.pydocs import PythonDocs
 from pipeline.session import SessionConfig
 from pipeline.tokenization import TokenizerConfig
-from pipeline.windows import Geometry
+from pipeline.windows import Geometry, ShortDocuments
 
 # Settings that say where and how the work runs, not what it makes.
 _NO_INFLUENCE = {"output", "session"}
@@ -24,8 +24,10 @@ class PipelineConfig(Strict):
     corpus: Annotated[FilesCorpus | PythonDocs, Field(discriminator="kind")]
     tokenizer: TokenizerConfig
     geometry: Geometry = Geometry()
-    short_documents: Literal["drop"] = "drop"
-    """What becomes of documents under 2 * num_anchors * max_tokens tokens."""
+    short_documents: ShortDocuments = "drop"
+    """What becomes of documents under 2 * num_anchors * max_tokens tokens. drop: as in the paper. fewer_anchors: they
+    give as many anchors as fit. shrink_spans: they give all anchors, with spans of at most 1 / (2 * num_anchors) of the
+    document, down to geometry.min_tokens."""
     held_out_share: float = Field(default=0.01, ge=0, lt=1)
     """Share of documents kept from training, chosen by document id."""
     unit_mib: float = Field(default=32.0, gt=0)
@@ -35,6 +37,16 @@ class PipelineConfig(Strict):
     seed: int = Field(default=0, ge=0)
     """Of the held-out split."""
     session: SessionConfig = SessionConfig()
+
+    @model_validator(mode="after")
+    def _windows_can_shrink(self) -> "PipelineConfig":
+        geometry = self.geometry
+        if self.short_documents == "shrink_spans" and geometry.min_tokens > geometry.max_tokens:
+            raise ValueError(
+                f"geometry.min_tokens = {geometry.min_tokens} must be at most geometry.max_tokens = "
+                f"{geometry.max_tokens} where short_documents = shrink_spans; lower it"
+            )
+        return self
 
 
 def identity(config: PipelineConfig) -> dict[str, Any]:

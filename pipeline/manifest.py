@@ -10,7 +10,7 @@ from common.config import Strict, describe
 from pipeline.corpus import Failure
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.tokenization import TokenizerInfo
-from pipeline.windows import Geometry
+from pipeline.windows import Geometry, ShortDocuments
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
@@ -93,6 +93,12 @@ class Manifest(Strict):
     """The resolved settings that decide what the shards hold."""
     config_hash: str
     versions: dict[str, str]
+
+    @property
+    def short_documents(self) -> ShortDocuments:
+        """What became of documents too short for `geometry`."""
+        found: ShortDocuments = self.config.get("short_documents", "drop")
+        return found
 
     def of_split(self, split: str) -> list[Shard]:
         """Shards of a split, in the order that numbers its documents."""

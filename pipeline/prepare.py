@@ -17,6 +17,7 @@ from common.logs import get_logger, setup_logging
 from common.storage import folder_aside, write_text
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.corpus import Document, normalise
+from pipeline.filters import limit_in_words
 from pipeline.manifest import (
     MANIFEST,
     TOKENIZER,
@@ -174,11 +175,10 @@ def _nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
             f"corpus: no document could be read, all {counts.read} failed{could_not}; check paths, format and "
             "text_field of the corpus"
         )
-    geometry = config.geometry
     return (
         f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "
-        f"tokens, the limit is 2 * geometry.num_anchors ({geometry.num_anchors}) * geometry.max_tokens "
-        f"({geometry.max_tokens}) = {geometry.min_document_tokens}; lower one of them or use longer documents"
+        f"tokens, the limit is {limit_in_words(config.geometry, config.short_documents)}; lower one of them or use "
+        "longer documents"
     )
 
 

@@ -62,7 +62,7 @@ def write_unit(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: Toke
         ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not close.
     """
     encoder = _encoder(str(folder / "tokenizer"), tokenizer.fingerprint)
-    schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint)
+    schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint, config.short_documents)
     failures: list[Failure] = []
     failed: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
@@ -77,7 +77,7 @@ def write_unit(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: Toke
             for (text, identity, document), tokens in zip(batch, rows, strict=True):
                 text_bytes += len(text.encode())
                 longest_tokens = max(longest_tokens, len(tokens))
-                reason = drop_reason(len(tokens), config.geometry)
+                reason = drop_reason(len(tokens), config.geometry, config.short_documents)
                 if reason:
                     dropped[reason] += 1
                 else:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from common.storage import hash_file, write_aside
 from pipeline.corpus import Document
 from pipeline.manifest import Shard, ShardError, Split
-from pipeline.windows import window_starts
+from pipeline.schema import geometry_of
+from pipeline.windows import document_windows
 
 _BLOCK_TOKENS = 2**25
 
@@ -69,12 +70,12 @@ class ShardWriter:
         if self._stream is None:
             aside = self._stack.enter_context(write_aside(self.folder / self.name))
             self._stream = self._stack.enter_context(pa.ipc.new_file(str(aside), self.schema))
-        max_tokens = int(self.schema.metadata[b"max_tokens"])
+        geometry, short_documents = geometry_of(self.schema)
         columns = {
             "id": pa.array([identity for identity, _, _ in self._rows], self.schema.field("id").type),
             "tokens": _lists([tokens for _, tokens, _ in self._rows], self.schema.field("tokens").type),
             "windows": _lists(
-                [window_starts(len(tokens), max_tokens) for _, tokens, _ in self._rows],
+                [document_windows(len(tokens), geometry, short_documents) for _, tokens, _ in self._rows],
                 self.schema.field("windows").type,
             ),
             "num_tokens": pa.array([len(tokens) for _, tokens, _ in self._rows], pa.int64()),
