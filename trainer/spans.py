@@ -128,13 +128,13 @@ def place(
         ValueError: a document is shorter than this mode keeps: than 2 * A * l_max tokens where short ones are dropped.
     """
     counts = _count_anchors(config, num_tokens, np.diff(window_offsets), short_documents)
-    shortest, longest_ = config.min_tokens, _longest(config, windows, window_offsets, short_documents)[:, None, None]
+    shortest, longest = config.min_tokens, _longest(config, windows, window_offsets, short_documents)[:, None]
     chosen = _choose_windows(counts, draws.windows, windows, window_offsets)
-    length = _scale(draws.anchor_lengths, shortest, longest_[..., 0])
-    start = chosen + _pick(draws.anchor_starts, longest_[..., 0] - length + 1)
+    length = _scale(draws.anchor_lengths, shortest, longest)
+    start = chosen + _pick(draws.anchor_starts, longest - length + 1)
     end = start + length
 
-    start_, end_ = start[..., None], end[..., None]
+    start_, end_, longest_ = start[..., None], end[..., None], longest[..., None]
     total = num_tokens[:, None, None]
     if config.strategy == "subsuming":
         positive_length = _scale(draws.positive_lengths, shortest, length[..., None])
