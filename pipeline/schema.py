@@ -13,17 +13,22 @@
 number in Parquet files, and 0 for a Python module; for `pydoc_data.topics` it is the ordinal of the topic.
 """
 
+from typing import cast
+
 import pyarrow as pa
 
-from pipeline.windows import Geometry
+from pipeline.windows import Geometry, ShortDocuments
 
 SCHEMA_VERSION = 1
 ID_BYTES = 16
 UINT16_VOCABULARY = 2**16
 
 
-def shard_schema(vocab_size: int, geometry: Geometry, fingerprint: str) -> pa.Schema:
+def shard_schema(
+    vocab_size: int, geometry: Geometry, fingerprint: str, short_documents: ShortDocuments = "drop"
+) -> pa.Schema:
     """Schema of a shard; its metadata names what the tokens and windows mean, so that a shard explains itself."""
+    drop = short_documents == "drop"
     token_type = pa.uint16() if vocab_size <= UINT16_VOCABULARY else pa.uint32()
     return pa.schema(
         [
@@ -40,5 +45,14 @@ def shard_schema(vocab_size: int, geometry: Geometry, fingerprint: str) -> pa.Sc
             "vocab_size": str(vocab_size),
             "num_anchors": str(geometry.num_anchors),
             "max_tokens": str(geometry.max_tokens),
-        },
+        }
+        # What plays no part where short documents are dropped is left out there.
+        | ({} if drop else {"min_tokens": str(geometry.min_tokens), "short_documents": short_documents}),
     )
+
+
+def geometry_of(schema: pa.Schema) -> tuple[Geometry, ShortDocuments]:
+    """The geometry of a shard, and what became of short documents."""
+    found = {key.decode(): value.decode() for key, value in schema.metadata.items()}
+    geometry = Geometry.model_validate({key: found[key] for key in Geometry.model_fields if key in found})
+    return geometry, cast(ShortDocuments, found.get("short_documents", "drop"))

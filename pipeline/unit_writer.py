@@ -34,7 +34,7 @@ class UnitWriter:
     """
 
     def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
-        schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint)
+        schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint, config.short_documents)
         self._folder, self._unit, self._config = folder, unit, config
         self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.block_documents) for s in SPLITS}
         self._ledger = LedgerWriter(folder, unit.name)

@@ -98,7 +98,7 @@ def judged_documents(
                 yield judged, None
                 continue
             tokens = next(rows)
-            reason = drop_reason(len(tokens), config.geometry)
+            reason = drop_reason(len(tokens), config.geometry, config.short_documents)
             fate = reason or split_of(judged.entry.id or b"", config)
             entry = replace(judged.entry, num_tokens=len(tokens), fate=fate)
             yield Judged(entry, judged.text), None if reason else tokens
