@@ -64,7 +64,7 @@ class FilesCorpus(Strict):
     kind: Literal["files"]
     paths: list[str] = Field(min_length=1)
     """Files, folders (searched recursively, hidden names left out) or globs: local, or s3:// gs:// hf:// and so on."""
-    format: Literal["auto"] | Format = "auto"
+    format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
     """auto goes by the name, then by the content. text: one document a line; text_file: one document a file. A .txt is
     read as text, but as text_file when it is the member of an archive, as in OpenWebText."""
     text_field: str = "text"

@@ -127,8 +127,7 @@ def open_input(path: str) -> BinaryIO:
 
 def stream_of(file: BinaryIO, path: str, start: int = 0) -> ByteStream:
     """The bytes of an open file from `start` on; from far away more at a time."""
-    if start:
-        file.seek(start)
+    file.seek(start)
     chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote(path) else CHUNK_BYTES
     return ByteStream(file.read, start, chunk_bytes, file.seek)
 

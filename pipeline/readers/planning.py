@@ -115,7 +115,6 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             if is_tar(head) or (rules.format is None and bare_suffix(file.source) == TAR_SUFFIX):
                 stream = stream_of(opened, file.path)
                 if not is_remote(file.path):  # from header to header; far away, reading on is quicker
-                    opened.seek(0)
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
                 return _cut_archive(file, stream, part_bytes, 1), None
             known = rules.format or format_of(head, file.source, inside=False)
