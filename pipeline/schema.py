@@ -6,11 +6,17 @@
 | tokens     | list<uint16> or <uint32>  | token ids without special tokens; uint16 where the vocabulary allows  |
 | windows    | list<int32>               | starts of the windows that may hold an anchor, in tokens              |
 | num_tokens | int64                     | length of `tokens`                                                   |
-| source     | string                    | input file, relative to the input root it was found under             |
+| source     | string                    | input file, relative to the input root it was found under, see below |
 | offset     | int64                     | where the document starts in its source, see below                    |
 
-`offset` is the byte at which the line starts in JSONL and text files (in the uncompressed text of .gz files), the row
-number in Parquet files, and 0 for a Python module; for `pydoc_data.topics` it is the ordinal of the topic.
+`source` of a document inside an archive is the archive and the member joined with "!", as often as they lie in each
+other: `openwebtext.tar.xz!openwebtext/urlsf_subset00-1_data.xz!0001-abc.txt`. A dataset of the Hub is named with its
+commit: `owner/name@0123456789ab/train.parquet`.
+
+`offset` is a byte in the innermost file, uncompressed, for JSONL and text: the one at which the line starts, or the
+piece of a document that was cut because it is longer than `corpus.max_document_mib`. It is the row number in Parquet,
+Arrow and CSV files, the same for all pieces of a row, and 0 for a Python module; for `pydoc_data.topics` it is the
+ordinal of the topic.
 """
 
 from typing import cast

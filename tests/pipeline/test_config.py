@@ -35,7 +35,7 @@ def test_our_configs_are_valid(name):
 
 
 def test_every_wrong_key_and_value_is_reported_at_once(write_config, corpus):
-    overrides = ["geometry.max_token=3", "held_out_share=1", "tokenizer.vocab_size=10", "corpus.format=csv"]
+    overrides = ["geometry.max_token=3", "held_out_share=1", "tokenizer.vocab_size=10", "corpus.format=xml"]
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(corpus), "prepare", PipelineConfig, overrides)
     assert len(caught.value.problems) == 4
