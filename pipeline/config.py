@@ -13,7 +13,7 @@ from pipeline.tokenization import TokenizerConfig
 from pipeline.windows import Geometry
 
 # Settings that say where and how the work runs, not what it makes.
-_NO_INFLUENCE = {"output", "session"}
+_NO_INFLUENCE: dict[str, Any] = {"output": True, "session": True, "tokenizer": {"engine"}}
 
 
 class PipelineConfig(Strict):

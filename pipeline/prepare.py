@@ -17,6 +17,7 @@ from common.logs import get_logger, setup_logging
 from common.storage import folder_aside, write_text
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.corpus import Document, normalise
+from pipeline.engine import choose_engine
 from pipeline.manifest import (
     MANIFEST,
     TOKENIZER,
@@ -43,6 +44,8 @@ from pipeline.units import MIB, Unit, largest_first, plan_units, read_unit
 from pipeline.worker import finished_sidecar, prepare_unit
 
 _SAMPLED_UNITS = 256
+_COMPARED_MIB = 1.0
+"""Text of the corpus on which tokenizing engines are compared."""
 
 
 def problems(config: PipelineConfig) -> list[str]:
@@ -148,10 +151,12 @@ def _run(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer:
         get_logger().info("%d of %d units are finished already", len(done), len(units))
     if not todo:
         return sidecars
+    chosen = choose_engine(folder / TOKENIZER, config.tokenizer.engine, sample_texts(config, units, _COMPARED_MIB))
+    get_logger().info("tokenizing with %s: %s", chosen.engine, chosen.reason)
     start_ray(config.session.num_cpus, config.session.address)
     # One block a unit: a task that dies is retried alone. The order in which they end does not matter.
     rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
-    arguments = {"folder": str(folder), "config": config, "tokenizer": tokenizer}
+    arguments = {"folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": chosen.engine}
     results = rows.map(prepare_unit, fn_kwargs=arguments, num_cpus=1)
     with Progress(folder, sum(unit.num_bytes for unit in units), done) as progress:
         for row in results.iter_rows():

@@ -15,11 +15,12 @@ from common import seeding
 from common.storage import write_text
 from pipeline.config import PipelineConfig, config_hash
 from pipeline.corpus import Document, Failure, document_id, normalise
+from pipeline.encoder import Encoder, EngineName
 from pipeline.filters import drop_reason
 from pipeline.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar, Split
 from pipeline.readers import Record
 from pipeline.schema import shard_schema
-from pipeline.tokenization import Encoder, TokenizerInfo
+from pipeline.tokenization import TokenizerInfo
 from pipeline.units import Unit, hash_unit, read_unit
 from pipeline.writer import ShardWriter
 
@@ -29,12 +30,14 @@ _BATCH_CHARACTERS = 4_000_000
 Batch = list[tuple[str, bytes, Document]]
 
 
-def prepare_unit(row: dict[str, str], folder: str, config: PipelineConfig, tokenizer: TokenizerInfo) -> dict[str, str]:
+def prepare_unit(
+    row: dict[str, str], folder: str, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
+) -> dict[str, str]:
     """The function Ray Data maps over units: `{"unit": JSON}` in, `{"sidecar": JSON}` out."""
     # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit = Unit.model_validate_json(row["unit"])
-    return {"sidecar": write_unit(unit, Path(folder), config, tokenizer).model_dump_json()}
+    return {"sidecar": write_unit(unit, Path(folder), config, tokenizer, engine).model_dump_json()}
 
 
 def sidecar_path(folder: Path, unit: str) -> Path:
@@ -55,13 +58,15 @@ def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sideca
     return sidecar if same and whole else None
 
 
-def write_unit(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo) -> Sidecar:
+def write_unit(
+    unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName = "tokenizers"
+) -> Sidecar:
     """Prepares one unit. Its bytes depend on the unit, the settings and the tokenizer, and on nothing else.
 
     Raises:
         ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not close.
     """
-    encoder = _encoder(str(folder / "tokenizer"), tokenizer.fingerprint)
+    encoder = _encoder(str(folder / "tokenizer"), tokenizer.fingerprint, engine)
     schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint)
     failures: list[Failure] = []
     failed: Counter[str] = Counter()
@@ -139,6 +144,6 @@ def _batches(records: Iterator[Record]) -> Iterator[tuple[Batch, list[Failure]]]
 
 
 @lru_cache(maxsize=2)
-def _encoder(folder: str, fingerprint: str) -> Encoder:  # noqa: ARG001
+def _encoder(folder: str, fingerprint: str, engine: EngineName) -> Encoder:  # noqa: ARG001
     """One encoder a process; the fingerprint keeps apart tokenizers that lay in the same folder one after the other."""
-    return Encoder.load(Path(folder))
+    return Encoder.load(Path(folder), engine)
