@@ -15,7 +15,7 @@ from pipeline.tokenization import TokenizerConfig
 from pipeline.windows import Geometry, ShortDocuments
 
 # Settings that say where and how the work runs, not what it makes.
-_NO_INFLUENCE = {"output", "session", "max_error_share"}
+_NO_INFLUENCE: dict[str, Any] = {"output": True, "session": True, "max_error_share": True, "tokenizer": {"engine"}}
 
 
 class PipelineConfig(Strict):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline.config import PipelineConfig
-from pipeline.duplicates.removed import removed
+from pipeline.duplicates.table import removed
 from pipeline.ledger import LEDGERS, ledger_entries
 from pipeline.manifest import SPLITS, Sidecar
 from pipeline.rejected import REJECTED

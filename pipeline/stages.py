@@ -12,10 +12,13 @@ import ray
 from ray.exceptions import RayTaskError
 
 from common.logs import get_logger
+from common.storage import fsync_path
 from pipeline.config import PipelineConfig
-from pipeline.duplicates.find import DUPLICATES, find_duplicates
+from pipeline.duplicates.search import find_duplicates
+from pipeline.duplicates.table import DUPLICATES
 from pipeline.manifest import ShardError, Sidecar
 from pipeline.progress import Progress
+from pipeline.sample import output_engine
 from pipeline.selection import select_unit
 from pipeline.session import start_ray
 from pipeline.tokenization import TokenizerInfo
@@ -38,8 +41,9 @@ def run_stages(
         missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
         _run("prepare", prepare_unit, missing if known else units, stage, folder, config, arguments)
         if not known:
-            start_ray(config.session.num_cpus, config.session.address)
-            find_duplicates(stage, [unit.name for unit in units], config.duplicates, folder / DUPLICATES)
+            found = find_duplicates(stage, [unit.name for unit in units], config.duplicates, config.session)
+            found.replace(folder / DUPLICATES)
+            fsync_path(folder)
         return _run("select", select_unit, units, folder, folder, config, arguments)
     return _run("prepare", prepare_unit, units, folder, folder, config, arguments)
 
@@ -61,6 +65,8 @@ def _run(
     if done:
         get_logger().info("%s: %d of %d units are finished already", name, len(done), len(units))
     if todo:
+        if task is prepare_unit:
+            arguments = arguments | {"engine": output_engine(config, folder, units)}
         start_ray(config.session.num_cpus, config.session.address)
         # One block a unit: a task that dies is retried alone. The order in which they end does not matter.
         rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
