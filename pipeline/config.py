@@ -6,7 +6,7 @@ from pydantic import Field
 
 from common.config import Strict, flat_keys
 from common.storage import hash_json
-from pipeline.choosing.chooser import ChoosingConfig
+from pipeline.choosing.config import ChoosingConfig
 from pipeline.corpus import FilesCorpus
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.pydocs import PythonDocs

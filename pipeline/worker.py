@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import seeding
-from pipeline.choosing.chooser import Chooser, ChoosingConfig
+from pipeline.choosing.chooser import Chooser
+from pipeline.choosing.config import ChoosingConfig
 from pipeline.config import PipelineConfig
 from pipeline.corpus import Document, Failure, document_id
 from pipeline.duplicates.config import DuplicatesConfig
