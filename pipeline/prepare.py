@@ -96,7 +96,7 @@ def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan, list[str]]:
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     if isinstance(config.tokenizer, PretrainedTokenizer) and not (folder / TOKENIZER).exists():
         try:
-            loadoutput_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+            load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
         except ConfigError as error:
             found += error.problems
     return units, plan, found

@@ -29,9 +29,7 @@ from pipeline.worker import prepare_unit, stage_folder
 Task = Callable[..., dict[str, str]]
 
 
-def run_stages(
-    config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo
-) -> list[Sidecar]:
+def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> list[Sidecar]:
     """Does what is missing in the output folder; returns the sidecars of all units in plan order."""
     arguments = {"folder": str(folder), "config": config, "tokenizer": tokenizer}
     stage = stage_folder(folder, config)

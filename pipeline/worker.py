@@ -1,4 +1,4 @@
-"""What one task does: read a unit, choose, tokenize, write. With duplicates to be removed, what it writes are candidates."""
+"""What one task does: read a unit, choose, tokenize, write; candidates only, where duplicates are to be removed."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from common import seeding
 from pipeline.choosing.chooser import Chooser
 from pipeline.choosing.config import ChoosingConfig
 from pipeline.config import PipelineConfig
-from pipeline.corpus import Document, Failure, document_id
+from pipeline.corpus import Failure, document_id
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.signatures import Signer
@@ -139,9 +139,7 @@ def split_of(identity: bytes, config: PipelineConfig) -> Split:
 def _judge(record: Record, chooser: Chooser) -> Judged:
     """What can be said of a document before it is tokenized."""
     if isinstance(record, Failure):
-        return Judged(
-            Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), ""
-        )
+        return Judged(Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), "")
     choice = chooser.choose(record.text)
     raw = choice.text.encode()
     entry = Entry(

@@ -1,4 +1,4 @@
-"""Twenty kills at random points, of workers and of the driver: the shards are those of the run that nobody disturbed."""
+"""Twenty kills at random points, of workers and of the driver: shards as of the run that nobody disturbed."""
 
 import json
 import os

@@ -8,7 +8,8 @@ import yaml
 
 from common.config import ConfigError, load_config
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
-from pipeline.prepare import main, problems, sample_texts
+from pipeline.prepare import main, problems
+from pipeline.sample import sample_texts
 from pipeline.units import plan_units
 
 

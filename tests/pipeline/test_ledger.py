@@ -65,9 +65,13 @@ def test_documents_are_found_by_source(folder):
 
 
 def test_a_ledger_whose_writer_fails_is_absent(tmp_path):
-    with pytest.raises(RuntimeError), LedgerWriter(tmp_path, "00000") as ledger:
-        ledger.add(entry(1))
-        raise RuntimeError
+    def fail() -> None:
+        with LedgerWriter(tmp_path, "00000") as ledger:
+            ledger.add(entry(1))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert list((tmp_path / "ledger").iterdir()) == []
 
 

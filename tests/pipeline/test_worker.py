@@ -7,8 +7,9 @@ from pipeline.config import identity
 from pipeline.corpus import document_id
 from pipeline.manifest import build_manifest
 from pipeline.shards import ShardSet
+from pipeline.unit_writer import finished_sidecar
 from pipeline.units import plan_units
-from pipeline.worker import finished_sidecar, split_of, write_unit
+from pipeline.worker import split_of, write_unit
 
 
 @pytest.fixture
