@@ -45,9 +45,9 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
     """
     candidates = folder / CANDIDATES
     copies = removed(folder, unit.name)
-    tokens: dict[str, Iterator[NDArray[np.uint32]]] = {
-        split: _tokens(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS
-    }
+    tokens: dict[str, Iterator[NDArray[np.uint32]]] = {}
+    for split in SPLITS:
+        tokens[split] = _tokens(candidates / f"{split}-{unit.name}.arrow")
     texts = _rejected_texts(candidates, unit.name) if config.write_rejected else None
     decoder = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")) if config.write_rejected else None
     writer = UnitWriter(folder, unit, config, tokenizer)

@@ -136,8 +136,6 @@ def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sideca
     except (FileNotFoundError, ValidationError):
         return None
     same = sidecar.unit_hash == hash_unit(unit) and sidecar.config_hash == config_hash(config)
-    files = [(shard.name, shard.num_bytes) for shard in sidecar.shards] + [
-        (sidecar.ledger.name, sidecar.ledger.num_bytes)
-    ]
-    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files)
+    sizes = {shard.name: shard.num_bytes for shard in sidecar.shards} | {sidecar.ledger.name: sidecar.ledger.num_bytes}
+    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
     return sidecar if same and whole else None
