@@ -51,6 +51,8 @@ def read_delimited(
         try:
             fields = next(rows)
         except StopIteration:
+            if header is not None and column is None and row == 0:  # most likely no such file at all
+                yield _no_column(header, text_field, source, row)
             return
         except READ_ERRORS as error:
             yield unreadable(error, source, row)
@@ -70,8 +72,7 @@ def read_delimited(
             message = f"a line of more than {MAX_FIELD_BYTES // MIB} MiB"
             yield Failure(reason="too_large", source=source, offset=row, message=message)
         elif column is None:
-            message = f"no column {text_field!r}; found {header}"[:200]
-            yield Failure(reason="no_text_field", source=source, offset=row, message=message)
+            yield _no_column(header or [], text_field, source, row)
         elif not fields:  # a blank line is an empty document, so that totals close
             yield from documents(b"", source, row, max_bytes)
         elif len(fields) <= column:
@@ -80,3 +81,8 @@ def read_delimited(
         else:
             yield from documents(fields[column].encode("utf-8", "surrogateescape"), source, row, max_bytes)
         row += 1
+
+
+def _no_column(header: list[str], text_field: str, source: str, row: int) -> Failure:
+    message = f"no column {text_field!r}; found {header}"[:200]
+    return Failure(reason="no_text_field", source=source, offset=row, message=message)

@@ -73,6 +73,8 @@ def _files(corpus: FilesCorpus) -> tuple[list[Input], list[str]]:
         except OSError as error:
             problems.append(f"corpus.paths: {given!r} cannot be listed: {error}")
             continue
+        unnamed = [file for file in matches if not _is_unicode(file.source)]
+        problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
         if not matches:
             where = given if is_remote(given) else expand(given).absolute()
             problems.append(f"corpus.paths: {given!r} matches no file; looked at {where}")
@@ -85,6 +87,11 @@ def _files(corpus: FilesCorpus) -> tuple[list[Input], list[str]]:
             )
         found += usable
     return found, problems
+
+
+def _is_unicode(name: str) -> bool:
+    """Whether a name can be written down; file systems allow any bytes."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _is_candidate(name: str) -> bool:
