@@ -11,6 +11,7 @@ Two differences could show, and `obstacle` refuses the tokenizers in which they 
 """
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ _WORDS = r" ?\p{L}+|'(?:[sdmt]|ll|ve|re)| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
 _ANY_SPACES = _WORDS + r"|\s+(?!\S)|\s+"
 _SINGLE_SPACES = _WORDS + r"|\s+"
 _WIDE_SPACES = "\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+_LONG_SPACES = re.compile(r"(?<!\s)\s{10000}")
+"""Whitespace that could overflow the stack of tiktoken's pattern engine: 100,000 characters do not, a million do."""
 _NUM_BYTES = 256
 
 
@@ -74,16 +77,15 @@ class ByteLevelBPE:
         self._any_spaces: tiktoken.Encoding | None = None
 
     def encode(self, text: str) -> NDArray[np.uint32] | None:
-        """Ids of a text, `(num_tokens,)`; None where tiktoken's pattern engine gives up (a megabyte of spaces)."""
+        """Ids of a text, `(num_tokens,)`; None where tiktoken would give up, on ten thousand spaces in a row."""
         if _is_single_spaced(text):
             engine = self._single_spaces
+        elif _LONG_SPACES.search(text):
+            return None
         else:
             self._any_spaces = self._any_spaces or self._engine(_ANY_SPACES)
             engine = self._any_spaces
-        try:
-            ranks = engine.encode_ordinary(text)
-        except ValueError:  # its limit of backtracking
-            return None
+        ranks = engine.encode_ordinary(text)
         return self._ids.take(np.array(ranks, np.intp))
 
     def _engine(self, pattern: str) -> tiktoken.Encoding:
