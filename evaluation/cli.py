@@ -110,7 +110,7 @@ def _inspect(arguments: list[str]) -> int:
         run = load_config(given.config, "train", TrainConfig, []) if given.config else None
         seed = given.seed if given.seed is not None else run.seed if run else 0
         if given.document:
-            spans = run.spans if run else default_spans(load_manifest(given.path).geometry)
+            spans = run.spans if run else default_spans(load_manifest(given.path))
             lines = whereabouts(given.path, given.document, spans, seed, given.epoch)
         else:
             lines = describe(given.path, given.documents, seed, given.epoch)

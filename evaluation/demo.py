@@ -15,7 +15,8 @@ from common.storage import write_json
 from evaluation.encoder import load_encoder
 from pipeline.config import PipelineConfig
 from pipeline.manifest import TOKENIZER
-from pipeline.prepare import prepare, summary
+from pipeline.outcome import summary
+from pipeline.prepare import prepare
 from pipeline.shards import ShardSet
 from trainer.config import TrainConfig
 from trainer.feed import ragged

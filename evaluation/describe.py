@@ -7,9 +7,9 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from common.storage import read_json
-from pipeline.manifest import MANIFEST, TOKENIZER, load_manifest
+from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
 from pipeline.shards import ShardSet, check_shards
-from pipeline.windows import Geometry
+from pipeline.windows import Geometry, ShortDocuments
 from trainer import checkpoint
 from trainer.export import EXPORT, SETTINGS
 from trainer.feed import document_keys, ragged
@@ -67,25 +67,40 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
     yield f"  {totals['kept_train']:,} for training, {totals['kept_held_out']:,} held out"
     yield f"  {totals['num_tokens']:,} tokens kept, {totals['longest_tokens']:,} in the longest document"
     geometry, tokenizer = manifest.geometry, manifest.tokenizer
-    yield f"  windows of {geometry.max_tokens} tokens, room for {geometry.num_anchors} anchors in every document"
+    yield f"  {_room(geometry, manifest.short_documents)}"
     yield f"  tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
     problems = check_shards(path, full=True)
     yield from (f"  PROBLEM: {problem}" for problem in problems)
     yield "  all files whole, checksums as in the manifest" if not problems else "  see the problems above"
     if problems or not num_documents:
         return
-    config = default_spans(geometry)
+    config = default_spans(manifest)
     yield f"Spans as epoch {epoch} of seed {seed} draws them, lengths {config.min_tokens} to {config.max_tokens}:"
     shards = ShardSet(path, "train")
     rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(np.int64)
     yield from span_lines(path, shards, config, rows.tolist(), seed, epoch)
 
 
-def default_spans(geometry: Geometry) -> SpanConfig:
+def default_spans(manifest: Manifest) -> SpanConfig:
     """Spans for showing, where no run's settings are given."""
-    return SpanConfig(
-        num_anchors=geometry.num_anchors, max_tokens=geometry.max_tokens, min_tokens=max(1, geometry.max_tokens // 8)
-    )
+    geometry = manifest.geometry
+    shortest = max(1, geometry.max_tokens // 8)
+    if manifest.short_documents == "shrink_spans":
+        shortest = min(shortest, geometry.min_tokens)
+    return SpanConfig(num_anchors=geometry.num_anchors, max_tokens=geometry.max_tokens, min_tokens=shortest)
+
+
+def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
+    """Windows and anchors of the documents, in words."""
+    tokens, anchors = geometry.max_tokens, geometry.num_anchors
+    if short_documents == "fewer_anchors":
+        return f"windows of {tokens} tokens, room for {anchors} anchors in a document, for fewer in short ones"
+    if short_documents == "shrink_spans":
+        shortest = geometry.min_tokens
+        return (
+            f"windows of {tokens} tokens, of {shortest} and more in short documents, room for {anchors} anchors in all"
+        )
+    return f"windows of {tokens} tokens, room for {anchors} anchors in every document"
 
 
 def span_lines(
@@ -98,7 +113,7 @@ def span_lines(
     windows, window_offsets = ragged(table.column("windows"))
     lengths = table.column("num_tokens").to_numpy()
     draws = draw(config, seed, np.full(len(rows), epoch, np.int64), document_keys(table))
-    spans = place(config, draws, lengths, windows.astype(np.int64), window_offsets)
+    spans = place(config, draws, lengths, windows.astype(np.int64), window_offsets, shards.manifest.short_documents)
     for number, row in enumerate(rows):
         document = tokens[offsets[number] : offsets[number + 1]]
 
@@ -108,7 +123,9 @@ def span_lines(
 
         source = table.column("source")[number].as_py()
         yield f"- document {row} ({table.column('id')[number].as_py().hex()}, {source}): {lengths[number]:,} tokens"
-        for anchor, positives in zip(spans.anchors[number].tolist(), spans.positives[number].tolist(), strict=True):
+        there = spans.present[number]
+        anchors, positives_ = spans.anchors[number][there].tolist(), spans.positives[number][there].tolist()
+        for anchor, positives in zip(anchors, positives_, strict=True):
             yield f"    anchor   [{anchor[0]}, {anchor[1]})  {text(*anchor)}"
             for positive in positives:
                 yield f"    positive [{positive[0]}, {positive[1]}) {relation(anchor, positive)}: {text(*positive)}"

@@ -1,21 +1,21 @@
 """Configuration of `prepare`: composes the branches that sit beside the code they configure."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from common.config import Strict, flat_keys
 from common.storage import hash_json
-from pipeline.choosing.chooser import ChoosingConfig
+from pipeline.choosing.config import ChoosingConfig
 from pipeline.corpus import FilesCorpus
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.pydocs import PythonDocs
 from pipeline.session import SessionConfig
 from pipeline.tokenization import TokenizerConfig
-from pipeline.windows import Geometry
+from pipeline.windows import Geometry, ShortDocuments
 
 # Settings that say where and how the work runs, not what it makes.
-_NO_INFLUENCE = {"output", "session", "max_error_share"}
+_NO_INFLUENCE: dict[str, Any] = {"output": True, "session": True, "max_error_share": True, "tokenizer": {"engine"}}
 
 
 class PipelineConfig(Strict):
@@ -26,8 +26,10 @@ class PipelineConfig(Strict):
     corpus: Annotated[FilesCorpus | PythonDocs, Field(discriminator="kind")]
     tokenizer: TokenizerConfig
     geometry: Geometry = Geometry()
-    short_documents: Literal["drop"] = "drop"
-    """What becomes of documents under 2 * num_anchors * max_tokens tokens."""
+    short_documents: ShortDocuments = "drop"
+    """What becomes of documents under 2 * num_anchors * max_tokens tokens. drop: as in the paper. fewer_anchors: they
+    give as many anchors as fit. shrink_spans: they give all anchors, with spans of at most 1 / (2 * num_anchors) of the
+    document, down to geometry.min_tokens."""
     choosing: ChoosingConfig = ChoosingConfig()
     """Cleaning, language, quality, evaluation sets."""
     duplicates: DuplicatesConfig = DuplicatesConfig()

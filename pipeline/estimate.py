@@ -11,7 +11,7 @@ from common.config import Strict
 from common.storage import write_text
 from pipeline.config import PipelineConfig
 from pipeline.manifest import SPLITS, Manifest
-from pipeline.sample import sample_units
+from pipeline.sample import output_engine, sample_units
 from pipeline.schema import UINT16_VOCABULARY
 from pipeline.tokenization import TokenizerInfo
 from pipeline.units import MIB, Unit, read_unit
@@ -80,12 +80,13 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     """
     sampled = sample_units(units, config.seed, _SAMPLED_UNITS)
     bytes_read = documents = kept = num_tokens = text_bytes = 0
-    list(judged_documents(iter(()), folder, config, tokenizer))  # loading is no part of the rate
+    engine = output_engine(config, folder, units)
+    list(judged_documents(iter(()), folder, config, tokenizer, engine))  # loading is no part of the rate
     started = time.perf_counter()
     for index, unit in enumerate(sampled):
         deadline = started + _SAMPLE_SECONDS * (index + 1) / len(sampled)
         reading = read_unit(unit, config.corpus)
-        for judged, tokens in judged_documents(reading, folder, config, tokenizer):
+        for judged, tokens in judged_documents(reading, folder, config, tokenizer, engine):
             documents += 1
             text_bytes += judged.entry.text_bytes
             if tokens is not None:

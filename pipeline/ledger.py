@@ -1,16 +1,16 @@
 """The ledger of a unit: one row for every document that was read, kept or not. Where is it, why was it dropped?
 
-| column     | type                   | meaning                                                                          |
-|------------|------------------------|----------------------------------------------------------------------------------|
-| id         | fixed_size_binary(16)  | as in the shards; null where nothing could be read                               |
-| source     | string                 | as in the shards                                                                 |
-| offset     | int64                  | as in the shards                                                                 |
-| text_bytes | int64                  | UTF-8 bytes of the text after cleaning                                           |
-| num_tokens | int64                  | null where the text was not tokenized                                            |
-| language   | string                 | null where it was not asked                                                      |
-| fate       | string                 | `train`, `held-out`, or the reason why the document was dropped or failed        |
-| row        | int64                  | row in the unit's shard of that split; null where the document is in none        |
-| detail     | string                 | message of a failure; what a document matched; null where there is nothing to say |
+| column     | type                  | meaning                                                                       |
+|------------|-----------------------|-------------------------------------------------------------------------------|
+| id         | fixed_size_binary(16) | as in the shards; null where nothing could be read                            |
+| source     | string                | as in the shards                                                              |
+| offset     | int64                 | as in the shards                                                              |
+| text_bytes | int64                 | UTF-8 bytes of the text after cleaning                                        |
+| num_tokens | int64                 | null where the text was not tokenized                                         |
+| language   | string                | null where it was not asked                                                   |
+| fate       | string                | `train`, `held-out`, or the reason why the document was dropped or failed     |
+| row        | int64                 | row in the unit's shard of that split; null where the document is in none     |
+| detail     | string                | message of a failure; what was matched; null where nothing is to say |
 
 Rows stand in reading order; a document's row number is its ordinal in the unit.
 """

@@ -11,7 +11,7 @@ from pipeline.corpus import Failure
 from pipeline.ledger import LedgerFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.tokenization import TokenizerInfo
-from pipeline.windows import Geometry
+from pipeline.windows import Geometry, ShortDocuments
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
@@ -97,6 +97,12 @@ class Manifest(Strict):
     """The resolved settings that decide what the shards hold."""
     config_hash: str
     versions: dict[str, str]
+
+    @property
+    def short_documents(self) -> ShortDocuments:
+        """What became of documents too short for `geometry`."""
+        found: ShortDocuments = self.config.get("short_documents", "drop")
+        return found
 
     def of_split(self, split: str) -> list[Shard]:
         """Shards of a split, in the order that numbers its documents."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from pipeline.config import PipelineConfig
-from pipeline.filters import TOO_SHORT
+from pipeline.filters import TOO_SHORT, limit_in_words
 from pipeline.manifest import Counts, Manifest, Sidecar
 
 _EXAMPLES = 10
@@ -27,11 +27,10 @@ def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
     if TOO_SHORT not in counts.dropped:
         return f"corpus: none of {counts.read} documents is kept{could_not}: {others}; loosen `choosing`"
     could_not += f" (others: {others})" if others else ""
-    geometry = config.geometry
     return (
         f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "
-        f"tokens, the limit is 2 * geometry.num_anchors ({geometry.num_anchors}) * geometry.max_tokens "
-        f"({geometry.max_tokens}) = {geometry.min_document_tokens}; lower one of them or use longer documents"
+        f"tokens, the limit is {limit_in_words(config.geometry, config.short_documents)}; lower one of them or use "
+        "longer documents"
     )
 
 

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from common.config import Strict
 from common.storage import write_text
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
-from pipeline.duplicates.find import DUPLICATES
+from pipeline.duplicates.table import DUPLICATES
 from pipeline.estimate import ESTIMATE
 from pipeline.ledger import LEDGERS
 from pipeline.manifest import MANIFEST, TOKENIZER
-from pipeline.progress import PROGRESS
+from pipeline.progress import BEATS, PROGRESS
 from pipeline.rejected import REJECTED
 from pipeline.units import Unit, hash_unit
 from pipeline.worker import CANDIDATES, CONTAMINATION
@@ -56,7 +56,7 @@ def claim(folder: Path, plan: Plan) -> None:
 
 def discard(folder: Path) -> None:
     """Removes everything a preparation wrote, and the folder if nothing else is in it."""
-    for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES):
+    for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, BEATS):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("train-*.arrow"), *folder.glob("held-out-*.arrow")]:
         path.unlink()

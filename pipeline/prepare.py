@@ -12,8 +12,8 @@ from pathlib import Path
 from common.config import ConfigError, expand, load_config, print_config
 from common.logs import get_logger, setup_logging
 from common.storage import write_aside, write_text
-from pipeline.choosing.chooser import problems as choosing_problems
-from pipeline.choosing.contamination import build_index
+from pipeline.choosing.config import problems as choosing_problems
+from pipeline.choosing.evaluation_sets import build_index
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
 from pipeline.estimate import Estimate, estimate, load_estimate
@@ -96,7 +96,7 @@ def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan, list[str]]:
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     if isinstance(config.tokenizer, PretrainedTokenizer) and not (folder / TOKENIZER).exists():
         try:
-            loadoutput_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+            load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
         except ConfigError as error:
             found += error.problems
     return units, plan, found

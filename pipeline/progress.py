@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from common.config import Strict
-from pipeline.manifest import Sidecar, sum_counts
+from pipeline.manifest import Sidecar
 
 PROGRESS = "progress.jsonl"
 BEATS = "beats"

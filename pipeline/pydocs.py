@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.config import Strict
-from pipeline.corpus import Document, Failure, Part
-from pipeline.readers import Record
+from pipeline.corpus import Document, Failure, Part, Record
 
 _SKIPPED_FOLDERS = frozenset(
     [
@@ -68,7 +67,9 @@ def python_parts() -> list[Part]:
 def _modules(root: Path) -> Iterator[Path]:
     """Python files under a folder, without tests and without other projects' code copied in."""
     for folder, children, names in os.walk(root):
-        children[:] = sorted(child for child in children if child not in _SKIPPED_FOLDERS)
+        children[:] = sorted(
+            child for child in children if child not in _SKIPPED_FOLDERS and not child.startswith("test_")
+        )
         for name in names:
             is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
             if name.endswith(".py") and not is_test:
@@ -78,7 +79,7 @@ def _modules(root: Path) -> Iterator[Path]:
 def _part(root: Path, prefix: str, path: Path) -> Part:
     size = path.stat().st_size
     source = f"{prefix}/{path.relative_to(root).as_posix()}"
-    return Part(format="python", path=str(path), source=source, start=0, stop=size, num_bytes=size)
+    return Part(format="python", path=str(path), source=source, start=0, stop=size, num_bytes=size, weight=size)
 
 
 def read_module(part: Part) -> Iterator[Record]:
@@ -102,7 +103,11 @@ def read_module(part: Part) -> Iterator[Record]:
 
 def read_topics(part: Part) -> Iterator[Record]:
     """The topics of `help()`, in the order of the file: string values of the one dictionary in it."""
-    tree = _parse(Path(part.path).read_bytes())
+    try:
+        tree = _parse(Path(part.path).read_bytes())
+    except OSError as error:
+        yield Failure(reason="unreadable", source=part.source, offset=0, message=str(error))
+        return
     if isinstance(tree, str):
         yield Failure(reason="invalid_python", source=part.source, offset=0, message=tree)
         return

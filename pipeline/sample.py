@@ -9,6 +9,8 @@ from common.logs import get_logger
 from common.storage import folder_aside
 from pipeline.config import PipelineConfig
 from pipeline.corpus import Document, normalise
+from pipeline.encoder import EngineName
+from pipeline.engine import choose_engine
 from pipeline.manifest import TOKENIZER
 from pipeline.tokenization import (
     TokenizerInfo,
@@ -20,6 +22,8 @@ from pipeline.tokenization import (
 from pipeline.units import MIB, Unit, read_unit
 
 _SAMPLED_UNITS = 256
+_COMPARED_MIB = 1.0
+"""Text of the corpus on which tokenizing engines are compared."""
 
 
 def sample_units(units: Sequence[Unit], seed: int, limit: int) -> list[Unit]:
@@ -62,3 +66,14 @@ def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:
         get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
         return train_tokenizer(sample_texts(config, units, config.tokenizer.sample_mib), config.tokenizer.vocab_size)
     return load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+
+
+def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName:
+    """What applies the tokenizer in the output folder.
+
+    Raises:
+        ConfigError: tokenizer.engine asks for one that does not give the same ids.
+    """
+    chosen = choose_engine(folder / TOKENIZER, config.tokenizer.engine, sample_texts(config, units, _COMPARED_MIB))
+    get_logger().info("tokenizing with %s: %s", chosen.engine, chosen.reason)
+    return chosen.engine

@@ -1,4 +1,4 @@
-"""The last stage of a unit when duplicates are removed: its candidates without the copies of documents kept elsewhere."""
+"""The last stage of a unit when duplicates are removed: its candidates without the copies of what is kept elsewhere."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline.config import PipelineConfig
-from pipeline.duplicates.removed import removed
+from pipeline.duplicates.table import removed
 from pipeline.ledger import LEDGERS, ledger_entries
 from pipeline.manifest import SPLITS, Sidecar
 from pipeline.rejected import REJECTED
@@ -45,7 +45,9 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
     """
     candidates = folder / CANDIDATES
     copies = removed(folder, unit.name)
-    tokens = {split: _tokens(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS}
+    tokens: dict[str, Iterator[NDArray[np.uint32]]] = {}
+    for split in SPLITS:
+        tokens[split] = _tokens(candidates / f"{split}-{unit.name}.arrow")
     texts = _rejected_texts(candidates, unit.name) if config.write_rejected else None
     decoder = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")) if config.write_rejected else None
     writer = UnitWriter(folder, unit, config, tokenizer)

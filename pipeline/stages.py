@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from common.logs import get_logger
+from common.storage import fsync_path
 from pipeline.config import PipelineConfig
-from pipeline.duplicates.find import DUPLICATES, find_duplicates
-from pipeline.manifest import Sidecar
+from pipeline.duplicates.search import find_duplicates
+from pipeline.duplicates.table import DUPLICATES
+from pipeline.manifest import ShardError, Sidecar
 from pipeline.progress import Progress
+from pipeline.sample import output_engine
 from pipeline.selection import select_unit
 from pipeline.session import start_ray
 from pipeline.tokenization import TokenizerInfo
@@ -25,9 +29,7 @@ from pipeline.worker import prepare_unit, stage_folder
 Task = Callable[..., dict[str, str]]
 
 
-def run_stages(
-    config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo
-) -> list[Sidecar]:
+def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> list[Sidecar]:
     """Does what is missing in the output folder; returns the sidecars of all units in plan order."""
     arguments = {"folder": str(folder), "config": config, "tokenizer": tokenizer}
     stage = stage_folder(folder, config)
@@ -37,8 +39,9 @@ def run_stages(
         missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
         _run("prepare", prepare_unit, missing if known else units, stage, folder, config, arguments)
         if not known:
-            start_ray(config.session.num_cpus, config.session.address)
-            find_duplicates(stage, [unit.name for unit in units], config.duplicates, folder / DUPLICATES)
+            found = find_duplicates(stage, [unit.name for unit in units], config.duplicates, config.session)
+            found.replace(folder / DUPLICATES)
+            fsync_path(folder)
         return _run("select", select_unit, units, folder, folder, config, arguments)
     return _run("prepare", prepare_unit, units, folder, folder, config, arguments)
 
@@ -60,13 +63,21 @@ def _run(
     if done:
         get_logger().info("%s: %d of %d units are finished already", name, len(done), len(units))
     if todo:
+        if task is prepare_unit:
+            arguments = arguments | {"engine": output_engine(config, folder, units)}
         start_ray(config.session.num_cpus, config.session.address)
         # One block a unit: a task that dies is retried alone. The order in which they end does not matter.
         rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
         results = rows.map(task, fn_kwargs=arguments, num_cpus=1)
         with Progress(folder, name, sum(unit.num_bytes for unit in units), done) as progress:
-            for row in results.iter_rows():
-                sidecar = Sidecar.model_validate_json(row["sidecar"])
-                sidecars[sidecar.unit] = sidecar
-                progress.add(sidecar)
+            try:
+                for row in results.iter_rows():
+                    sidecar = Sidecar.model_validate_json(row["sidecar"])
+                    sidecars[sidecar.unit] = sidecar
+                    progress.add(sidecar)
+            except RayTaskError as error:
+                if isinstance(error.cause, OSError | ShardError):
+                    again = "what is finished stays; the same command continues"
+                    raise ShardError(f"{name}: a task failed in {folder}: {error.cause} ({again})") from error
+                raise
     return [sidecars[unit.name] for unit in units]

@@ -1,12 +1,9 @@
-"""Text to token ids: loading or training a tokenizer, its fingerprint, encoding with bounded memory."""
+"""Tokenizers: loading or training one, its fingerprint, its facts. What applies it is pipeline/encoder.py."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -14,11 +11,18 @@ from common.config import ConfigError, Strict, expand
 from common.storage import hash_json
 
 SPECIAL_ROLES = ("bos", "eos", "cls", "sep", "pad", "mask", "unk")
-_PIECE_CHARACTERS = 1_000_000
-_BATCH_CHARACTERS = 4_000_000
+EngineSetting = Literal["auto", "tiktoken", "tokenizers"]
 
 
-class PretrainedTokenizer(Strict):
+class _AnyTokenizer(Strict):
+    """What every kind of tokenizer has."""
+
+    engine: EngineSetting = "auto"
+    """Which library turns text into ids: both give the same, so this has no influence on the shards. tiktoken is many
+    times faster and takes byte-level BPE only; auto uses it where it is shown to agree (pipeline/engine.py)."""
+
+
+class PretrainedTokenizer(_AnyTokenizer):
     """A tokenizer that exists: a name on the Hugging Face hub or a folder."""
 
     kind: Literal["pretrained"]
@@ -26,7 +30,7 @@ class PretrainedTokenizer(Strict):
     trust_remote_code: bool = False
 
 
-class TrainedTokenizer(Strict):
+class TrainedTokenizer(_AnyTokenizer):
     """A byte-level BPE trained on a sample of the corpus, with RoBERTa's special tokens."""
 
     kind: Literal["train"]
@@ -147,71 +151,3 @@ def describe_tokenizer(tokenizer: Any, kind: Literal["pretrained", "train"]) -> 
         unk_token_id=ids["unk"],
         special_ids=sorted(tokenizer.all_special_ids),
     )
-
-
-class Encoder:
-    """Texts to ids without special tokens, a few megabytes at a time whatever the length of a text.
-
-    A special token spelled out in a text ("</s>" in a web page) is encoded as the characters it is made of: stored
-    tokens hold no special ids. Byte-level vocabularies tell a word at the start of a line from one after a space, so
-    they get one leading space; a span taken from the middle of a document then looks like any other.
-    """
-
-    def __init__(self, backend: Tokenizer) -> None:
-        self._backend = backend
-        backend.encode_special_tokens = True
-        backend.no_truncation()
-        backend.no_padding()
-        parsed = json.loads(backend.to_str())
-        byte_level = '"ByteLevel"' in json.dumps(parsed["pre_tokenizer"])
-        self._prefix = " " if byte_level else ""
-        # GPT-2's pattern never matches across a space, except that a match may begin with one: a text cut before a
-        # space gives the same pieces. That holds only if nothing else looks across the cut.
-        self._splittable = (
-            (parsed["pre_tokenizer"] or {}).get("type") == "ByteLevel"
-            and parsed["pre_tokenizer"]["use_regex"]
-            and parsed["normalizer"] is None
-            and not any(token["rstrip"] or " " in token["content"] for token in parsed["added_tokens"])
-        )
-
-    @classmethod
-    def load(cls, folder: Path) -> "Encoder":
-        """The encoder of a folder written by `save_pretrained`."""
-        return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Ids of each normalised text, `(num_tokens,)` each; an empty text has none."""
-        pieces: list[list[NDArray[np.uint32]]] = [[] for _ in texts]
-        for batch in _batches(self._pieces(texts)):
-            encodings = self._backend.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
-            for (index, _), encoding in zip(batch, encodings, strict=True):
-                pieces[index].append(np.array(encoding.ids, dtype=np.uint32))
-        return [np.concatenate(part) if part else np.empty(0, np.uint32) for part in pieces]
-
-    def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Texts with their leading space, long ones cut before spaces."""
-        for index, text in enumerate(texts):
-            if not text:
-                continue
-            start, text = 0, self._prefix + text
-            while self._splittable and len(text) - start > _PIECE_CHARACTERS:
-                cut = text.find(" ", start + _PIECE_CHARACTERS)
-                if cut < 0:
-                    break
-                yield index, text[start:cut]
-                start = cut
-            yield index, text[start:]
-
-
-def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Pieces in groups of a bounded number of characters: an encoding takes many times the memory of its text."""
-    batch: list[tuple[int, str]] = []
-    held = 0
-    for piece in pieces:
-        batch.append(piece)
-        held += len(piece[1])
-        if held >= _BATCH_CHARACTERS:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch

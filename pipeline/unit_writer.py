@@ -34,7 +34,7 @@ class UnitWriter:
     """
 
     def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
-        schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint)
+        schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint, config.short_documents)
         self._folder, self._unit, self._config = folder, unit, config
         self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.block_documents) for s in SPLITS}
         self._ledger = LedgerWriter(folder, unit.name)
@@ -46,8 +46,10 @@ class UnitWriter:
         self._failures: list[Failure] = []
 
     def __enter__(self) -> "UnitWriter":
-        for part in (*self._shards.values(), self._ledger, self._rejected):
-            self._stack.enter_context(part)
+        for shard in self._shards.values():
+            self._stack.enter_context(shard)
+        self._stack.enter_context(self._ledger)
+        self._stack.enter_context(self._rejected)
         return self
 
     def keep(self, entry: Entry, tokens: NDArray[np.uint32]) -> None:
@@ -134,6 +136,6 @@ def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sideca
     except (FileNotFoundError, ValidationError):
         return None
     same = sidecar.unit_hash == hash_unit(unit) and sidecar.config_hash == config_hash(config)
-    files = [(folder / file.name, file.num_bytes) for file in [*sidecar.shards, sidecar.ledger]]
-    whole = all(file.is_file() and file.stat().st_size == size for file, size in files)
+    sizes = {shard.name: shard.num_bytes for shard in sidecar.shards} | {sidecar.ledger.name: sidecar.ledger.num_bytes}
+    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
     return sidecar if same and whole else None

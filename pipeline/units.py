@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from common.config import Strict
 from common.storage import hash_json
-from pipeline.corpus import FilesCorpus, Part, file_parts
+from pipeline.corpus import MIB as MIB
+from pipeline.corpus import FilesCorpus, HubCorpus, Part, Record
 from pipeline.pydocs import PythonDocs, python_parts, read_module, read_topics
-from pipeline.readers import Record, read_jsonl, read_parquet, read_text
+from pipeline.readers.files import rules_of
+from pipeline.readers.parts import Meter, read_part
+from pipeline.readers.planning import file_parts
 
-Corpus = FilesCorpus | PythonDocs
-MIB = 2**20
-_GZIP_RATIO = 3
-"""English text is about three times its gzipped size: units are cut by the work in them."""
+Corpus = FilesCorpus | HubCorpus | PythonDocs
 
 
 class Unit(Strict):
@@ -26,6 +26,50 @@ class Unit(Strict):
         """Input bytes."""
         return sum(part.num_bytes for part in self.parts)
 
+    @property
+    def weight(self) -> int:
+        """About how many bytes of text there are to read."""
+        return sum(part.weight for part in self.parts)
+
+
+class Reading(Iterator[Record]):
+    """Every document and failure of a unit, in order, and how much of the unit's input was read for them so far."""
+
+    def __init__(self, unit: Unit, corpus: Corpus) -> None:
+        self._unit = unit
+        self._corpus = corpus
+        self._done = 0
+        self._part_bytes = 0
+        self._meter = Meter()
+        self._most = 0
+        self._records = self._read()
+
+    def __iter__(self) -> "Reading":
+        return self
+
+    def __next__(self) -> Record:
+        return next(self._records)
+
+    @property
+    def bytes_read(self) -> int:
+        """Input bytes (compressed, where the input is), rising from 0 to the unit's `num_bytes`; a little ahead."""
+        now = self._done + min(self._part_bytes, max(0, int(self._meter.measure())))
+        self._most = max(self._most, now)
+        return self._most
+
+    def _read(self) -> Iterator[Record]:
+        rules = None if isinstance(self._corpus, PythonDocs) else rules_of(self._corpus)
+        for part in self._unit.parts:
+            self._meter, self._part_bytes = Meter(), part.num_bytes
+            if part.format == "python":
+                yield from read_module(part)
+            elif part.format == "topics":
+                yield from read_topics(part)
+            elif rules is not None:
+                yield from read_part(part, rules, self._meter)
+            self._meter, self._part_bytes = Meter(), 0
+            self._done += part.num_bytes
+
 
 def plan_units(corpus: Corpus, unit_mib: float) -> tuple[list[Unit], list[str]]:
     """Groups the corpus into units of about `unit_mib` of uncompressed input.
@@ -34,19 +78,15 @@ def plan_units(corpus: Corpus, unit_mib: float) -> tuple[list[Unit], list[str]]:
         The units, and what is wrong with the inputs: one line a problem.
     """
     unit_bytes = max(1, int(unit_mib * MIB))
-    if isinstance(corpus, FilesCorpus):
-        parts, problems = file_parts(corpus, unit_bytes)
-    else:
-        parts, problems = python_parts(), []
+    parts, problems = (python_parts(), []) if isinstance(corpus, PythonDocs) else file_parts(corpus, unit_bytes)
     groups: list[list[Part]] = []
     held = 0
     for part in parts:
-        weight = part.num_bytes * (_GZIP_RATIO if part.path.endswith(".gz") else 1)
-        if not groups or held + weight > unit_bytes:
+        if not groups or held + part.weight > unit_bytes:
             groups.append([])
             held = 0
         groups[-1].append(part)
-        held += weight
+        held += part.weight
     return [Unit(name=f"{index:05d}", parts=group) for index, group in enumerate(groups)], problems
 
 
@@ -55,23 +95,11 @@ def hash_unit(unit: Unit) -> str:
     return hash_json([part.model_dump(exclude={"path"}) for part in unit.parts])
 
 
-def read_unit(unit: Unit, corpus: Corpus) -> Iterator[Record]:
+def read_unit(unit: Unit, corpus: Corpus) -> Reading:
     """Every document and failure of a unit, in order."""
-    text_field = corpus.text_field if isinstance(corpus, FilesCorpus) else ""
-    for part in unit.parts:
-        match part.format:
-            case "jsonl":
-                yield from read_jsonl(part, text_field)
-            case "text":
-                yield from read_text(part)
-            case "parquet":
-                yield from read_parquet(part, text_field)
-            case "python":
-                yield from read_module(part)
-            case "topics":
-                yield from read_topics(part)
+    return Reading(unit, corpus)
 
 
 def largest_first(units: Sequence[Unit]) -> list[Unit]:
     """The order in which to start units: a large one started last would keep one worker busy alone."""
-    return sorted(units, key=lambda unit: (-unit.num_bytes, unit.name))
+    return sorted(units, key=lambda unit: (-unit.weight, unit.name))

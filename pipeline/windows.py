@@ -1,10 +1,14 @@
 """Where anchors may lie: plain arithmetic on lengths. All lengths are in tokens, without special tokens."""
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from common.config import Strict
+
+ShortDocuments = Literal["drop", "fewer_anchors", "shrink_spans"]
 
 
 class Geometry(Strict):
@@ -14,11 +18,36 @@ class Geometry(Strict):
     """Anchors a document must have room for."""
     max_tokens: int = Field(default=512, ge=2)
     """Longest span, the paper's l_max, in tokens. Windows are this long."""
+    min_tokens: int = Field(default=32, ge=1)
+    """Shortest window that a short document gets, in tokens; read where `short_documents` is shrink_spans only."""
 
     @property
     def min_document_tokens(self) -> int:
-        """Shortest document that is kept: 2 * num_anchors * max_tokens, so that anchors stay max_tokens apart."""
+        """Shortest document with room for all anchors: 2 * num_anchors * max_tokens, so they stay max_tokens apart."""
         return 2 * self.num_anchors * self.max_tokens
+
+
+def shortest_document(geometry: Geometry, short_documents: ShortDocuments = "drop") -> int:
+    """Tokens of the shortest document that is kept."""
+    if short_documents == "fewer_anchors":
+        return 2 * geometry.max_tokens
+    if short_documents == "shrink_spans":
+        return 2 * geometry.num_anchors * geometry.min_tokens
+    return geometry.min_document_tokens
+
+
+def window_tokens(num_tokens: int, geometry: Geometry, short_documents: ShortDocuments = "drop") -> int:
+    """Length of a kept document's windows, and of its longest span: max_tokens, or what shrinking leaves of it."""
+    if short_documents == "shrink_spans":
+        return min(geometry.max_tokens, num_tokens // (2 * geometry.num_anchors))
+    return geometry.max_tokens
+
+
+def document_windows(
+    num_tokens: int, geometry: Geometry, short_documents: ShortDocuments = "drop"
+) -> NDArray[np.int32]:
+    """The `windows` column of a kept document: starts of the windows that may hold an anchor, ascending."""
+    return window_starts(num_tokens, window_tokens(num_tokens, geometry, short_documents))
 
 
 def window_starts(num_tokens: int, max_tokens: int) -> NDArray[np.int32]:

@@ -1,25 +1,29 @@
-"""What one task does: read a unit, choose, tokenize, write. With duplicates to be removed, what it writes are candidates."""
+"""What one task does: read a unit, choose, tokenize, write; candidates only, where duplicates are to be removed."""
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common import seeding
-from pipeline.choosing.chooser import Chooser, ChoosingConfig
+from pipeline.choosing.chooser import Chooser
+from pipeline.choosing.config import ChoosingConfig
 from pipeline.config import PipelineConfig
-from pipeline.corpus import Document, Failure, document_id
-from pipeline.duplicates.keys import KeysWriter
+from pipeline.corpus import Failure, document_id
+from pipeline.duplicates.config import DuplicatesConfig
+from pipeline.duplicates.keys import write_keys
+from pipeline.duplicates.signatures import Signer
+from pipeline.encoder import Encoder, EngineName
 from pipeline.filters import drop_reason
 from pipeline.ledger import Entry
-from pipeline.manifest import Sidecar, Split
+from pipeline.manifest import TOKENIZER, Sidecar, Split
 from pipeline.progress import Heartbeat
 from pipeline.readers import Record
-from pipeline.tokenization import Encoder, TokenizerInfo
+from pipeline.tokenization import TokenizerInfo
 from pipeline.unit_writer import UnitWriter
 from pipeline.units import Unit, read_unit
 
@@ -39,12 +43,14 @@ class Judged:
     text: str
 
 
-def prepare_unit(row: dict[str, str], folder: str, config: PipelineConfig, tokenizer: TokenizerInfo) -> dict[str, str]:
+def prepare_unit(
+    row: dict[str, str], folder: str, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
+) -> dict[str, str]:
     """The function Ray Data maps over units: `{"unit": JSON}` in, `{"sidecar": JSON}` out."""
     # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit = Unit.model_validate_json(row["unit"])
-    return {"sidecar": write_unit(unit, Path(folder), config, tokenizer).model_dump_json()}
+    return {"sidecar": write_unit(unit, Path(folder), config, tokenizer, engine).model_dump_json()}
 
 
 def stage_folder(folder: Path, config: PipelineConfig) -> Path:
@@ -52,7 +58,9 @@ def stage_folder(folder: Path, config: PipelineConfig) -> Path:
     return folder / CANDIDATES if config.duplicates.enabled else folder
 
 
-def write_unit(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo) -> Sidecar:
+def write_unit(
+    unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName = "tokenizers"
+) -> Sidecar:
     """Prepares one unit. Its bytes depend on the unit, the settings and the tokenizer, and on nothing else.
 
     Args:
@@ -60,36 +68,53 @@ def write_unit(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: Toke
         folder: the output folder; holds the tokenizer.
         config: settings.
         tokenizer: facts of the tokenizer.
+        engine: what applies it; of no influence on the result.
 
     Raises:
         ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not close.
     """
     target = stage_folder(folder, config)
     writer = UnitWriter(target, unit, config, tokenizer)
-    with ExitStack() as stack:
-        stack.enter_context(writer)
-        keys = None
-        if config.duplicates.enabled:
-            keys = stack.enter_context(KeysWriter(target, unit.name, config.duplicates))
+    keys = _Keys(config.duplicates) if config.duplicates.enabled else None
+    with writer:
         reading, heartbeat = read_unit(unit, config.corpus), Heartbeat(folder, unit.name)
-        for ordinal, (judged, tokens) in enumerate(judged_documents(reading, folder, config, tokenizer)):
+        for ordinal, (judged, tokens) in enumerate(judged_documents(reading, folder, config, tokenizer, engine)):
             entry = judged.entry
             if tokens is None:
                 writer.reject(entry, judged.text)
             else:
                 writer.keep(entry, tokens)
-                if keys is not None and entry.id is not None:
-                    keys.add(ordinal, entry.id, judged.text)
+                if keys is not None:
+                    keys.add(ordinal, judged)
             if heartbeat.due():
                 heartbeat.beat(writer.done(reading.bytes_read))
+    if keys is not None:
+        write_keys(target, unit.name, config.duplicates, keys.ids, keys.ordinals, keys.signatures)
     return writer.finish()
 
 
+class _Keys:
+    """What the search for duplicates needs of a unit's documents."""
+
+    def __init__(self, config: DuplicatesConfig) -> None:
+        self.ids: list[bytes] = []
+        self.ordinals: list[int] = []
+        self.signatures: list[NDArray[np.uint32]] = []
+        self._signer = Signer(config.near) if config.near else None
+
+    def add(self, ordinal: int, judged: Judged) -> None:
+        """Adds a document that would be kept."""
+        self.ids.append(judged.entry.id or b"")
+        self.ordinals.append(ordinal)
+        if self._signer is not None:
+            self.signatures.append(self._signer.sign(judged.text))
+
+
 def judged_documents(
-    records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo
+    records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
 ) -> Iterator[tuple[Judged, np.ndarray | None]]:
     """Every record with its fate, in order; the tokens `(num_tokens,)` of those that are kept, None for the others."""
-    encoder = _encoder(str(folder / "tokenizer"), tokenizer.fingerprint)
+    encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
     chooser = _chooser(config.choosing.model_dump_json(), str(folder / CONTAMINATION))
     for batch in _batches(_judge(record, chooser) for record in records):
         rows = iter(encoder.encode([judged.text for judged in batch if not judged.entry.fate]))
@@ -98,7 +123,7 @@ def judged_documents(
                 yield judged, None
                 continue
             tokens = next(rows)
-            reason = drop_reason(len(tokens), config.geometry)
+            reason = drop_reason(len(tokens), config.geometry, config.short_documents)
             fate = reason or split_of(judged.entry.id or b"", config)
             entry = replace(judged.entry, num_tokens=len(tokens), fate=fate)
             yield Judged(entry, judged.text), None if reason else tokens
@@ -114,9 +139,7 @@ def split_of(identity: bytes, config: PipelineConfig) -> Split:
 def _judge(record: Record, chooser: Chooser) -> Judged:
     """What can be said of a document before it is tokenized."""
     if isinstance(record, Failure):
-        return Judged(
-            Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), ""
-        )
+        return Judged(Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), "")
     choice = chooser.choose(record.text)
     raw = choice.text.encode()
     entry = Entry(
@@ -148,9 +171,9 @@ def _batches(documents: Iterator[Judged]) -> Iterator[Sequence[Judged]]:
 
 
 @lru_cache(maxsize=2)
-def _encoder(folder: str, fingerprint: str) -> Encoder:  # noqa: ARG001
+def _encoder(folder: str, fingerprint: str, engine: EngineName) -> Encoder:  # noqa: ARG001
     """One encoder a process; the fingerprint keeps apart tokenizers that lay in the same folder one after the other."""
-    return Encoder.load(Path(folder))
+    return Encoder.load(Path(folder), engine)
 
 
 @lru_cache(maxsize=2)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from common.storage import hash_file, write_aside
 from pipeline.manifest import Shard, ShardError, Split
-from pipeline.windows import window_starts
+from pipeline.schema import geometry_of
+from pipeline.windows import document_windows
 
 _BLOCK_TOKENS = 2**25
 
@@ -70,13 +71,14 @@ class ShardWriter:
         if self._stream is None:
             aside = self._stack.enter_context(write_aside(self.folder / self.name))
             self._stream = self._stack.enter_context(pa.ipc.new_file(str(aside), self.schema))
-        max_tokens = int(self.schema.metadata[b"max_tokens"])
+        geometry, short_documents = geometry_of(self.schema)
         ids, tokens, sources, offsets = zip(*self._rows, strict=True)
         columns = {
             "id": pa.array(ids, self.schema.field("id").type),
             "tokens": _lists(tokens, self.schema.field("tokens").type),
             "windows": _lists(
-                [window_starts(len(row), max_tokens) for row in tokens], self.schema.field("windows").type
+                [document_windows(len(row), geometry, short_documents) for row in tokens],
+                self.schema.field("windows").type,
             ),
             "num_tokens": pa.array([len(row) for row in tokens], pa.int64()),
             "source": pa.array(sources, pa.string()),

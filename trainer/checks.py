@@ -85,10 +85,15 @@ def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use that "
             "value, or prepare the corpus again"
         )
-    if spans.num_anchors > geometry.num_anchors:
+    if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
         found.append(
             f"spans.num_anchors = {spans.num_anchors}: the shards keep documents that hold {geometry.num_anchors}; "
             "prepare the corpus again with a larger geometry.num_anchors"
+        )
+    if spans.min_tokens > geometry.min_tokens and manifest.short_documents == "shrink_spans":
+        found.append(
+            f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of "
+            f"{geometry.min_tokens} tokens and more; lower it, or prepare again with a larger geometry.min_tokens"
         )
     if config.batch_documents > manifest.totals["kept_train"]:
         found.append(

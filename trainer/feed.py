@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from common import seeding
+from pipeline.windows import ShortDocuments
 from trainer.batches import SpanBatch
 from trainer.masking import MaskingConfig, mask_tokens
 from trainer.spans import SpanConfig, Spans, draw, place
@@ -59,6 +60,7 @@ class Feed:
         max_content: tokens of a span that fit the encoder beside the specials; what is longer is cut at its end.
         vocabulary: ids.
         seed: the run's seed.
+        short_documents: how the shards were prepared: what documents with room for fewer than A anchors give.
     """
 
     spans: SpanConfig
@@ -68,6 +70,7 @@ class Feed:
     max_content: int
     vocabulary: Vocabulary
     seed: int
+    short_documents: ShortDocuments = "drop"
 
     def sample(self, documents: pa.Table, epochs: I64) -> Spans:
         """Spans of these shard rows in these epochs."""
@@ -79,6 +82,7 @@ class Feed:
             num_tokens,
             windows.astype(np.int64),
             offsets,
+            self.short_documents,
         )
 
     def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
@@ -90,11 +94,14 @@ class Feed:
         """
         spans = self.sample(documents, epochs)
         tokens, offsets = ragged(documents.column("tokens"))
-        anchors, positives = spans.anchors.reshape(-1, 2), spans.positives.reshape(-1, 2)
+        anchors, positives = spans.anchors[spans.present], spans.positives[spans.present].reshape(-1, 2)
         copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives
         bounds = np.concatenate(copies)
-        per_document = [part.shape[0] // max(1, len(epochs)) for part in copies]
-        document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in per_document])
+        num_anchors = spans.present.sum(axis=1)
+        counts = [num_anchors] + [num_anchors] * self.unmasked_anchors
+        counts += [num_anchors * self.spans.num_positives] * self.include_positives
+        document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in counts])
+        number = np.concatenate([_ranges(count) for count in counts])  # of a span among its document's of its kind
 
         vocabulary = self.vocabulary
         content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
@@ -112,46 +119,56 @@ class Feed:
         for begin, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
             ids[begin : begin + size] = tokens[source : source + size]
 
+        keys, spans_epochs = document_keys(documents)[document], epochs[document].astype(np.uint64)
         selected = labels = np.empty(0, np.int64)
         if self.masking is not None:
-            count = len(anchors)  # the anchors to be masked come first
-            keys = document_keys(documents)
-            selected, labels = self._mask(self.masking, ids, places[:count], content[:count], keys, epochs)
-        words = self._dropout_keys(document_keys(documents)[document], epochs[document], per_document)
+            first = slice(len(anchors))  # the anchors to be masked come first
+            owners = keys[first], spans_epochs[first], number[first]
+            selected, labels = self._mask(self.masking, ids, places[first], content[first], *owners)
+        kinds = np.repeat(np.arange(len(copies)), [len(part) for part in copies])
+        drawn = seeding.blocks(self.seed, "dropout", keys, spans_epochs, (number + (kinds << 16)).astype(np.uint64))
+        words = np.ascontiguousarray(drawn[:, 0]).view(np.int32)
         return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels, words)))
 
     def _mask(
-        self, masking: MaskingConfig, ids: I64, places: I64, sizes: I64, keys: seeding.U64, epochs: I64
+        self,
+        masking: MaskingConfig,
+        ids: I64,
+        places: I64,
+        sizes: I64,
+        keys: seeding.U64,
+        epochs: seeding.U64,
+        numbers: I64,
     ) -> tuple[I64, I64]:
         """Masks the anchors in `ids`, a few at a time.
 
         Args:
             masking: shares.
             ids: `(T,)` tokens, changed in place.
-            places: `(n * A,)` places of the anchors' first tokens in `ids`.
-            sizes: `(n * A,)` their tokens, without specials.
-            keys: `(n,)` keys of the documents.
-            epochs: `(n,)` their epochs.
+            places: `(m,)` places of the anchors' first tokens in `ids`.
+            sizes: `(m,)` their tokens, without specials.
+            keys: `(m,)` keys of their documents.
+            epochs: `(m,)` epochs of their documents.
+            numbers: `(m,)` their numbers in their documents.
 
         Returns:
             `(K,)` places that are to be predicted, ascending, and `(K,)` the tokens that were there.
         """
-        vocabulary, num_anchors = self.vocabulary, self.spans.num_anchors
+        vocabulary = self.vocabulary
         special = np.array(vocabulary.special)
         found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
         for some in _cuts(sizes, _MASKED_TOKENS):
             within = _ranges(sizes[some])
             place = np.repeat(places[some], sizes[some]) + within
             span = np.repeat(np.arange(some.start, some.stop), sizes[some])
-            document, anchor = np.divmod(span, num_anchors)
             original = ids[place]
             masked, chosen = mask_tokens(
                 masking,
                 self.seed,
                 original,
-                keys[document],
-                epochs[document].astype(np.uint64),
-                anchor,
+                keys[span],
+                epochs[span],
+                numbers[span],
                 within,
                 vocabulary.size,
                 vocabulary.mask,
@@ -161,15 +178,6 @@ class Feed:
             found.append((place[chosen], original[chosen]))
         selected, labels = zip(*found, strict=True)
         return np.concatenate(selected), np.concatenate(labels)
-
-    def _dropout_keys(self, key: NDArray[np.uint64], epochs: I64, per_document: list[int]) -> NDArray[np.int32]:
-        """`(S,)` a word for each span, from its document, its epoch and its number in the document."""
-        num_documents = len(key) // max(1, sum(per_document))
-        number = np.concatenate(
-            [np.tile(np.arange(count) + (kind << 16), num_documents) for kind, count in enumerate(per_document)]
-        )
-        drawn = seeding.blocks(self.seed, "dropout", key, epochs.astype(np.uint64), number.astype(np.uint64))
-        return np.ascontiguousarray(drawn[:, 0]).view(np.int32)
 
 
 def document_keys(documents: pa.Table) -> NDArray[np.uint64]:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from common.config import expand
-from pipeline.manifest import TOKENIZER
+from pipeline.manifest import TOKENIZER, load_manifest
 from pipeline.shards import ShardSet
 from trainer.config import TrainConfig
 from trainer.feed import Feed, Vocabulary
@@ -43,7 +43,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
 
 
 def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) -> Feed:
-    """What turns documents into the spans of a step."""
+    """What turns the documents of `config.data` into the spans of a step."""
     objective = config.objective
     return Feed(
         spans=config.spans,
@@ -53,6 +53,7 @@ def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) ->
         max_content=max_span_tokens(encoder.model) - vocabulary.num_specials,
         vocabulary=vocabulary,
         seed=config.seed,
+        short_documents=load_manifest(expand(config.data)).short_documents,
     )
 
 

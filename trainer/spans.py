@@ -3,6 +3,9 @@
 Sampling is split in two: `draw` turns keys into random numbers, `place` turns random numbers into spans and is free of
 randomness, so that recorded draws can be replayed. Legend: n documents, A anchors a document, P positives an anchor.
 All spans are half-open [start, end) in tokens of the document, without special tokens.
+
+Short documents (prepare's `short_documents`) have fewer anchors, or windows and spans shorter than l_max; which and how
+short follows from the documents' windows alone. Whatever the mode, a document that is long enough has the same spans.
 """
 
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from pydantic import Field, model_validator
 
 from common import seeding
 from common.config import Strict
+from pipeline.windows import ShortDocuments
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
@@ -59,10 +63,12 @@ class Spans:
     Attributes:
         anchors: `(n, A, 2)` starts and ends.
         positives: `(n, A, P, 2)` starts and ends.
+        present: `(n, A)` which anchors there are: all, or in short documents the first few. The others' spans are 0.
     """
 
     anchors: I64
     positives: I64
+    present: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,14 @@ def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64) -> Draws
     )
 
 
-def place(config: SpanConfig, draws: Draws, num_tokens: I64, windows: I64, window_offsets: I64) -> Spans:
+def place(
+    config: SpanConfig,
+    draws: Draws,
+    num_tokens: I64,
+    windows: I64,
+    window_offsets: I64,
+    short_documents: ShortDocuments = "drop",
+) -> Spans:
     """Spans of n documents from their draws.
 
     Args:
@@ -109,44 +122,83 @@ def place(config: SpanConfig, draws: Draws, num_tokens: I64, windows: I64, windo
         num_tokens: `(n,)` lengths of the documents.
         windows: the documents' window starts, one after the other (the shards' `windows` column).
         window_offsets: `(n + 1,)` where each document's windows begin in `windows`.
+        short_documents: how the shards were prepared.
 
     Raises:
-        ValueError: a document is shorter than 2 * A * l_max tokens.
+        ValueError: a document is shorter than this mode keeps: than 2 * A * l_max tokens where short ones are dropped.
     """
-    if len(num_tokens) and int(num_tokens.min()) < config.min_document_tokens:
-        raise ValueError(
-            f"a document of {int(num_tokens.min())} tokens is too short: num_anchors = {config.num_anchors} anchors of "
-            f"up to max_tokens = {config.max_tokens} need {config.min_document_tokens} tokens"
-        )
-    shortest, longest = config.min_tokens, config.max_tokens
-    chosen = _choose_windows(config.num_anchors, draws.windows, windows, window_offsets)
+    counts = _count_anchors(config, num_tokens, np.diff(window_offsets), short_documents)
+    shortest, longest = config.min_tokens, _longest(config, windows, window_offsets, short_documents)[:, None]
+    chosen = _choose_windows(counts, draws.windows, windows, window_offsets)
     length = _scale(draws.anchor_lengths, shortest, longest)
     start = chosen + _pick(draws.anchor_starts, longest - length + 1)
     end = start + length
 
-    start_, end_ = start[..., None], end[..., None]
+    start_, end_, longest_ = start[..., None], end[..., None], longest[..., None]
     total = num_tokens[:, None, None]
     if config.strategy == "subsuming":
         positive_length = _scale(draws.positive_lengths, shortest, length[..., None])
         low, high = start_, end_ - positive_length
         positive = low + _pick(draws.positive_starts, high - low + 1)
     elif config.strategy == "adjacent":
-        most = np.minimum(longest, np.maximum(start_, total - end_))
+        most = np.minimum(longest_, np.maximum(start_, total - end_))
         positive_length = _scale(draws.positive_lengths, shortest, most)
         left, right = start_ >= positive_length, end_ + positive_length <= total
         go_left = left & (~right | (draws.positive_starts < 0.5))
         positive = np.where(go_left, start_ - positive_length, end_)
     else:
-        positive_length = _scale(draws.positive_lengths, shortest, longest)
+        positive_length = _scale(draws.positive_lengths, shortest, longest_)
         low, high = np.maximum(0, start_ - positive_length), np.minimum(end_, total - positive_length)
         positive = low + _pick(draws.positive_starts, high - low + 1)
+    present = np.arange(config.num_anchors) < counts[:, None]
     return Spans(
-        anchors=np.stack([start, end], axis=-1),
-        positives=np.stack([positive, positive + positive_length], axis=-1),
+        anchors=np.stack([start, end], axis=-1) * present[..., None],
+        positives=np.stack([positive, positive + positive_length], axis=-1) * present[..., None, None],
+        present=present,
     )
 
 
-def _scale(beta: F64, low: int, high: int | I64) -> I64:
+def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_documents: ShortDocuments) -> I64:
+    """Anchors of each document, `(n,)`: half its windows where those are fewer than 2 * A, else A.
+
+    Raises:
+        ValueError: a document has room for none, or for fewer than A where that is not `fewer_anchors`.
+    """
+    wanted = config.num_anchors
+    if short_documents == "drop" and len(num_tokens) and int(num_tokens.min()) < config.min_document_tokens:
+        raise ValueError(
+            f"a document of {int(num_tokens.min())} tokens is too short: num_anchors = {wanted} anchors of "
+            f"up to max_tokens = {config.max_tokens} need {config.min_document_tokens} tokens"
+        )
+    counts: I64 = np.minimum(wanted, num_windows // 2)
+    least = 1 if short_documents == "fewer_anchors" else wanted
+    if len(counts) and int(counts.min()) < least:
+        few = int(counts.argmin())
+        raise ValueError(
+            f"a document of {num_tokens[few]} tokens is too short: its {num_windows[few]} windows have room for "
+            f"{counts[few]} anchors; short_documents = {short_documents} needs room for {least}"
+        )
+    return counts
+
+
+def _longest(config: SpanConfig, windows: I64, offsets: I64, short_documents: ShortDocuments) -> I64:
+    """Longest span of each document, `(n,)`: the length of its windows.
+
+    Raises:
+        ValueError: windows shorter than `min_tokens`.
+    """
+    if short_documents != "shrink_spans":
+        return np.full(len(offsets) - 1, config.max_tokens)
+    longest: I64 = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
+    if len(longest) and int(longest.min()) < config.min_tokens:
+        raise ValueError(
+            f"a document has windows of {int(longest.min())} tokens, too short for spans of min_tokens = "
+            f"{config.min_tokens}; lower it, or prepare the corpus again with a larger geometry.min_tokens"
+        )
+    return longest
+
+
+def _scale(beta: F64, low: int, high: I64) -> I64:
     """int(Beta * (high - low) + low): with Beta below 1, `high` itself has probability 0, as in the released code."""
     return (beta * (high - low) + low).astype(np.int64)
 
@@ -156,19 +208,19 @@ def _pick(uniform: F64, count: I64) -> I64:
     return (uniform * count).astype(np.int64)
 
 
-def _choose_windows(num_anchors: int, uniform: F64, windows: I64, offsets: I64) -> I64:
-    """Start of each anchor's window, `(n, A)`.
+def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) -> I64:
+    """Start of each anchor's window, `(n, A)`; 0 beyond a document's `num_anchors`.
 
     After each choice the window and its list neighbours are gone. When few are left for the anchors to come, only the
     two ends of the list are eligible, which never strands a later anchor.
     """
-    chosen = np.empty(uniform.shape, np.int64)
-    for document, row in enumerate(uniform.tolist()):
+    chosen = np.zeros(uniform.shape, np.int64)
+    for document, (row, wanted) in enumerate(zip(uniform.tolist(), num_anchors.tolist(), strict=True)):
         first = int(offsets[document])
         count = int(offsets[document + 1]) - first
         removed: list[int] = []  # sorted positions in the original list
-        for anchor, u in enumerate(row):
-            left, to_come = count - len(removed), num_anchors - anchor
+        for anchor, u in enumerate(row[:wanted]):
+            left, to_come = count - len(removed), wanted - anchor
             index = (0 if u < 0.5 else left - 1) if left // to_come < to_come else int(u * left)
             gone = [_position(removed, k) for k in range(max(0, index - 1), min(left, index + 2))]
             chosen[document, anchor] = windows[first + gone[index - max(0, index - 1)]]

@@ -43,6 +43,21 @@ class RankBatch:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What a rank knows of all ranks' spans; documents may have different numbers of anchors.
+
+    Attributes:
+        selected: selected tokens of all ranks.
+        first_anchor: place of this rank's first anchor among all.
+        num_anchors: anchors of all ranks; 0 where nothing is contrasted.
+    """
+
+    selected: int
+    first_anchor: int
+    num_anchors: int
+
+
+@dataclass(frozen=True)
 class Gradients:
     """What comes out of a backward besides the gradients.
 
@@ -187,11 +202,18 @@ class Stepper:
         Ranks agree before and after the one exchange of embeddings, so that none waits there for one that failed.
         """
         pieces = self.microbatch.cut(batch.spans)
-        selected = int(self.world.sum(batch.spans.labels.new_tensor([len(batch.spans.labels)]))[0])
+        counts = self._count(batch.spans)
         embedded = self._all_fit(lambda: self._embed(pieces, step))
         if embedded is None:
             return None
-        return self._all_fit(lambda: self._differentiate(batch, pieces, embedded, selected, step))
+        return self._all_fit(lambda: self._differentiate(batch, pieces, embedded, counts, step))
+
+    def _count(self, spans: SpanBatch) -> Counts:
+        own = [0] * self.world.size
+        if self.objective.config.contrastive:
+            own[self.world.rank] = self.objective.anchors_in(spans.num_spans)
+        selected, *anchors = self.world.sum(spans.labels.new_tensor([len(spans.labels), *own])).tolist()
+        return Counts(selected, sum(anchors[: self.world.rank]), sum(anchors))
 
     def _embed(self, pieces: list[SpanBatch], step: int) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
@@ -201,15 +223,20 @@ class Stepper:
             return [self._forward(piece, number, step) for number, piece in enumerate(pieces)]
 
     def _differentiate(
-        self, batch: RankBatch, pieces: list[SpanBatch], embedded: list[tuple[Tensor, Tensor]], selected: int, step: int
+        self,
+        batch: RankBatch,
+        pieces: list[SpanBatch],
+        embedded: list[tuple[Tensor, Tensor]],
+        counts: Counts,
+        step: int,
     ) -> Gradients:
-        share = 1.0 / max(1, selected)
+        share = 1.0 / max(1, counts.selected)
         if len(pieces) == 1:
             spans, mlm_sum = embedded[0]
-            contrastive, embeddings = self._contrast(spans, batch)
+            contrastive, embeddings = self._contrast(spans, batch, counts)
             _backward(contrastive + mlm_sum * share)
-            return Gradients(contrastive.detach(), mlm_sum.detach(), selected, embeddings)
-        contrastive, gradient, embeddings = self._through_loss(embedded, batch)
+            return Gradients(contrastive.detach(), mlm_sum.detach(), counts.selected, embeddings)
+        contrastive, gradient, embeddings = self._through_loss(embedded, batch, counts)
         sizes = [piece.num_spans for piece in pieces]
         upstream = [None] * len(pieces) if gradient is None else gradient.split(sizes)
         mlm_total = contrastive.new_zeros(())
@@ -218,10 +245,10 @@ class Stepper:
             through_spans = 0.0 if towards is None else (spans * towards).sum()
             _backward(through_spans + mlm_sum * share)
             mlm_total = mlm_total + mlm_sum.detach()
-        return Gradients(contrastive, mlm_total, selected, embeddings)
+        return Gradients(contrastive, mlm_total, counts.selected, embeddings)
 
     def _through_loss(
-        self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch
+        self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch, counts: Counts
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The contrastive loss, its gradient towards this rank's span embeddings, and the embeddings to remember.
 
@@ -233,7 +260,7 @@ class Stepper:
         cached = torch.cat([spans for spans, _ in embedded])
         embedded.clear()
         cached.requires_grad_(True)
-        contrastive, embeddings = self._contrast(cached, batch)
+        contrastive, embeddings = self._contrast(cached, batch, counts)
         _backward(contrastive)
         return contrastive.detach(), cached.grad, embeddings
 
@@ -249,14 +276,11 @@ class Stepper:
                 raise
         return None if self.world.largest(int(result is None)) else result
 
-    def _contrast(self, spans: Tensor, batch: RankBatch) -> tuple[Tensor, Tensor | None]:
+    def _contrast(self, spans: Tensor, batch: RankBatch, counts: Counts) -> tuple[Tensor, Tensor | None]:
         if not self.objective.config.contrastive:
             return spans.new_zeros(()), None
-        anchors = self.objective.num_anchors
         views = self.objective.represent(spans, batch.num_documents)
-        loss, embeddings = self.objective.loss(
-            views, batch.start * anchors, batch.batch_documents * anchors, self.world
-        )
+        loss, embeddings = self.objective.loss(views, counts.first_anchor, counts.num_anchors, self.world)
         return loss, embeddings if self.objective.config.queue_size else None
 
     def _forward(self, piece: SpanBatch, number: int, step: int) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,7 @@ def make_config(tmp_path: Path):
             "tokenizer": {"kind": "train", "vocab_size": 300, "sample_mib": 0.1},
             "geometry": {"num_anchors": 1, "max_tokens": 16},
             "held_out_share": 0.3,
+            "duplicates": {"exact": False},
         }
         return PipelineConfig.model_validate(values | changes)
 

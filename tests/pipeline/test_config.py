@@ -8,7 +8,8 @@ import yaml
 
 from common.config import ConfigError, load_config
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
-from pipeline.prepare import main, problems, sample_texts
+from pipeline.prepare import main, problems
+from pipeline.sample import sample_texts
 from pipeline.units import plan_units
 
 
@@ -35,7 +36,7 @@ def test_our_configs_are_valid(name):
 
 
 def test_every_wrong_key_and_value_is_reported_at_once(write_config, corpus):
-    overrides = ["geometry.max_token=3", "held_out_share=1", "tokenizer.vocab_size=10", "corpus.format=csv"]
+    overrides = ["geometry.max_token=3", "held_out_share=1", "tokenizer.vocab_size=10", "corpus.format=xml"]
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(corpus), "prepare", PipelineConfig, overrides)
     assert len(caught.value.problems) == 4

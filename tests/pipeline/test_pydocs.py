@@ -8,7 +8,7 @@ LONG = "It does what it says. " * 30
 
 def part_of(path: Path) -> Part:
     size = path.stat().st_size
-    return Part(format="python", path=str(path), source=path.name, start=0, stop=size, num_bytes=size)
+    return Part(format="python", path=str(path), source=path.name, start=0, stop=size, num_bytes=size, weight=size)
 
 
 def test_a_module_is_its_docstring_and_its_public_definitions(tmp_path):

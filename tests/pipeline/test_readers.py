@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpus import Document, Failure, FilesCorpus, document_id, file_parts, normalise
-from pipeline.readers import read_jsonl, read_text
+from pipeline.corpus import Document, Failure, FilesCorpus, document_id, normalise
+from pipeline.readers.files import rules_of
+from pipeline.readers.parts import Meter, read_part
+from pipeline.readers.planning import file_parts
 from pipeline.units import plan_units, read_unit
 
 
@@ -16,6 +18,10 @@ def read_all(corpus, unit_mib=64.0):
     units, problems = plan_units(corpus, unit_mib)
     assert not problems
     return [record for unit in units for record in read_unit(unit, corpus)]
+
+
+def read_parts(corpus, parts):
+    return [record for part in parts for record in read_part(part, rules_of(corpus), Meter())]
 
 
 def files(*paths, **changes):
@@ -29,10 +35,12 @@ LINES = st.lists(st.binary(max_size=20).map(lambda line: line.replace(b"\n", b" 
 def test_every_line_is_read_once_however_a_file_is_cut(tmp_path_factory, lines, ends_with_newline, part_bytes):
     path = tmp_path_factory.mktemp("cut") / "a.txt"
     path.write_bytes(b"\n".join(lines) + (b"\n" if ends_with_newline else b""))
-    whole, cut = (file_parts(files(path), size)[0] for size in (1 << 30, part_bytes))
-    assert [r for part in cut for r in read_text(part)] == [r for part in whole for r in read_text(part)]
-    offsets = [record.offset for part in cut for record in read_text(part)]
+    corpus = files(path)
+    whole, cut = (read_parts(corpus, file_parts(corpus, size)[0]) for size in (1 << 30, part_bytes))
+    assert cut == whole
+    offsets = [record.offset for record in cut]
     assert offsets == sorted(set(offsets))
+    assert len(cut) == len(lines) - (lines[-1] == b"" and not ends_with_newline)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -62,7 +70,7 @@ def test_bad_lines_are_counted_with_their_place_and_the_rest_is_read(tmp_path, c
         "no_text_field",
         "invalid_utf8",
         "invalid_json",
-        "invalid_json",
+        "last",  # a number that Python would refuse to turn into an int is JSON all the same
         "good too",
     ]
     assert [r.offset for r in records] == [sum(len(line) + 1 for line in lines[:i]) for i in range(len(lines))]
@@ -73,7 +81,7 @@ def test_a_truncated_gzip_file_is_one_failure_after_what_could_be_read(tmp_path)
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress("\n".join(f"line {i * i}" for i in range(50_000)).encode())[:-2000])
     *documents, failure = read_all(files(path))
-    assert documents[0] == Document("line 0\n", "a.txt.gz", 0)
+    assert documents[0] == Document("line 0", "a.txt.gz", 0)
     assert isinstance(failure, Failure)
     assert (failure.reason, failure.source) == ("unreadable", "a.txt.gz")
 
@@ -82,7 +90,7 @@ def test_parquet_is_cut_at_row_groups_and_null_is_a_failure(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a", "b", None, "d", "e"]}), path, row_group_size=2)
     corpus = files(path, text_field="body")
-    assert len(file_parts(corpus, 1 << 20)[0]) == 3
+    assert [len(file_parts(corpus, size)[0]) for size in (1 << 20, 1)] == [1, 3]
     records = read_all(corpus, unit_mib=1e-5)
     assert [(getattr(r, "text", None), r.offset) for r in records] == [
         ("a", 0),
@@ -95,7 +103,8 @@ def test_parquet_is_cut_at_row_groups_and_null_is_a_failure(tmp_path):
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "x"}')
-    assert [r.text for part in file_parts(files(tmp_path), 99)[0] for r in read_jsonl(part, "text")] == ["x"]
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + b'"text"\nx\n')
+    assert [r.text for r in read_all(files(tmp_path))] == ["x", "x"]
 
 
 def test_sources_are_relative_to_the_given_root_and_order_is_by_name(tmp_path):
@@ -107,15 +116,22 @@ def test_sources_are_relative_to_the_given_root_and_order_is_by_name(tmp_path):
 
 
 def test_every_problem_of_the_inputs_is_reported(tmp_path):
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 but no more")
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "good.parquet")
-    (tmp_path / "data.csv").write_text("x")
+    pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
+    (tmp_path / "data.bin").write_text("x")
     (tmp_path / "empty").mkdir()
-    names = ["missing.jsonl", "bad.parquet", "good.parquet", "data.csv", "empty"]
+    names = ["missing.jsonl", "good.parquet", "numbers.parquet", "data.bin", "empty"]
     problems = file_parts(files(*[tmp_path / name for name in names]), 99)[1]
     assert len(problems) >= len(names)
     for name in names:
         assert any(name in problem for problem in problems), name
+
+
+def test_a_broken_parquet_file_does_not_stop_the_others(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 but no more")
+    (tmp_path / "b.txt").write_text("read")
+    failure, document = read_all(files(tmp_path))
+    assert (failure.reason, failure.source, document.text) == ("unreadable", "a.parquet", "read")
 
 
 def test_the_id_is_of_the_normalised_text():

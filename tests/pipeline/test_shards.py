@@ -5,7 +5,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.corpus import Document, document_id
+from pipeline.corpus import document_id
+from pipeline.ledger import Entry, LedgerWriter
 from pipeline.manifest import Counts, Sidecar, build_manifest
 from pipeline.schema import shard_schema
 from pipeline.shards import ShardError, ShardSet, check_shards, load_manifest
@@ -41,9 +42,13 @@ def write(folder, vocab_size=1000, units=3):
     schema = shard_schema(vocab_size, GEOMETRY, "f")
     sidecars = []
     for unit in range(units):
-        with ShardWriter(folder, f"{unit:05d}", "train", schema, 5) as writer:
+        name = f"{unit:05d}"
+        with ShardWriter(folder, name, "train", schema, 5) as writer, LedgerWriter(folder, name) as ledger:
             for number in range(unit * 19, (unit + 1) * 19):
-                writer.add(document_id(b"%d" % number), tokens_of(number, vocab_size), Document("", "s", number))
+                identity, tokens = document_id(b"%d" % number), tokens_of(number, vocab_size)
+                row = writer.add(identity, tokens, "s", number)
+                assert row == number % 19
+                ledger.add(Entry(identity, "s", number, 0, len(tokens), None, "train", row, None))
         counts = Counts(read=19, kept=19, dropped={}, failed={}, text_bytes=0, longest_tokens=20)
         sidecars.append(
             Sidecar(
@@ -54,6 +59,7 @@ def write(folder, vocab_size=1000, units=3):
                 counts=counts,
                 failures=[],
                 shards=writer.result(),
+                ledger=ledger.result(),
             )
         )
     manifest = build_manifest(sidecars, info(vocab_size), GEOMETRY, {}, "")
@@ -137,8 +143,8 @@ def test_a_token_beyond_the_vocabulary_is_not_written(tmp_path):
 
     def write_two():
         with ShardWriter(tmp_path, "00000", "train", schema, 1) as writer:
-            writer.add(b"0" * 16, np.array([9], dtype=np.uint32), Document("", "s", 6))
-            writer.add(b"0" * 16, np.array([10], dtype=np.uint32), Document("", "s", 7))
+            writer.add(b"0" * 16, np.array([9], dtype=np.uint32), "s", 6)
+            writer.add(b"0" * 16, np.array([10], dtype=np.uint32), "s", 7)
 
     with pytest.raises(ShardError, match="s at 7: token id 10 is beyond the vocabulary of 10"):
         write_two()

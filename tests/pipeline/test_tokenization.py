@@ -5,8 +5,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.config import ConfigError
-from pipeline import tokenization
-from pipeline.tokenization import Encoder, describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
+from pipeline import encoder as encoding
+from pipeline.encoder import Encoder
+from pipeline.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
 
@@ -69,8 +70,8 @@ def test_a_long_text_is_encoded_in_pieces_to_the_same_ids(tokenizer, tmp_path, m
     encoder = encoder_of(tokenizer, tmp_path)
     texts = [sentence(number, 300) + " it's 1,000 ''s ...  naïve é😀" for number in range(5)] + ["x" * 500]
     whole = encoder.encode(texts)
-    monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 17)
-    monkeypatch.setattr(tokenization, "_BATCH_CHARACTERS", 50)
+    monkeypatch.setattr(encoding, "_PIECE_CHARACTERS", 17)
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 50)
     for mine, expected in zip(encoder.encode(texts), whole, strict=True):
         np.testing.assert_array_equal(mine, expected)
 

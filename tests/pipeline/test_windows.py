@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.filters import drop_reason
-from pipeline.windows import Geometry, window_starts
+from pipeline.filters import drop_reason, limit_in_words
+from pipeline.schema import geometry_of, shard_schema
+from pipeline.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
 
 
 @given(st.integers(0, 100_000), st.integers(1, 2_000))
@@ -34,3 +35,64 @@ def test_the_limit_itself_is_long_enough():
     assert drop_reason(2048, geometry) is None
     assert drop_reason(2047, geometry) == "too_short"
     assert drop_reason(0, geometry) == "empty"
+
+
+MODES = ["drop", "fewer_anchors", "shrink_spans"]
+geometries = st.builds(
+    lambda num_anchors, max_tokens, less: Geometry(
+        num_anchors=num_anchors, max_tokens=max_tokens, min_tokens=max(1, max_tokens - less)
+    ),
+    st.integers(1, 5),
+    st.integers(2, 600),
+    st.integers(0, 600),
+)
+
+
+@given(st.sampled_from(MODES), geometries, st.integers(1, 7_000))
+def test_every_mode_keeps_what_has_room(mode, geometry, num_tokens):
+    """fewer_anchors: for one anchor. shrink_spans: for all of them, in windows of at least min_tokens."""
+    longest = window_tokens(num_tokens, geometry, mode)
+    room = num_tokens // (2 * longest) if longest else 0
+    enough = room >= (1 if mode == "fewer_anchors" else geometry.num_anchors)
+    if mode == "shrink_spans":
+        enough = enough and longest >= geometry.min_tokens
+    assert (drop_reason(num_tokens, geometry, mode) is None) == enough
+    assert drop_reason(num_tokens, geometry, mode) in (None, "too_short")
+    if enough:
+        windows = document_windows(num_tokens, geometry, mode)
+        assert windows.tolist() == window_starts(num_tokens, longest).tolist()
+        assert len(windows) // 2 >= room
+
+
+@given(geometries, st.integers(0, 7_000))
+def test_a_document_that_is_kept_in_every_mode_has_the_same_windows(geometry, extra):
+    num_tokens = geometry.min_document_tokens + extra
+    for mode in MODES:
+        assert drop_reason(num_tokens, geometry, mode) is None
+        assert (
+            document_windows(num_tokens, geometry, mode).tolist()
+            == window_starts(num_tokens, geometry.max_tokens).tolist()
+        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "least", "words"),
+    [
+        ("drop", 2048, "2 * geometry.num_anchors (2) * geometry.max_tokens (512) = 2048"),
+        ("fewer_anchors", 1024, "2 * geometry.max_tokens (512) = 1024"),
+        ("shrink_spans", 128, "2 * geometry.num_anchors (2) * geometry.min_tokens (32) = 128"),
+    ],
+)
+def test_the_limits_of_the_papers_geometry(mode, least, words):
+    geometry = Geometry()
+    assert shortest_document(geometry, mode) == least
+    assert limit_in_words(geometry, mode) == words
+    assert drop_reason(least, geometry, mode) is None
+    assert drop_reason(least - 1, geometry, mode) == "too_short"
+    assert drop_reason(0, geometry, mode) == "empty"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shard_says_how_short_documents_were_treated(mode):
+    geometry = Geometry(num_anchors=3, max_tokens=64, min_tokens=32)
+    assert geometry_of(shard_schema(10, geometry, "f", mode)) == (geometry, mode)

@@ -1,12 +1,15 @@
 import json
 
+import numpy as np
 import pytest
 
+from pipeline.config import identity
 from pipeline.corpus import document_id
 from pipeline.manifest import build_manifest
 from pipeline.shards import ShardSet
+from pipeline.unit_writer import finished_sidecar
 from pipeline.units import plan_units
-from pipeline.worker import finished_sidecar, split_of, write_unit
+from pipeline.worker import split_of, write_unit
 
 
 @pytest.fixture
@@ -47,6 +50,30 @@ def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corp
     shard = folder / sidecar.shards[0].name
     shard.write_bytes(shard.read_bytes()[:-1])
     assert finished_sidecar(unit, folder, config) is None
+
+
+@pytest.mark.parametrize(("mode", "least"), [("drop", 64), ("fewer_anchors", 32), ("shrink_spans", 20)])
+def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_config, output, tokenizer, mode, least):
+    """Two anchors of 16 tokens need 64; one needs 32; two of 5 need 20."""
+    folder, info = output
+    corpus = tmp_path / "corpus.txt"
+    texts = [" ".join(f"span{number % (1 + i)}" for i in range(number)) for number in range(1, 60)]
+    corpus.write_text("\n".join(texts))
+    geometry = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 5}
+    config = make_config(corpus, held_out_share=0, geometry=geometry, short_documents=mode)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    sidecar = write_unit(unit, folder, config, info)
+    lengths = [len(tokenizer(" " + text, add_special_tokens=False)["input_ids"]) for text in texts]
+    kept = [length for length in lengths if length >= least]
+    assert sidecar.counts.dropped == {"too_short": len(texts) - len(kept)}
+    manifest = build_manifest([sidecar], info, config.geometry, identity(config), "")
+    assert manifest.short_documents == mode
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    table = ShardSet(folder, "train").take(np.arange(len(kept)))
+    assert table.column("num_tokens").to_pylist() == kept
+    for length, windows in zip(kept, table.column("windows").to_pylist(), strict=True):
+        size = min(16, length // 4) if mode == "shrink_spans" else 16
+        assert windows == list(range(0, length - size + 1, size))
 
 
 def test_the_split_is_by_content_and_of_the_asked_size(make_config, tmp_path):

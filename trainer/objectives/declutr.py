@@ -1,6 +1,7 @@
 """DeCLUTR: contrast spans of the same document against all others, and predict masked tokens of the anchors.
 
-Legend: n documents on this rank, A anchors a document, P positives an anchor, M = anchors of the global batch, D size.
+Legend: n documents on this rank, m their anchors (n * A, or fewer where documents are short), A anchors a document, P
+positives an anchor, M = anchors of the global batch, D size.
 """
 
 from typing import Annotated, Any, Literal
@@ -80,14 +81,25 @@ class Declutr:
         self.queue: Tensor | None = None
         self._metric_loss = MetricLearningLoss(config.loss) if isinstance(config.loss, MetricLearningConfig) else None
 
+    def anchors_in(self, num_spans: int) -> int:
+        """m: anchors among this many spans of a batch that is contrasted."""
+        return num_spans // (1 + self.config.unmasked_anchors + self.num_positives)
+
     def represent(self, spans: Tensor, num_documents: int) -> Tensor:
-        """Views that meet other workers, `(n * A, 2, D)`: each anchor and its positives' mean (paper section 3.1).
+        """Views that meet other workers, `(m, 2, D)`: each anchor and its positives' mean (paper section 3.1).
 
         Args:
             spans: `(S, D)` embeddings in the feed's order.
             num_documents: n.
+
+        Raises:
+            ValueError: not the spans of n documents.
         """
-        rows = num_documents * self.num_anchors
+        rows = self.anchors_in(len(spans))
+        if not num_documents <= rows <= num_documents * self.num_anchors:
+            raise ValueError(
+                f"{len(spans)} spans are {rows} anchors, {num_documents} documents have 1 to {self.num_anchors} each"
+            )
         masked, rest = spans[:rows], spans[rows:]
         anchors, rest = (rest[:rows], rest[rows:]) if self.config.unmasked_anchors else (masked, rest)
         positives = rest.reshape(rows, self.num_positives, spans.shape[-1]).mean(dim=1)
@@ -97,7 +109,7 @@ class Declutr:
         """The contrastive loss of the global batch, and the embeddings it saw.
 
         Args:
-            views: this rank's `(n * A, 2, D)`.
+            views: this rank's `(m, 2, D)`.
             start: place of this rank's first anchor among all M.
             total: M.
             world: the workers.

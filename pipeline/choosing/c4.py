@@ -1,0 +1,146 @@
+"""The rules of C4: Raffel et al. 2020, "Exploring the Limits of Transfer Learning" (JMLR 21), section 2.2.
+
+Lines are removed first, then what is left is judged; two rules look at the whole page. The first version of the paper
+(October 2019) says five sentences and three words; the defaults are those of the journal and of the released code.
+C4 also removes all but one of any three-sentence span that occurs more than once in the corpus, which no single
+document can tell: that is the work of pipeline/duplicates.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+from pydantic import Field
+
+from common.config import Strict, expand
+from pipeline.choosing.gopher import Drop
+
+_CLOSING = "\"'”’»)]"
+_TERMINAL = (".", "!", "?", '"', "”", "。", "！", "？")
+_ELLIPSES = ("...", "…")
+_CITATION = re.compile(r"\[(?:\d{1,3}|edit|citation needed|note \d{1,2})\]", re.IGNORECASE)
+_SENTENCE_END = re.compile(rf"[.!?][{re.escape(_CLOSING)}]*(?=\s|$)|[。！？]")
+_POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+_WORD = re.compile(r"\w+")
+
+
+class C4Rules(Strict):
+    """Each rule with its switch; the defaults are the paper's."""
+
+    terminal_punctuation: bool = True
+    """Keep only lines that end in . ! ? or a quotation mark, and not in an ellipsis (as the released code has it)."""
+    min_line_words: int | None = Field(default=5, ge=1)
+    """Keep only lines of at least so many words; null: all."""
+    javascript: bool = True
+    """Remove lines with the word "javascript"."""
+    policies: bool = True
+    """Remove lines about terms of use, privacy policies and cookies."""
+    citations: bool = True
+    """Remove the marks [1], [edit], [citation needed]."""
+    lorem_ipsum: bool = True
+    """Drop documents with "lorem ipsum". Reason c4_lorem_ipsum."""
+    curly_bracket: bool = True
+    """Drop documents with a {. Reason c4_curly_bracket."""
+    min_sentences: int | None = Field(default=3, ge=1)
+    """Drop documents of fewer sentences, counted by their ends . ! ? before whitespace; null: any. Reason
+    c4_sentences. A document of which every line was removed has the reason c4_no_lines."""
+    bad_words: str | None = None
+    """Text file of words and phrases, one a line: documents that hold one are dropped. Reason c4_bad_words."""
+
+
+def c4_problems(config: C4Rules) -> list[str]:
+    """What is wrong with the settings, one line a problem."""
+    if config.bad_words is None:
+        return []
+    path = expand(config.bad_words)
+    try:
+        found = _bad_words(path)
+    except OSError as error:
+        return [f"choosing.c4.bad_words = {config.bad_words!r}: {error.strerror}; looked at {path.absolute()}"]
+    except UnicodeDecodeError as error:
+        return [f"choosing.c4.bad_words = {config.bad_words!r}: not UTF-8 ({error.reason} at byte {error.start})"]
+    if not found.words and not found.phrases:
+        return [f"choosing.c4.bad_words = {config.bad_words!r}: holds no word; one word or phrase a line is expected"]
+    return []
+
+
+def c4_reasons(config: C4Rules) -> list[str]:
+    """The reasons that `c4_drop` and `c4_lines` may give."""
+    removes = config.terminal_punctuation or config.min_line_words or config.javascript or config.policies
+    named = {
+        "c4_lorem_ipsum": config.lorem_ipsum,
+        "c4_curly_bracket": config.curly_bracket,
+        "c4_bad_words": config.bad_words,
+        "c4_no_lines": removes,
+        "c4_sentences": config.min_sentences,
+    }
+    return [reason for reason, switch in named.items() if switch]
+
+
+def c4_page(text: str, config: C4Rules) -> Drop | None:
+    """The rules on a whole page."""
+    if config.curly_bracket and (place := text.find("{")) >= 0:
+        return "c4_curly_bracket", f"at character {place}"
+    if not config.lorem_ipsum and not config.bad_words:
+        return None
+    lowered = text.lower()
+    if config.lorem_ipsum and (place := lowered.find("lorem ipsum")) >= 0:
+        return "c4_lorem_ipsum", f"at character {place}"
+    if config.bad_words and (word := _bad_words(expand(config.bad_words)).find(lowered)):
+        return "c4_bad_words", word
+    return None
+
+
+def c4_lines(text: str, config: C4Rules) -> tuple[str, Drop | None]:
+    """The text without the lines and marks that the rules remove, and why what is left is dropped, or None."""
+    if config.citations and "[" in text:
+        text = _CITATION.sub("", text)
+    lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
+    kept = "\n".join(line for line in lines if _is_kept(line, config))
+    if lines and not kept:
+        return kept, ("c4_no_lines", f"{len(lines)} lines removed")
+    if config.min_sentences is not None:
+        num_sentences = sum(1 for _ in islice(_SENTENCE_END.finditer(kept), config.min_sentences))
+        if num_sentences < config.min_sentences:
+            return kept, ("c4_sentences", f"{num_sentences} sentences in {len(lines)} lines")
+    return kept, None
+
+
+def _is_kept(line: str, config: C4Rules) -> bool:
+    """Whether a line, stripped, stays."""
+    if config.terminal_punctuation and (not line.endswith(_TERMINAL) or line.endswith(_ELLIPSES)):
+        return False
+    least = config.min_line_words
+    if least is not None and len(line.split(None, least - 1)) < least:
+        return False
+    if not config.javascript and not config.policies:
+        return True
+    lowered = line.lower()
+    if config.javascript and "javascript" in lowered:
+        return False
+    return not (config.policies and any(phrase in lowered for phrase in _POLICIES))
+
+
+@dataclass(frozen=True, slots=True)
+class _BadWords:
+    """A list of words to look up and of phrases to search for, lower-cased."""
+
+    words: frozenset[str]
+    phrases: tuple[re.Pattern[str], ...]
+
+    def find(self, lowered: str) -> str | None:
+        """The first of them in alphabetical order, words before phrases."""
+        if both := self.words.intersection(_WORD.findall(lowered)):
+            return min(both)
+        return next((match.group() for phrase in self.phrases if (match := phrase.search(lowered))), None)
+
+
+@lru_cache(maxsize=4)
+def _bad_words(path: Path) -> _BadWords:
+    """A list as read from its file; words are runs of letters and digits, anything else is a phrase."""
+    entries = sorted({" ".join(line.lower().split()) for line in path.read_text("utf-8").splitlines()} - {""})
+    phrases = [rf"(?<!\w){re.escape(entry)}(?!\w)" for entry in entries if not _WORD.fullmatch(entry)]
+    words = frozenset(entry for entry in entries if _WORD.fullmatch(entry))
+    return _BadWords(words, tuple(re.compile(phrase.replace(r"\ ", r"\s+")) for phrase in phrases))

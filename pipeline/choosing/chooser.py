@@ -1,0 +1,105 @@
+"""Cleans and judges one document: a pure function of its text and the configuration. Cheap rules first."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.choosing.boilerplate import BoilerplateRemover
+from pipeline.choosing.c4 import c4_lines, c4_page
+from pipeline.choosing.config import CONTAMINATED, ONLY_BOILERPLATE, ChoosingConfig
+from pipeline.choosing.contamination import ContaminationIndex
+from pipeline.choosing.gopher import Drop, quality_drop
+from pipeline.choosing.language import LanguageRule, identify
+from pipeline.choosing.repetition import repetition_drop
+from pipeline.choosing.whitespace import normalise
+from pipeline.choosing.words import hash_words
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What became of one document."""
+
+    text: str
+    """What is left of it. Of a dropped document the whole, so that it can be looked at, with the same whitespace."""
+    reason: str | None
+    """Why it is dropped, or None."""
+    language: str | None
+    """Its language, if that was asked for and no earlier rule dropped the document."""
+    detail: str | None
+    """The figure that decided, or what a contaminated document holds."""
+
+
+class Chooser:
+    """Applies the rules of a configuration, first to last; the first that a document breaks names the reason."""
+
+    def __init__(self, config: ChoosingConfig, contamination_index: Path | None = None) -> None:
+        """Opens what the rules need.
+
+        Raises:
+            ValueError: contamination is on and there is no index, or one of another version.
+        """
+        self._config = config
+        self._remover = BoilerplateRemover(config.boilerplate) if config.boilerplate else None
+        if config.contamination and contamination_index is None:
+            raise ValueError("choosing.contamination is on: give the index that build_index wrote")
+        self._index = ContaminationIndex(contamination_index) if config.contamination and contamination_index else None
+
+    def choose(self, text: str) -> Choice:
+        """Cleans and judges one document. A text of whitespace alone is no rule's business: it comes back empty."""
+        finish = normalise if self._config.normalise_whitespace else str
+        if not text or text.isspace():
+            return Choice(finish(text), None, None, None)
+        cleaned, drop = self._clean(text)
+        language: str | None = None
+        if drop is None:
+            language, drop = self._judge(cleaned)
+        if drop is not None:
+            return Choice(finish(text), drop[0], language, drop[1])
+        return self._contaminated(cleaned, finish(text) if cleaned is text else finish(cleaned), language)
+
+    def _clean(self, text: str) -> tuple[str, Drop | None]:
+        """The rules that remove lines, with those that look at the page before."""
+        config = self._config
+        if self._remover:
+            text = self._remover.remove(text)
+            if not text.strip():
+                return text, (ONLY_BOILERPLATE, "no other line")
+        if config.c4:
+            if drop := c4_page(text, config.c4):
+                return text, drop
+            return c4_lines(text, config.c4)
+        return text, None
+
+    def _judge(self, text: str) -> tuple[str | None, Drop | None]:
+        """The rules on counts, language and repetition."""
+        config = self._config
+        drop: Drop | None = None
+        language: str | None = None
+        if config.gopher or config.repetition:
+            words = hash_words(text, fold=False)
+            lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
+        if config.gopher:
+            drop = quality_drop(text, words, lines, config.gopher)
+        if config.language and drop is None:
+            language, drop = _language(text, config.language)
+        if config.repetition and drop is None:
+            drop = repetition_drop(text, words, lines, config.repetition)
+        return language, drop
+
+    def _contaminated(self, text: str, finished: str, language: str | None) -> Choice:
+        """The last rule, and the choice when it finds nothing."""
+        rule = self._config.contamination
+        match = self._index.find(text) if self._index else None
+        if rule is None or match is None or match.num_ngrams <= rule.max_matches:
+            return Choice(finished, None, language, None)
+        detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
+        return Choice(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
+
+
+def _language(text: str, rule: LanguageRule) -> tuple[str | None, Drop | None]:
+    """The language of a text, and why it is dropped for it, or None."""
+    language, score = identify(text)
+    if rule.keep and language not in rule.keep:
+        return language, ("language_other", f"{language} with {score:.2f}")
+    if score < rule.min_score:
+        return language, ("language_unsure", f"{language} with {score:.2f}")
+    return language, None

@@ -1,0 +1,143 @@
+"""Which documents hold text of an evaluation set: n-grams of words, as in appendix C of the GPT-3 paper.
+
+Brown et al. 2020 (arXiv:2005.14165): words in lower case without punctuation, n = 13; a document is contaminated by an
+n-gram that also stands in an evaluation set. Sentences are often shorter than 13 words: an example of 8 to 12 words is
+looked for as a whole. Shorter ones are common phrases, and are left out (appendix C takes n no lower than 8, too).
+
+Per document: the words' hashes, one rolling hash over them for each length, a bitmap that lets through one in sixteen,
+and a binary search for these. What is found is compared once more by BLAKE2b of its words, so that a false match needs
+two 64-bit hashes to agree: 2**-64 * 2**-64 a pair, some 1e-23 for all pairs of 1e10 words of corpus and 1e6 entries.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field
+
+from common.config import Strict
+from pipeline.choosing.words import U64, extend_ngrams, folded_words, hash_words, mix
+
+SCHEMA_VERSION = "1"
+_SHORTEST_WHOLE = 8
+_BITMAP_LOAD = 16
+
+
+class Contamination(Strict):
+    """Evaluation sets to look for, and what becomes of documents that hold some of them."""
+
+    paths: list[str] = Field(min_length=1)
+    """Files and folders of evaluation sets: JSONL, JSON, CSV, TSV and plain text, also .gz, SentEval's own files."""
+    ngram: int = Field(default=13, ge=2, le=64)
+    """Words in a row that make a match."""
+    min_example_words: int = Field(default=_SHORTEST_WHOLE, ge=1)
+    """Examples shorter than `ngram` are looked for as a whole when they have at least so many words."""
+    action: Literal["report", "drop"] = "report"
+    """report: the document is kept and the ledger says what it holds; drop: reason contaminated."""
+    max_matches: int = Field(default=0, ge=0)
+    """Different n-grams of evaluation sets that a document may hold without being contaminated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a document shares with evaluation sets."""
+
+    num_ngrams: int
+    """Different n-grams or whole examples."""
+    name: str
+    """The evaluation set of the first of them."""
+    words: str
+    """The first of them, as folded words."""
+
+
+class ContaminationIndex:
+    """The file that `pipeline.choosing.evaluation_sets.build_index` writes, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens an index.
+
+        Raises:
+            ValueError: the file was written by another version.
+        """
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+        if metadata.get("version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"{path} is a contamination index of version {metadata.get('version')!r}, and this code reads "
+                f"{SCHEMA_VERSION!r}; delete it to have it built again"
+            )
+        self._names = metadata["names"].split("\n")
+        self._lengths = sorted(map(int, metadata["lengths"].split()))
+        self._keys: U64 = _column(table, "key")
+        self._checks: U64 = _column(table, "check")
+        self._sets = _column(table, "set")
+        self._shift = np.uint64(64 - max(13, (len(self._keys) * _BITMAP_LOAD).bit_length()))
+        self._bitmap = _bitmap(self._keys, self._shift)
+
+    def find(self, text: str) -> Match | None:
+        """What a text shares with the evaluation sets, or None. Costs its n-grams, whatever the size of the index."""
+        words = hash_words(text, fold=True).hashes
+        found: list[tuple[int, int, int]] = []
+        hashes = words
+        for length in range(1, min(len(words), self._lengths[-1]) + 1 if self._lengths else 0):
+            if length > 1:
+                hashes = extend_ngrams(hashes[:-1], words[length - 1 :])
+            if length in self._lengths:
+                found += self._look_up(mix(hashes + np.uint64(length)), length)
+        if not found:
+            return None
+        return self._verify(text, sorted(found))
+
+    def _look_up(self, keys: U64, length: int) -> list[tuple[int, int, int]]:
+        """(place, length, row of the index) of the n-grams whose keys are in the index."""
+        bits = keys >> self._shift
+        places = np.flatnonzero(self._bitmap[bits >> np.uint64(3)] >> (bits & np.uint64(7)).astype(np.uint8) & 1)
+        wanted = keys[places]
+        rows = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        same = self._keys[rows] == wanted
+        return [(place, length, row) for place, row in zip(places[same].tolist(), rows[same].tolist(), strict=True)]
+
+    def _verify(self, text: str, found: list[tuple[int, int, int]]) -> Match | None:
+        """The matches that the second hash confirms."""
+        words = folded_words(text)
+        seen: set[int] = set()
+        first: tuple[int, str] | None = None
+        for place, length, row in found:
+            ngram = " ".join(words[place : place + length])
+            if row not in seen and check_of(ngram) == int(self._checks[row]):
+                seen.add(row)
+                first = first or (row, ngram)
+        if first is None:
+            return None
+        return Match(len(seen), self._names[int(self._sets[first[0]])], first[1])
+
+
+def check_of(ngram: str) -> int:
+    """The second hash of an n-gram: BLAKE2b of its folded words, joined by spaces."""
+    return int.from_bytes(hashlib.blake2b(ngram.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+
+
+def ngram_keys(words: U64, length: int) -> U64:
+    """Keys of all n-grams of this length of a row of words, `(len(words) - length + 1,)`."""
+    hashes = words
+    for index in range(1, length):
+        hashes = extend_ngrams(hashes[:-1], words[index:])
+    return mix(hashes + np.uint64(length))
+
+
+def _column(table: pa.Table, name: str) -> NDArray[np.uint64]:
+    """A column as an array over the mapped file."""
+    column: NDArray[np.uint64] = table.column(name).combine_chunks().to_numpy(zero_copy_only=False)
+    return column
+
+
+def _bitmap(keys: U64, shift: np.uint64) -> NDArray[np.uint8]:
+    """One bit for each value of the keys' upper bits, packed: whether any key has it."""
+    bits = np.unique(keys >> shift)
+    marks = np.zeros(1 << (64 - int(shift) - 3), np.uint8)
+    np.bitwise_or.at(marks, bits >> np.uint64(3), np.left_shift(1, bits & np.uint64(7)).astype(np.uint8))
+    return marks

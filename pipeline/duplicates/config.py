@@ -1,0 +1,66 @@
+"""Which documents count as duplicates."""
+
+from pydantic import Field
+
+from common.config import Strict
+
+_LEAST_CANDIDATE_SHARE = 0.9
+
+
+class NearConfig(Strict):
+    """Near-duplicates: documents whose sets of word n-grams overlap, |A ∩ B| / |A ∪ B| >= `similarity` (Jaccard).
+
+    With a share c of the words of a document changed one by one, about (1 - c)^n of its n-grams stay and the similarity
+    is (1 - c)^n / (2 - (1 - c)^n): for n = 3 0.94 at 1 %, 0.75 at 5 %, 0.57 at 10 %, 0.34 at 20 %.
+    """
+
+    similarity: float = Field(default=0.6, gt=0, le=1)
+    """Least similarity at which a document is a duplicate of an earlier one; estimated to about +-0.04 (one standard
+    deviation at 125 slots)."""
+    ngram_words: int = Field(default=3, ge=1, le=32)
+    """Words of a shingle. Longer ones tell documents of one kind apart better, and break at every changed word."""
+    bands: int = Field(default=25, ge=1, le=1024)
+    """Groups of signature slots. Two documents are compared when they agree in all slots of one band."""
+    rows: int = Field(default=5, ge=1, le=64)
+    """Slots of a band: more of them mean fewer needless comparisons and fewer pairs found."""
+
+    @property
+    def num_slots(self) -> int:
+        """Length of a signature (the "number of permutations" of classical MinHash)."""
+        return self.bands * self.rows
+
+    def candidate_share(self, similarity: float) -> float:
+        """Probability that two documents of this similarity are compared: 1 - (1 - s^rows)^bands."""
+        return float(1 - (1 - similarity**self.rows) ** self.bands)
+
+
+class DuplicatesConfig(Strict):
+    """Duplicates: the first document in the order of the corpus stays, the others are dropped and counted."""
+
+    exact: bool = True
+    """Drop documents whose text equals an earlier one's, whitespace aside (equal ids)."""
+    near: NearConfig | None = None
+    """Drop near-duplicates; `near: {}` takes the defaults."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to look for."""
+        return self.exact or self.near is not None
+
+
+def problems(config: DuplicatesConfig) -> list[str]:
+    """What is wrong with settings that are each in range: one line a problem, keys relative to the section."""
+    near = config.near
+    if near is None:
+        return []
+    # Documents somewhat more alike than the limit must be nearly sure to meet; at the limit itself the verification
+    # is a coin toss anyway.
+    wanted = min(1.0, near.similarity + 0.1)
+    share = near.candidate_share(wanted)
+    if share >= _LEAST_CANDIDATE_SHARE:
+        return []
+    return [
+        f"near.bands = {near.bands}, near.rows = {near.rows}: only {share:.0%} of the pairs with similarity "
+        f"{wanted:g} would be compared, {_LEAST_CANDIDATE_SHARE:.0%} are needed for near.similarity = "
+        f"{near.similarity:g}; take more bands, fewer rows or a higher similarity"
+    ]

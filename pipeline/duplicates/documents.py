@@ -1,0 +1,110 @@
+"""All documents of a search, numbered in the order of the corpus, and what their units' files of keys hold of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.duplicates.config import DuplicatesConfig
+from pipeline.duplicates.keys import KeysError, UnitKeys, keys_path, made_with, open_keys
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+
+_OPEN_UNITS = 1024  # files mapped at a time: systems allow some 65,000 maps a process
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Numbers of documents: those of unit i are [starts[i], starts[i + 1])."""
+
+    folder: Path
+    units: tuple[str, ...]
+    starts: I64
+    """`(num_units + 1,)`."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of all units."""
+        return int(self.starts[-1])
+
+    def units_of(self, documents: I64) -> I64:
+        """`(n,)` places in the plan of the units that hold the documents."""
+        return np.searchsorted(self.starts, documents, side="right").astype(np.int64) - 1
+
+
+def number(folder: Path, units: Sequence[str], config: DuplicatesConfig) -> tuple[Numbering, list[str], int]:
+    """Numbers the documents of units, given in plan order.
+
+    Returns:
+        The numbering, the digest of every unit's keys, and the number of keys.
+
+    Raises:
+        KeysError: a file of keys is missing, damaged, or was written with other settings.
+    """
+    counts, digests, num_keys = [0], [], 0
+    for unit in units:
+        keys = open_keys(folder, unit)
+        if keys.made_with != made_with(config):
+            raise KeysError(
+                f"{keys_path(folder, unit)} was written with other settings ({keys.made_with}, here "
+                f"{made_with(config)}); delete the unit's sidecar to have it made again"
+            )
+        counts.append(len(keys.ordinals))
+        digests.append(keys.digest)
+        num_keys += len(keys.keys)
+    return Numbering(folder, tuple(units), np.cumsum(counts, dtype=np.int64)), digests, num_keys
+
+
+class Documents:
+    """Reads columns of documents by number, a unit at a time."""
+
+    def __init__(self, numbering: Numbering) -> None:
+        self.numbering = numbering
+        self._open = lru_cache(maxsize=_OPEN_UNITS)(lambda unit: open_keys(numbering.folder, unit))
+
+    def open(self, place: int) -> UnitKeys:
+        """The keys of the unit at this place of the plan."""
+        keys: UnitKeys = self._open(self.numbering.units[place])
+        return keys
+
+    def with_keys(self, first: int, stop: int) -> tuple[U64, I64]:
+        """Keys in [first, stop) of all units, and the documents that have them, unit after unit."""
+        keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        for place, start in enumerate(self.numbering.starts[:-1]):
+            found, rows = self.open(place).slice_of(first, stop)
+            keys.append(found.copy())  # a view would keep the file mapped
+            numbers.append(rows + start)
+        return np.concatenate(keys), np.concatenate(numbers)
+
+    def ids(self, documents: I64) -> U64:
+        """`(n, 2)`: the halves of the ids."""
+        return self._column("ids", documents)
+
+    def signatures(self, documents: I64) -> NDArray[np.uint16]:
+        """`(n, num_slots)`."""
+        return self._column("signatures", documents)
+
+    def ordinals(self, documents: I64) -> NDArray[np.int32]:
+        """`(n,)`: the numbers of the documents among the records of their units."""
+        return self._column("ordinals", documents)
+
+    def _column(self, name: str, documents: I64) -> NDArray[Any]:
+        order = np.argsort(documents, kind="stable")
+        ascending = documents[order]
+        places = self.numbering.units_of(ascending)
+        cuts = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]
+        parts = []
+        for start, stop in pairwise(cuts) if len(places) else [(0, 0)]:
+            place = int(places[start]) if len(places) else 0
+            column: NDArray[Any] = getattr(self.open(place), name)
+            parts.append(column[ascending[start:stop] - self.numbering.starts[place]])
+        gathered = np.concatenate(parts)
+        out = np.empty_like(gathered)
+        out[order] = gathered
+        return out

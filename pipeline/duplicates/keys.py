@@ -1,0 +1,181 @@
+"""What a unit leaves behind for the search: one file, written while the unit is prepared, read by memory map.
+
+`keys/NNNNN.arrow` is an Arrow IPC file of one row, whose columns are lists, so that all can be mapped into memory:
+
+| column     | list of               | meaning                                                               |
+|------------|-----------------------|-----------------------------------------------------------------------|
+| ordinals   | int32                 | number of each document among the unit's records; ascending           |
+| ids        | fixed_size_binary(16) | its id                                                                |
+| signatures | uint16                | `num_slots` a document, low halves of the slots; empty when not asked |
+| keys       | uint64                | ascending; the lowest bit is 0 for an exact key, 1 for a band's       |
+| rows       | int32                 | place in `ordinals` of the document that has the key                  |
+
+Keys are hashes, so a bucket is a range of them: one slice of every unit's file, for any number of buckets.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from common.storage import write_aside
+from pipeline.duplicates.config import DuplicatesConfig
+from pipeline.duplicates.signatures import band_keys
+from pipeline.schema import ID_BYTES
+
+U64 = NDArray[np.uint64]
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("ordinals", pa.large_list(pa.int32())),
+        pa.field("ids", pa.large_list(pa.binary(ID_BYTES))),
+        pa.field("signatures", pa.large_list(pa.uint16())),
+        pa.field("keys", pa.large_list(pa.uint64())),
+        pa.field("rows", pa.large_list(pa.int32())),
+    ]
+)
+_LOWEST = np.uint64(1)
+
+
+class KeysError(ValueError):
+    """A file of keys that is missing, damaged, or of other settings."""
+
+
+@dataclass(frozen=True)
+class UnitKeys:
+    """A unit's file of keys, mapped into memory; only what is looked at is read."""
+
+    unit: str
+    digest: str
+    """Of the contents, for telling whether results belong to them."""
+    made_with: str
+    """The settings on which the keys depend."""
+    ordinals: NDArray[np.int32]
+    """`(num_documents,)`."""
+    ids: U64
+    """`(num_documents, 2)`: the two halves of each id."""
+    signatures: NDArray[np.uint16]
+    """`(num_documents, num_slots)`; no columns when near-duplicates were not asked for."""
+    keys: U64
+    rows: NDArray[np.int32]
+
+    def slice_of(self, first: int, stop: int) -> tuple[U64, NDArray[np.int32]]:
+        """Keys in [first, stop) and their rows; `stop` may be 2**64."""
+        start = int(np.searchsorted(self.keys, np.uint64(first)))
+        end = int(np.searchsorted(self.keys, np.uint64(stop))) if stop < 2**64 else len(self.keys)
+        return self.keys[start:end], self.rows[start:end]
+
+
+def keys_path(folder: Path, unit: str) -> Path:
+    """Where a unit's keys lie in the output folder."""
+    return folder / "keys" / f"{unit}.arrow"
+
+
+def made_with(config: DuplicatesConfig) -> str:
+    """The settings on which keys depend, in words. The limit of similarity is not among them."""
+    near = config.near
+    near_words = f"near: {near.ngram_words} words, {near.bands} bands of {near.rows}" if near else "near: no"
+    return f"exact: {'yes' if config.exact else 'no'}, {near_words}"
+
+
+def write_keys(
+    folder: Path,
+    unit: str,
+    config: DuplicatesConfig,
+    ids: Sequence[bytes],
+    ordinals: Sequence[int],
+    signatures: Sequence[NDArray[np.uint32]] = (),
+) -> Path:
+    """Writes the keys of a unit's kept documents, whole or not at all. Equal arguments give equal bytes.
+
+    Args:
+        folder: the output folder.
+        unit: the unit's name.
+        config: what is looked for; at least one kind.
+        ids: 16 bytes a document.
+        ordinals: the number of each document among all records of the unit, strictly ascending.
+        signatures: `(num_slots,)` a document, from a `Signer` of `config.near`; none without `config.near`.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+    """
+    count = len(ids)
+    order = np.asarray(ordinals, np.int32)
+    halves = np.frombuffer(b"".join(ids), "<u8").reshape(count, 2)
+    if len(order) != count or np.any(np.diff(order) <= 0):
+        raise ValueError(f"unit {unit}: {len(order)} ordinals for {count} ids; they must be as many, and ascending")
+    if len(signatures) != (count if config.near else 0):
+        raise ValueError(f"unit {unit}: {len(signatures)} signatures for {count} documents, near = {config.near}")
+    found = [halves[:, :1] & ~_LOWEST] if config.exact else []
+    signed = np.zeros((count, 0), np.uint32)
+    if config.near:
+        signed = np.stack(signatures) if count else np.zeros((0, config.near.num_slots), np.uint32)
+        found.append(band_keys(signed, config.near) | _LOWEST)
+    keys = np.concatenate(found, axis=1)
+    rows = np.repeat(np.arange(count, dtype=np.int32), keys.shape[1])
+    flat = keys.reshape(-1)
+    sorting = np.argsort(flat, kind="stable")
+    arrays: list[NDArray[Any]] = [order, halves, signed.astype(np.uint16), flat[sorting], rows[sorting]]
+    digest = hashlib.blake2b(made_with(config).encode(), digest_size=16)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    schema = _SCHEMA.with_metadata(
+        {"digest": digest.hexdigest(), "made_with": made_with(config), "num_slots": str(signed.shape[1])}
+    )
+    columns = [_one_row(array, field.type) for array, field in zip(arrays, schema, strict=True)]
+    path = keys_path(folder, unit)
+    with write_aside(path) as aside, pa.ipc.new_file(str(aside), schema) as stream:
+        stream.write_batch(pa.record_batch(columns, schema=schema))
+    return path
+
+
+def _one_row(array: NDArray[Any], list_type: pa.DataType) -> pa.Array:
+    """A column of one row that holds all values of an array."""
+    values_type = list_type.value_type
+    flat = np.ascontiguousarray(array)
+    count = flat.nbytes // (values_type.bit_width // 8)
+    values = pa.Array.from_buffers(values_type, count, [None, pa.py_buffer(flat)])
+    return pa.LargeListArray.from_arrays(pa.array([0, count], pa.int64()), values, type=list_type)
+
+
+def open_keys(folder: Path, unit: str) -> UnitKeys:
+    """Maps a unit's keys into memory.
+
+    Raises:
+        KeysError: the file is missing or damaged.
+    """
+    path = keys_path(folder, unit)
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batch = reader.get_batch(0)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise KeysError(f"{path} cannot be read ({error}); delete the unit's sidecar to have it made again") from error
+    if not batch.schema.equals(_SCHEMA):
+        raise KeysError(f"{path} is of another version; delete the unit's sidecar to have it made again")
+    metadata = batch.schema.metadata
+    ids = batch.column("ids").values.buffers()[1]
+    ordinals = _flat(batch, "ordinals")
+    return UnitKeys(
+        unit=unit,
+        digest=metadata[b"digest"].decode(),
+        made_with=metadata[b"made_with"].decode(),
+        ordinals=ordinals,
+        ids=np.frombuffer(ids, "<u8", 2 * len(ordinals)).reshape(-1, 2),
+        signatures=_flat(batch, "signatures").reshape(len(ordinals), int(metadata[b"num_slots"])),
+        keys=_flat(batch, "keys"),
+        rows=_flat(batch, "rows"),
+    )
+
+
+def _flat(batch: pa.RecordBatch, name: str) -> NDArray[Any]:
+    """The values of a column of one row, where they lie."""
+    values: NDArray[Any] = batch.column(name).values.to_numpy(zero_copy_only=True)
+    return values

@@ -1,0 +1,103 @@
+"""The search, on Ray Data: a task a bucket, each result a file, so that a stopped search continues where it was."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import ray
+
+from common.logs import get_logger
+from common.storage import hash_json, write_aside
+from pipeline.duplicates.clusters import decide
+from pipeline.duplicates.config import DuplicatesConfig
+from pipeline.duplicates.documents import Documents, Numbering, number
+from pipeline.duplicates.pairs import Pairs, bucket_pairs, join
+from pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
+from pipeline.session import SessionConfig, start_ray
+
+KEYS_PER_BUCKET = 1 << 22
+"""What a task sorts: some 300 MB at its peak. Decides the number of buckets, together with the corpus alone."""
+_VERSION = 1
+_JOINED = 1 << 22  # pairs that are collected before repeated ones among them are dropped
+
+
+def find_duplicates(
+    folder: Path, units: Sequence[str], config: DuplicatesConfig, session: SessionConfig | None = None
+) -> Path:
+    """Finds the documents to drop, or the rest of them when an earlier search was stopped.
+
+    Args:
+        folder: the output folder, with a file of keys for every unit (`write_keys`).
+        units: names of the units in plan order, which is the order of the corpus.
+        config: what to look for; the same as the keys were written with.
+        session: where the work runs; has no influence on the result.
+
+    Returns:
+        Path of `duplicates.arrow` (pipeline/duplicates/table.py). Its bytes depend on keys and settings alone.
+
+    Raises:
+        KeysError: a file of keys is missing, damaged, or was written with other settings.
+    """
+    result = folder / DUPLICATES
+    numbering, digests, num_keys = number(folder, units, config)
+    num_buckets = max(1, -(-num_keys // KEYS_PER_BUCKET))
+    made_from = [_VERSION, config.model_dump(mode="json"), num_buckets, list(zip(units, digests, strict=True))]
+    stamp = hash_json(made_from)
+    if stamp_of(result) == stamp:
+        return result
+    for aside in (folder / "pairs").glob(".*.tmp"):
+        aside.unlink()
+    for left in (folder / "pairs").glob("*.arrow"):  # of other settings, which made more buckets
+        if int(left.stem) >= num_buckets:
+            left.unlink()
+    todo = [bucket for bucket in range(num_buckets) if stamp_of(pairs_path(folder, bucket)) != stamp]
+    if len(todo) < num_buckets:
+        get_logger().info("%d of %d buckets are searched already", num_buckets - len(todo), num_buckets)
+    if todo:
+        session = session or SessionConfig()
+        start_ray(session.num_cpus, session.address)
+        rows = ray.data.from_items([{"bucket": bucket} for bucket in todo], override_num_blocks=len(todo))
+        arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "stamp": stamp}
+        for _ in rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows():
+            pass
+    pairs = _read_all([pairs_path(folder, bucket) for bucket in range(num_buckets)])
+    write_duplicates(result, decide(pairs), Documents(numbering), stamp)
+    return result
+
+
+def pairs_path(folder: Path, bucket: int) -> Path:
+    """Where the pairs of a bucket lie."""
+    return folder / "pairs" / f"{bucket:05d}.arrow"
+
+
+def search_bucket(
+    row: dict[str, int], numbering: Numbering, config: DuplicatesConfig, num_buckets: int, stamp: str
+) -> dict[str, int]:
+    """The function Ray Data maps over buckets: writes the bucket's pairs and says how many there are."""
+    bucket = int(row["bucket"])
+    pairs = bucket_pairs(Documents(numbering), config, bucket, num_buckets)
+    batch = pa.record_batch(
+        {
+            "later": pa.array(pairs.later),
+            "earlier": pa.array(pairs.earlier),
+            "similarity": pa.array(pairs.similarity),
+            "exact": pa.array(pairs.exact),
+        }
+    ).replace_schema_metadata({STAMP: stamp})
+    path = pairs_path(numbering.folder, bucket)
+    with write_aside(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
+        stream.write_batch(batch)
+    return {"bucket": bucket, "num_pairs": len(pairs)}
+
+
+def _read_all(paths: Sequence[Path]) -> Pairs:
+    """The pairs of all buckets. Most of them come from several bands, hence from several buckets."""
+    joined = join([])
+    parts: list[Pairs] = []
+    for path in paths:
+        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+        names = ("later", "earlier", "similarity", "exact")
+        parts.append(Pairs(*(batch.column(name).to_numpy(zero_copy_only=False) for name in names)))
+        if sum(map(len, parts)) > max(_JOINED, len(joined)):
+            joined, parts = join([joined, *parts]), []
+    return join([joined, *parts])

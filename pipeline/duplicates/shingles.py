@@ -1,0 +1,135 @@
+"""Word n-grams of a text as 64-bit hashes, in a few passes of numpy over its characters.
+
+A word is a run of letters, digits and combining marks in lower case; all else separates. In scripts written without
+spaces (Han, kana, Thai, Lao, Burmese, Khmer) every character is a word of its own.
+"""
+
+import hashlib
+import unicodedata
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.seeding import key_for
+
+U64 = NDArray[np.uint64]
+
+_CHUNK = 1 << 15  # characters at a time: what the passes make stays in the processor's cache
+_BASE = key_for(0, "duplicates: base") | 1  # odd, so that it has an inverse modulo 2**64
+_WORD_BASE = np.uint64(key_for(0, "duplicates: word base") | 1)
+_SPACELESS = (
+    (0x0E00, 0x0F00),  # Thai, Lao
+    (0x1000, 0x10A0),  # Burmese
+    (0x1780, 0x1800),  # Khmer
+    (0x3040, 0x3100),  # Hiragana, Katakana
+    (0x31F0, 0x3200),
+    (0x3400, 0x4DC0),  # Han
+    (0x4E00, 0xA000),
+    (0xF900, 0xFB00),
+    (0x20000, 0x32400),
+)
+
+
+def mix(values: U64) -> U64:
+    """A bijection of 64-bit words of which every output bit depends on every input bit: the SplitMix64 finalizer."""
+    mixed = values ^ (values >> np.uint64(30))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def shingles(text: str, ngram_words: int) -> U64:
+    """Hashes of all runs of `ngram_words` words, `(num_words - ngram_words + 1,)`, in order, repeated where they are.
+
+    A text of fewer words has one shingle, all its words; a text without a word has one shingle, the text itself. The
+    hashes are the same in every process and on every machine.
+    """
+    words = word_hashes(text)
+    if len(words) == 0:
+        digest = hashlib.blake2b(" ".join(text.split()).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return np.frombuffer(digest, "<u8").astype(np.uint64)
+    size = min(ngram_words, len(words))
+    count = len(words) - size + 1
+    hashes = words[:count].copy()
+    for place in range(1, size):
+        hashes *= _WORD_BASE
+        hashes += words[place : place + count]
+    return mix(hashes)
+
+
+def word_hashes(text: str) -> U64:
+    """A hash for each word of the text, `(num_words,)`."""
+    letters, spaceless = _tables()
+    ascii_only = text.isascii()
+    codes = (
+        np.frombuffer(text.encode("ascii"), np.uint8)
+        if ascii_only
+        else np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    )
+    parts: list[U64] = []
+    start = 0
+    while start < len(codes):
+        chunk = codes[start : start + _CHUNK]
+        values = letters.take(chunk)
+        if start + len(chunk) < len(codes):
+            # A word is hashed whole: the chunk ends after its last separator, unless it has none.
+            separators = np.flatnonzero(values == 0)
+            if len(separators):
+                chunk, values = chunk[: separators[-1] + 1], values[: separators[-1] + 1]
+        parts.append(_hash_words(values, None if ascii_only else spaceless.take(chunk)))
+        start += len(chunk)
+    return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+
+def _hash_words(values: U64, alone: NDArray[np.bool_] | None) -> U64:
+    """Hashes of the words in a stretch of letters, where 0 separates: sum of letter * base^place, mixed.
+
+    The sums of all words are differences of one prefix sum; a word's place in the stretch is divided out again.
+    """
+    letter = np.empty(len(values) + 2, np.bool_)
+    letter[0] = letter[-1] = False
+    np.not_equal(values, 0, out=letter[1:-1])
+    edges = letter[1:] != letter[:-1]
+    if alone is None or not alone.any():
+        places = np.flatnonzero(edges)
+        starts, ends = places[::2], places[1::2]
+    else:
+        edges[:-1] |= alone
+        edges[1:] |= alone
+        places = np.flatnonzero(edges)
+        starts = places[letter[places + 1]]
+        ends = places[letter[places]]
+    powers, inverses = _powers()
+    sums = np.zeros(len(values) + 1, np.uint64)
+    np.cumsum(values * powers[: len(values)], out=sums[1:])
+    return mix((sums.take(ends) - sums.take(starts)) * inverses.take(starts))
+
+
+@lru_cache(maxsize=1)
+def _tables() -> tuple[U64, NDArray[np.bool_]]:
+    """For every code point: a random word that stands for it in lower case, 0 if it separates; is it a word alone?"""
+    lower = np.zeros(0x110000, np.uint64)
+    for code in range(0x32400):  # beyond: unassigned, tags and private use
+        kind = unicodedata.category(chr(code))[0]
+        if kind in "LMN":
+            lower[code] = ord(chr(code).lower()[0]) if kind == "L" else code
+    salt = np.uint64(key_for(0, "duplicates: letters"))
+    letters = np.where(lower > 0, mix(lower ^ salt) | np.uint64(1), np.uint64(0))
+    alone = np.zeros(len(lower), np.bool_)
+    for first, last in _SPACELESS:
+        alone[first:last] = letters[first:last] != 0
+    return letters, alone
+
+
+@lru_cache(maxsize=1)
+def _powers() -> tuple[U64, U64]:
+    """base^place and its inverse modulo 2**64, for every place of a chunk."""
+    tables = []
+    for base in (_BASE, pow(_BASE, -1, 2**64)):
+        table = np.full(_CHUNK, base, np.uint64)
+        table[0] = 1
+        tables.append(np.multiply.accumulate(table))
+    return tables[0], tables[1]

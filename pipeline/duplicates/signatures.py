@@ -1,0 +1,60 @@
+"""Signatures: a few numbers for a document, of which two documents share about as many as of their shingles.
+
+Fast similarity sketching (Dahlgaard, Knudsen, Thorup, FOCS 2017): like MinHash, P(slot equal) = Jaccard similarity and
+slots are nearly independent, but a shingle is hashed once or a few times in all, not once a slot. In each of a few
+rounds every shingle falls into one slot, which keeps the least value; values of later rounds are larger, so that a
+full signature needs no further round. What is then still empty, as in short documents, takes the least of all shingles.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.seeding import key_for
+from pipeline.duplicates.config import NearConfig
+from pipeline.duplicates.shingles import U64, mix, shingles
+
+_ROUNDS = 3
+_VALUE_BITS = 30  # of a slot's 32; the round is in the two above
+_VALUE_MASK = np.uint64((1 << _VALUE_BITS) - 1)
+_HALF = np.uint64(32)
+
+
+class Signer:
+    """Signs texts; the same text has the same signature in every process and on every machine."""
+
+    def __init__(self, config: NearConfig) -> None:
+        self.config = config
+        self._round_keys = [np.uint64(key_for(number, "duplicates: round")) for number in range(_ROUNDS)]
+        places = np.arange(config.num_slots, dtype=np.uint64)
+        self._slot_keys = mix(places + np.uint64(key_for(0, "duplicates: slots")))
+
+    def sign(self, text: str) -> NDArray[np.uint32]:
+        """The signature of a text, `(num_slots,)`."""
+        return self.sketch(shingles(text, self.config.ngram_words))
+
+    def sketch(self, hashes: U64) -> NDArray[np.uint32]:
+        """The signature of a set of shingles, given as `(n,)` hashes in any order, n >= 1."""
+        num_slots = self.config.num_slots
+        slots = np.full(num_slots, np.iinfo(np.uint32).max, np.uint32)
+        for number, key in enumerate(self._round_keys):
+            drawn = mix(hashes ^ key)
+            places = ((drawn >> _HALF) * np.uint64(num_slots) >> _HALF).astype(np.intp)
+            values = (drawn & _VALUE_MASK).astype(np.uint32)
+            values |= np.uint32(number << _VALUE_BITS)
+            np.minimum.at(slots, places, values)
+            if int(slots.max()) < (number + 1) << _VALUE_BITS:
+                return slots
+        for slot in np.flatnonzero(slots == np.iinfo(np.uint32).max):
+            drawn = mix(hashes ^ self._slot_keys[slot]) & _VALUE_MASK
+            slots[slot] = int(drawn.min()) | _ROUNDS << _VALUE_BITS
+        return slots
+
+
+def band_keys(signatures: NDArray[np.uint32], config: NearConfig) -> U64:
+    """A key for each band of each signature: `(n, num_slots)` in, `(n, bands)` out. Different bands share no keys."""
+    grouped = signatures.reshape(len(signatures), config.bands, config.rows).astype(np.uint64)
+    bands = np.arange(config.bands, dtype=np.uint64) + np.uint64(key_for(0, "duplicates: bands"))
+    keys = np.broadcast_to(mix(bands), grouped.shape[:2]).copy()
+    for row in range(config.rows):
+        keys = mix(keys ^ grouped[:, :, row])
+    return keys

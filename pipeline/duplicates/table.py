@@ -1,0 +1,155 @@
+"""The result: `duplicates.arrow`, one row for every document to drop, sorted by (unit in plan order, ordinal).
+
+| column       | type                    | meaning                                                          |
+|--------------|-------------------------|------------------------------------------------------------------|
+| unit         | dictionary<string>      | the dropped document's unit                                      |
+| ordinal      | int32                   | its number among the unit's records                              |
+| kept_unit    | dictionary<string>      | where the document is that stays for it                          |
+| kept_ordinal | int32                   |                                                                  |
+| kept_id      | fixed_size_binary(16)   |                                                                  |
+| kind         | dictionary<string>      | exact: equal texts; near: verified to be alike                   |
+| similarity   | float                   | 1 for exact, else the share of equal slots                       |
+| cluster_size | int64                   | documents for which the kept one stands, itself included         |
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from common.storage import write_aside
+from pipeline.duplicates.clusters import Decisions
+from pipeline.duplicates.documents import I64, Documents
+from pipeline.schema import ID_BYTES
+
+DUPLICATES = "duplicates.arrow"
+KINDS = ("near", "exact")
+STAMP = b"stamp"
+"""Key of the schema's metadata under which a file names what it was made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A document to drop, and the one that stays for it."""
+
+    unit: str
+    ordinal: int
+    kept_unit: str
+    kept_ordinal: int
+    kept_id: bytes
+    kind: Literal["exact", "near"]
+    similarity: float
+    cluster_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A document that stays, and those that are dropped for it."""
+
+    unit: str
+    ordinal: int
+    size: int
+    """Documents of the cluster, the kept one included."""
+    members: list[Duplicate]
+    """The first of those that are dropped, in the order of the corpus."""
+
+
+def write_duplicates(path: Path, decisions: Decisions, documents: Documents, stamp: str) -> None:
+    """Writes the table, whole or not at all."""
+    units = pa.array(documents.numbering.units, pa.string())
+    kinds = pa.array(KINDS, pa.string())
+    ids = np.ascontiguousarray(documents.ids(decisions.kept))
+    count = len(decisions.dropped)
+    columns = {
+        "unit": _coded(documents.numbering.units_of(decisions.dropped), units),
+        "ordinal": pa.array(documents.ordinals(decisions.dropped)),
+        "kept_unit": _coded(documents.numbering.units_of(decisions.kept), units),
+        "kept_ordinal": pa.array(documents.ordinals(decisions.kept)),
+        "kept_id": pa.Array.from_buffers(pa.binary(ID_BYTES), count, [None, pa.py_buffer(ids)]),
+        "kind": pa.DictionaryArray.from_arrays(pa.array(decisions.exact.astype(np.int8)), kinds),
+        "similarity": pa.array(decisions.similarity),
+        "cluster_size": pa.array(decisions.cluster_size),
+    }
+    batch = pa.record_batch(columns)
+    batch = batch.replace_schema_metadata({STAMP: stamp})
+    with write_aside(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
+        stream.write_batch(batch)
+
+
+def _coded(places: I64, names: pa.Array) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.array(places.astype(np.int32)), names)
+
+
+def stamp_of(path: Path) -> str | None:
+    """What an Arrow file says it was made from; None when it is missing or damaged."""
+    try:
+        schema = pa.ipc.open_file(pa.memory_map(str(path))).schema
+    except (OSError, pa.ArrowInvalid):
+        return None
+    stamp = (schema.metadata or {}).get(STAMP)
+    return stamp.decode() if stamp else None
+
+
+def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
+    """The documents to drop from a unit, by ordinal. Reads the unit's rows only.
+
+    Raises:
+        FileNotFoundError: the search has not been finished.
+    """
+    batch = _open(folder)
+    column = batch.column("unit")
+    place = column.dictionary.index(unit).as_py()
+    if place < 0:
+        return {}
+    codes = column.indices.to_numpy(zero_copy_only=True)
+    start, stop = np.searchsorted(codes, [place, place + 1])
+    return {duplicate.ordinal: duplicate for duplicate in _rows(batch.slice(start, stop - start))}
+
+
+def count_kinds(folder: Path) -> dict[str, int]:
+    """Documents to drop by kind.
+
+    Raises:
+        FileNotFoundError: the search has not been finished.
+    """
+    codes = _open(folder).column("kind").indices.to_numpy(zero_copy_only=True)
+    return {kind: int(np.count_nonzero(codes == code)) for code, kind in enumerate(KINDS)}
+
+
+def clusters(folder: Path, limit: int = 20, members: int = 20) -> list[Cluster]:
+    """The `limit` largest clusters, largest first, each with its first `members` dropped documents.
+
+    Raises:
+        FileNotFoundError: the search has not been finished.
+    """
+    batch = _open(folder)
+    kept = _position(batch, "kept_unit", "kept_ordinal")
+    names, first = np.unique(kept, return_index=True)
+    sizes = batch.column("cluster_size").to_numpy(zero_copy_only=True)[first]
+    found = []
+    for index in np.lexsort((names, -sizes))[:limit]:
+        rows = np.flatnonzero(kept == names[index])[:members]
+        dropped = list(_rows(batch.take(pa.array(rows))))
+        found.append(Cluster(dropped[0].kept_unit, dropped[0].kept_ordinal, int(sizes[index]), dropped))
+    return found
+
+
+def _position(batch: pa.RecordBatch, unit: str, ordinal: str) -> NDArray[np.int64]:
+    """(unit, ordinal) as one number, in the order of the corpus."""
+    codes = batch.column(unit).indices.to_numpy(zero_copy_only=True).astype(np.int64)
+    ordinals: NDArray[Any] = batch.column(ordinal).to_numpy(zero_copy_only=True)
+    position: NDArray[np.int64] = codes << 32 | ordinals
+    return position
+
+
+def _open(folder: Path) -> pa.RecordBatch:
+    return pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).get_batch(0)
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[Duplicate]:
+    for row in batch.to_pylist():
+        yield Duplicate(**row)

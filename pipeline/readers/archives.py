@@ -1,0 +1,173 @@
+"""Tar archives as streams: headers are read, members are handed on, nothing is ever written to a disk."""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream
+
+_MAX_HEADER_BYTES = 1 << 20
+"""A name or an extended header is longer than this only in a broken or malicious archive."""
+_REGULAR = b"0\x007"
+_FOLDER = b"5"
+_KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a FIFO"}
+
+
+@dataclass(slots=True)
+class Member:
+    """One entry of an archive."""
+
+    name: str
+    kind: str
+    """file, folder, or in words what else it is."""
+    start: int
+    """Position of its (first) header in the archive."""
+    data: ByteStream
+    """The contents, to be read before the next member is asked for."""
+
+
+class _Contents:
+    """The next `size` bytes of a stream, and nothing beyond them."""
+
+    def __init__(self, stream: ByteStream, size: int) -> None:
+        self._stream = stream
+        self.left = size
+
+    def read(self, num_bytes: int) -> bytes:
+        """Some bytes; none at the end of the member.
+
+        Raises:
+            EOFError: the archive ends first.
+        """
+        if self.left == 0:
+            return b""
+        data = self._stream.read(min(num_bytes, self.left))
+        if not data:
+            raise EOFError(f"the archive ends {self.left} bytes before the end of this member")
+        self.left -= len(data)
+        return data
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether a file begins like an archive, by the magic of its first header."""
+    return head[257:262] == b"ustar"
+
+
+def members(stream: ByteStream, stop: int) -> Iterator[Member]:
+    """Members whose header begins before `stop`, of a stream that stands at a header.
+
+    Raises:
+        OSError: a damaged header; what follows cannot be found.
+        EOFError: the archive ends without its end mark.
+        other READ_ERRORS: of the stream.
+    """
+    name: str | None = None
+    size: int | None = None
+    start = stream.position
+    while start < stop:
+        header = stream.read_whole(BLOCK_BYTES)
+        if len(header) < BLOCK_BYTES:
+            raise EOFError("the archive ends without its end mark")
+        if header.count(0) == BLOCK_BYTES:
+            return
+        _check(header)
+        kind = header[156:157]
+        length = _number(header[124:136])
+        if kind in (b"L", b"K", b"x", b"g", b"X"):
+            payload = _payload(stream, length)
+            if kind == b"L":
+                name = _text(payload)
+            elif kind in (b"x", b"X"):
+                name, size = _extended(payload, name, size)
+            continue
+        length = length if size is None else size
+        given = _name(header) if name is None else name
+        contents = _Contents(stream, 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length)
+        end = stream.position + _padded(contents.left)
+        yield Member(given, _kind(kind, given), start, ByteStream(contents.read))
+        stream.skip(end - stream.position)
+        name = size = None
+        start = stream.position
+
+
+def find_members(stream: ByteStream) -> tuple["array[int]", int | None]:
+    """Positions of the headers of all members, and of the end; None as the end of a broken archive."""
+    starts = array("q")
+    try:
+        for member in members(stream, 1 << 62):
+            starts.append(member.start)
+    except READ_ERRORS:
+        return starts, None
+    return starts, stream.position
+
+
+def _check(header: bytes) -> None:
+    """Raises OSError unless the checksum is that of the header."""
+    expected = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    if _number(header[148:156]) != expected:
+        raise OSError("a damaged header (its checksum is wrong)")
+
+
+def _number(field: bytes) -> int:
+    """An octal number, or a binary one where the first bit is set, as GNU writes sizes above 8 GiB."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    digits = field.split(b"\0", 1)[0].strip()
+    if digits.strip(b"01234567"):
+        raise OSError("a damaged header (a number in it is none)")
+    return int(digits or b"0", 8)
+
+
+def _payload(stream: ByteStream, length: int) -> bytes:
+    """What an extension header holds."""
+    if length > _MAX_HEADER_BYTES:
+        raise OSError(f"a damaged header (an extension of {length} bytes)")
+    data = stream.read_whole(_padded(length))
+    if len(data) < length:
+        raise EOFError("the archive ends in a header")
+    return data[:length]
+
+
+def _extended(payload: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
+    """Name and size out of the records `LENGTH KEY=VALUE` of a pax header."""
+    position = 0
+    while position < len(payload):
+        digits, space, _ = payload[position : position + 20].partition(b" ")
+        if not space or not digits.isdigit() or int(digits) <= len(digits) + 1:
+            raise OSError("a damaged extended header")
+        key, equals, value = payload[position + len(digits) + 1 : position + int(digits)].partition(b"=")
+        if not equals or not value.endswith(b"\n"):
+            raise OSError("a damaged extended header")
+        if key == b"path":
+            name = _text(value[:-1])
+        elif key == b"size":
+            if not value[:-1].isdigit():
+                raise OSError("a damaged extended header (the size in it is none)")
+            size = int(value)
+        position += int(digits)
+    return name, size
+
+
+def _name(header: bytes) -> str:
+    """Name of a member by its own header."""
+    name = _text(header[:100])
+    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
+
+
+def _kind(flag: bytes, name: str) -> str:
+    """What a member is."""
+    if flag == _FOLDER or (flag in (b"0", b"\0") and name.endswith("/")):
+        return "folder"
+    if flag[0] in _REGULAR:
+        return "file"
+    return _KINDS.get(flag.decode("latin-1"), f"of the unknown type {flag!r}")
+
+
+def _padded(size: int) -> int:
+    """Bytes that `size` bytes take in whole blocks."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,0 +1,175 @@
+"""One file, or one member of an archive: what it is, by content and name, and its records."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import pyarrow as pa
+
+from pipeline.corpus import END, MIB, Failure, FilesCorpus, Format, HubCorpus, Record
+from pipeline.readers.archives import Member, is_tar, members
+from pipeline.readers.delimited import read_delimited
+from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable
+from pipeline.readers.places import is_hidden
+from pipeline.readers.streams import (
+    BLOCK_BYTES,
+    COMPRESSED_SUFFIXES,
+    READ_ERRORS,
+    ByteStream,
+    as_file,
+    compression_of,
+    decompressed,
+)
+from pipeline.readers.tables import Rows, read_arrow_stream, read_parquet
+
+SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".txt": "text",
+    ".text": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+}
+JSON_SUFFIX = ".json"
+"""JSON Lines by another name, where a file is asked for; in a searched folder it is more often a description."""
+TAR_SUFFIX = ".tar"
+MAX_DEPTH = 4
+"""Archives in archives. Each may be compressed: OpenWebText is two deep."""
+_MIN_DOCUMENT_BYTES = 64
+_PARQUET = b"PAR1"
+_ARROW_FILE = b"ARROW1\0\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How the files of a corpus are read."""
+
+    format: Format | None
+    """None: each file tells."""
+    text_field: str
+    max_bytes: int
+    """Of one document."""
+
+
+def rules_of(corpus: FilesCorpus | HubCorpus) -> Rules:
+    """How this corpus is read."""
+    fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
+    # An escaped surrogate pair takes twelve bytes, so that no limit above some of those can fall inside everything.
+    return Rules(fixed, corpus.text_field, max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB)))
+
+
+def bare_suffix(name: str) -> str:
+    """The suffix that tells the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
+    path = PurePosixPath(name)
+    if path.suffix.lower() in COMPRESSED_SUFFIXES:
+        return COMPRESSED_SUFFIXES[path.suffix.lower()] or PurePosixPath(path.stem).suffix.lower()
+    return path.suffix.lower()
+
+
+def format_of(head: bytes, name: str, *, inside: bool) -> Format | None:
+    """The format of uncompressed contents, unless they are an archive."""
+    if head.startswith(_PARQUET):
+        return "parquet"
+    if head.startswith(_ARROW_FILE):
+        return "arrow"
+    suffix = bare_suffix(name)
+    named: Format | None = "jsonl" if suffix == JSON_SUFFIX else SUFFIXES.get(suffix)
+    return "text_file" if named == "text" and inside else named
+
+
+def read_stream(
+    stream: ByteStream, source: str, rules: Rules, *, depth: int = 0, compressed: int = 0
+) -> Iterator[Record]:
+    """The records of a stream that is a whole file.
+
+    Args:
+        stream: the bytes of the file.
+        source: its name; archives and members are joined with "!".
+        rules: how to read.
+        depth: how many archives it lies in.
+        compressed: how many layers of compression were taken off since the last archive.
+    """
+    try:
+        head = stream.peek(BLOCK_BYTES)
+    except READ_ERRORS as error:
+        yield unreadable(error, source, 0)
+        return
+    compression = compression_of(head)
+    archive = is_tar(head) or (compression is None and rules.format is None and bare_suffix(source) == TAR_SUFFIX)
+    if (compression and compressed == MAX_DEPTH) or (archive and depth == MAX_DEPTH):
+        message = f"more than {MAX_DEPTH} archives or compressions in each other"
+        yield Failure(reason="too_deep", source=source, offset=0, message=message)
+    elif compression:
+        inner = decompressed(stream, compression)
+        yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1)
+    elif archive:
+        yield from read_archive(stream, source, rules, END, depth=depth)
+    elif (known := rules.format or format_of(head, source, inside=depth > 0)) is None:
+        message = "neither its name nor its content tells a format; corpus.format can"
+        yield Failure(reason="unknown_format", source=source, offset=0, message=message)
+    else:
+        yield from _read(stream, source, rules, known, head)
+
+
+def read_archive(stream: ByteStream, source: str, rules: Rules, stop: int, *, depth: int = 0) -> Iterator[Record]:
+    """The records of the members whose headers begin before `stop`."""
+    try:
+        for member in members(stream, stop):
+            yield from _read_member(member, source, rules, depth)
+    except READ_ERRORS as error:
+        yield unreadable(error, source, stream.position)
+
+
+def _read_member(member: Member, archive: str, rules: Rules, depth: int) -> Iterator[Record]:
+    """The records of one member; what is no file or has a dangerous name is a failure."""
+    names = member.name.split("/")
+    source = f"{archive}!{'/'.join(name for name in names if name not in ('', '.')) or member.name}"
+    if member.name.startswith("/") or ".." in names or not member.name:
+        message = f"{member.name!r} leads out of the archive"
+        yield Failure(reason="unsafe_name", source=f"{archive}!{member.name}", offset=0, message=message)
+    elif member.kind not in ("file", "folder"):
+        yield Failure(reason="not_a_file", source=source, offset=0, message=f"{member.name!r} is {member.kind}")
+    elif member.kind == "file" and not is_hidden(member.name):
+        yield from read_stream(member.data, source, rules, depth=depth + 1)
+
+
+def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: bytes) -> Iterator[Record]:
+    """The records of uncompressed contents of a known format."""
+    match known:
+        case "jsonl":
+            yield from read_jsonl(stream, source, rules.text_field, rules.max_bytes)
+        case "text":
+            yield from read_text(stream, source, rules.max_bytes)
+        case "text_file":
+            yield from read_text_file(stream, source, rules.max_bytes)
+        case "csv" | "tsv":
+            delimiter = "," if known == "csv" else "\t"
+            yield from read_delimited(stream, source, rules.text_field, rules.max_bytes, delimiter)
+        case "arrow":
+            if head.startswith(_ARROW_FILE):
+                stream.skip(len(_ARROW_FILE))
+            file = pa.PythonFile(as_file(stream), mode="r")
+            yield from read_arrow_stream(file, source, rules.text_field, rules.max_bytes)
+        case "parquet":
+            yield from _read_held_parquet(stream, source, rules)
+
+
+def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterator[Record]:
+    """A Parquet file that cannot be read anywhere but forward: its directory is at its end, so it is held in memory."""
+    held = bytearray()
+    try:
+        while len(held) <= MAX_HELD_BYTES and (chunk := stream.read()):
+            held += chunk
+    except READ_ERRORS as error:
+        yield unreadable(error, source, 0)
+        return
+    if len(held) > MAX_HELD_BYTES:
+        message = f"a Parquet file of more than {MAX_HELD_BYTES >> 20} MiB inside an archive or compression"
+        yield Failure(reason="too_large", source=source, offset=0, message=message)
+    else:
+        file = pa.BufferReader(pa.py_buffer(held))
+        yield from read_parquet(file, source, rules.text_field, rules.max_bytes, None, Rows())

@@ -1,0 +1,226 @@
+"""Line formats: one document a line, plain or JSON; and one document a file."""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.corpus import END, Document, Failure, Record
+from pipeline.readers.pieces import Buffer, character_start, cut, decode
+from pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, ByteStream
+
+MAX_HELD_BYTES = 1 << 30
+"""What must be in memory whole (a line of JSON, a Parquet file in an archive) may be this long."""
+
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_ESCAPE_BYTES = 6
+_CUT_BYTES = 2 * _ESCAPE_BYTES
+
+
+def lines(
+    stream: ByteStream, stop: int, max_bytes: int, *, keep: bool = True
+) -> Iterator[tuple[bytes | bytearray, int, bool]]:
+    r"""Lines whose first byte lies before `stop`, without their `\n`.
+
+    A line longer than `max_bytes` comes in pieces cut at whitespace, or, unless `keep`, as pieces of nothing.
+
+    Yields:
+        Bytes (valid until the next ones are asked for), position of the first, and whether the line goes on.
+    """
+    held = bytearray()
+    start = stream.position
+    goes_on = False
+    while (goes_on or start < stop) and (chunk := stream.read(CHUNK_BYTES)):
+        begin = 0
+        if held or goes_on:
+            end = chunk.find(b"\n")
+            held += chunk if end < 0 else memoryview(chunk)[:end]
+            while len(held) > max_bytes:
+                length = cut(held, max_bytes) if keep else len(held)
+                yield held[:length] if keep else b"", start, True
+                del held[:length]
+                start += length
+                goes_on = True
+            if end < 0:
+                continue
+            begin = end + 1
+            line, held = held, bytearray()
+            yield line, start, False
+            start += len(line) + 1
+            goes_on = False
+        last = chunk.rfind(b"\n", begin)
+        if last >= 0:
+            for piece in chunk[begin:last].split(b"\n"):
+                if start >= stop:
+                    return
+                rest, at = piece, start
+                while len(rest) > max_bytes and keep:
+                    length = cut(rest, max_bytes)
+                    yield rest[:length], at, True
+                    rest, at = rest[length:], at + length
+                yield rest, at, False
+                start += len(piece) + 1
+            begin = last + 1
+        held += memoryview(chunk)[begin:]
+    if goes_on or (held and start < stop):
+        while len(held) > max_bytes and keep:
+            length = cut(held, max_bytes)
+            yield held[:length], start, True
+            del held[:length]
+            start += length
+        yield held, start, False
+
+
+def read_text(stream: ByteStream, source: str, max_bytes: int, stop: int = END) -> Iterator[Record]:
+    """One document a line."""
+    offset = stream.position
+    try:
+        for raw, offset, _ in lines(stream, stop, max_bytes):
+            yield decode(raw, source, offset)
+    except READ_ERRORS as error:
+        yield unreadable(error, source, offset)
+
+
+def read_text_file(stream: ByteStream, source: str, max_bytes: int) -> Iterator[Record]:
+    """One document a file. A file that breaks off is a failure rather than a document that ends somewhere."""
+    held = bytearray()
+    offset = 0
+    try:
+        while chunk := stream.read(CHUNK_BYTES):
+            held += chunk
+            while len(held) > max_bytes:
+                length = cut(held, max_bytes)
+                yield decode(held[:length], source, offset)
+                del held[:length]
+                offset += length
+        yield decode(held, source, offset)
+    except READ_ERRORS as error:
+        yield unreadable(error, source, offset)
+
+
+def read_jsonl(stream: ByteStream, source: str, text_field: str, max_bytes: int, stop: int = END) -> Iterator[Record]:
+    """One JSON object a line, the text under `text_field`."""
+    text_of = _decoder(text_field, str).decode
+    offset = stream.position
+    too_large = False
+    try:
+        for raw, offset, goes_on in lines(stream, stop, MAX_HELD_BYTES, keep=False):
+            if goes_on or too_large:
+                if not too_large:
+                    message = f"the line is longer than {MAX_HELD_BYTES >> 20} MiB"
+                    yield Failure(reason="too_large", source=source, offset=offset, message=message)
+                too_large = goes_on
+            elif len(raw) > max_bytes:
+                yield from _json_pieces(raw, source, offset, text_field, max_bytes)
+            else:
+                try:
+                    text = text_of(raw).value
+                except (ValueError, RecursionError):
+                    yield _explained(bytes(raw), source, offset, text_field)
+                else:
+                    yield Document(text, source, offset)
+    except READ_ERRORS as error:
+        yield unreadable(error, source, offset)
+
+
+def unreadable(error: Exception, source: str, offset: int) -> Failure:
+    """The failure of what follows this place."""
+    message = f"{error or type(error).__name__} (the rest of {source} is lost)"
+    return Failure(reason="unreadable", source=source, offset=offset, message=message)
+
+
+@lru_cache
+def _decoder(text_field: str, kind: Any) -> Any:
+    """Decodes a JSON object to `.value`, what is under `text_field`; other keys are checked and passed over."""
+    struct = msgspec.defstruct("Line", [("value", kind)], rename={"value": text_field})
+    return msgspec.json.Decoder(struct)
+
+
+def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record:
+    """The record of a line that msgspec refused, as the standard library sees it: more lenient (NaN), and explicit.
+
+    A blank line is an empty document, so that totals close.
+    """
+    record = decode(line, source, offset)
+    if isinstance(record, Failure) or not record.text.strip():
+        return record
+    try:
+        value = json.loads(record.text)
+    except (ValueError, RecursionError) as error:
+        return Failure(reason="invalid_json", source=source, offset=offset, message=str(error))
+    if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        return _no_text(source, offset, text_field, str(found))
+    text: str = value[text_field]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # an escaped lone surrogate is JSON, but no Unicode text
+        return Failure(reason="invalid_utf8", source=source, offset=offset, message=str(error.reason))
+    return Document(text, source, offset)
+
+
+def _no_text(source: str, offset: int, text_field: str, found: str) -> Failure:
+    message = f"no text under {text_field!r}; found {found}"[:200]
+    return Failure(reason="no_text_field", source=source, offset=offset, message=message)
+
+
+def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_bytes: int) -> Iterator[Record]:
+    """The document of a long line, its string unescaped piece by piece: the line is in memory once, as bytes."""
+    if offset == 0 and line[:3] == _BOM:
+        line = memoryview(line)[3:]
+    try:
+        raw = _decoder(text_field, msgspec.Raw).decode(line).value
+    except msgspec.ValidationError as error:
+        yield _no_text(source, offset, text_field, str(error))
+        return
+    except (ValueError, RecursionError) as error:
+        reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"
+        yield Failure(reason=reason, source=source, offset=offset, message=str(error))
+        return
+    string = memoryview(raw)
+    if string[:1].tobytes() != b'"':
+        yield _no_text(source, offset, text_field, "something else")
+        return
+    string = string[1:-1]
+    first = _address(string) - _address(line)
+    start = 0
+    while start < len(string) or start == 0:
+        window = bytes(string[start : start + max_bytes + 1])
+        length = len(window) if len(window) <= max_bytes else _json_cut(window, max_bytes)
+        at = offset if start == 0 else offset + first + start
+        try:
+            yield Document(msgspec.json.decode(b'"' + window[:length] + b'"', type=str), source, at)
+        except ValueError as error:
+            yield Failure(reason="invalid_utf8", source=source, offset=at, message=str(error))
+        start += max(1, length)
+
+
+def _address(buffer: Buffer) -> int:
+    """Where the bytes lie in memory: msgspec gives a view of the line, and this is how far into it."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else 0
+
+
+def _json_cut(raw: bytes, max_bytes: int) -> int:
+    r"""Length of the first piece of an escaped string: after a space, else at a place inside no escape or character."""
+    space = raw.rfind(b" ", 0, max_bytes)
+    if space >= 0:
+        return space + 1
+    end = character_start(raw, max_bytes)
+    last = raw.rfind(b"\\", max(0, end - _CUT_BYTES), end)
+    first = last
+    while first > 0 and raw[first - 1] == ord("\\"):
+        first -= 1
+    if last < 0 or (last - first) % 2 == 1:  # no escape nearby, or the last backslash is itself escaped
+        return end
+    length = _ESCAPE_BYTES if raw[last + 1 : last + 2] == b"u" else 2
+    escape = raw[last : last + 4].lower()
+    if last + length <= end and not escape.startswith((b"\\ud8", b"\\ud9", b"\\uda", b"\\udb")):
+        return end
+    before = raw[last - _ESCAPE_BYTES : last - 2].lower() if last >= _ESCAPE_BYTES else b""
+    pair = last + length > end and before.startswith((b"\\ud8", b"\\ud9", b"\\uda", b"\\udb"))
+    return (last - _ESCAPE_BYTES if pair else last) or end

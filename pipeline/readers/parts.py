@@ -1,0 +1,103 @@
+"""One part, opened and read, with a measure of how far it is."""
+
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from pipeline.corpus import END, Part, Record
+from pipeline.readers.files import Rules, read_archive, read_stream
+from pipeline.readers.lines import read_jsonl, read_text, unreadable
+from pipeline.readers.places import is_remote, open_input, stream_of
+from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream, compression_of, decompressed
+from pipeline.readers.tables import Rows, read_arrow_batches, read_parquet
+
+
+class Meter:
+    """How many input bytes of a part were consumed; the reader of the part sets the measure."""
+
+    def __init__(self) -> None:
+        self.measure: Callable[[], float] = lambda: 0.0
+
+
+def read_part(part: Part, rules: Rules, meter: Meter) -> Iterator[Record]:
+    """Every document and failure of a part of a file, in order."""
+    try:
+        file = open_input(part.path)
+    except READ_ERRORS as error:
+        yield unreadable(error, part.source, part.start)
+        return
+    with file:
+        match part.format:
+            case "parquet" | "arrow":
+                yield from _read_table(part, file, rules, meter)
+            case "tar":
+                yield from _read_tar(part, file, rules, meter)
+            case "stream":
+                stream = stream_of(file, part.path)
+                meter.measure = lambda: stream.position
+                yield from read_stream(stream, part.source, rules)
+            case _:
+                yield from _read_range(part, file, rules, meter)
+
+
+def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:
+    """Row groups or record batches [start, stop)."""
+    rows = Rows()
+    meter.measure = lambda: part.num_bytes * rows.share
+    pieces = range(part.start, part.stop)
+    if part.format == "parquet":
+        groups = None if part.stop == END else pieces
+        yield from read_parquet(file, part.source, rules.text_field, rules.max_bytes, groups, rows)
+    elif is_remote(part.path):
+        yield from read_arrow_batches(file, part.source, rules.text_field, rules.max_bytes, pieces, rows)
+    else:
+        try:
+            mapped = pa.memory_map(part.path)
+        except READ_ERRORS as error:
+            yield unreadable(error, part.source, part.start)
+            return
+        with mapped:
+            yield from read_arrow_batches(mapped, part.source, rules.text_field, rules.max_bytes, pieces, rows)
+
+
+def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:
+    """The members that begin in [start, stop) of the archive; what is compressed is read from its beginning."""
+    try:
+        stream = stream_of(file, part.path)
+        compression = compression_of(stream.peek(BLOCK_BYTES))
+        if compression:
+            stream = decompressed(stream, compression)
+        stream.skip(part.start)
+    except READ_ERRORS as error:
+        yield unreadable(error, part.source, part.start)
+        return
+    scale = part.num_bytes / (part.stop - part.start) if part.stop != END else 1.0
+    meter.measure = lambda: scale * (stream.position - part.start)
+    yield from read_archive(stream, part.source, rules, part.stop)
+
+
+def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:
+    """The lines whose first byte lies in [start, stop)."""
+    try:
+        stream = stream_of(file, part.path, max(0, part.start - 1))
+        if part.start > 0:
+            # The line that straddles the cut belongs to the range before: step back one byte and pass over it.
+            _skip_line(stream)
+    except READ_ERRORS as error:
+        yield unreadable(error, part.source, part.start)
+        return
+    meter.measure = lambda: stream.position - part.start
+    if part.format == "jsonl":
+        yield from read_jsonl(stream, part.source, rules.text_field, rules.max_bytes, part.stop)
+    else:
+        yield from read_text(stream, part.source, rules.max_bytes, part.stop)
+
+
+def _skip_line(stream: ByteStream) -> None:
+    """Moves the stream behind the next newline, or to its end."""
+    while chunk := stream.read():
+        found = chunk.find(b"\n")
+        if found >= 0:
+            stream.unread(chunk[found + 1 :])
+            return

@@ -1,0 +1,48 @@
+"""From bytes to documents: checked UTF-8, and what is longer than the limit cut at whitespace."""
+
+from collections.abc import Iterator
+
+from pipeline.corpus import Document, Failure, Record
+
+Buffer = bytes | bytearray | memoryview
+_SPACES = (b" ", b"\n", b"\t", b"\r")
+_CONTINUATION_BYTES = 3
+
+
+def decode(raw: Buffer, source: str, offset: int) -> Record:
+    """A document of these bytes, unless they are not UTF-8. A byte order mark at the beginning of a file is no text."""
+    try:
+        text = str(raw, "utf-8")
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start} of the document: {error.reason}"
+        return Failure(reason="invalid_utf8", source=source, offset=offset, message=message)
+    return Document(text.removeprefix("\ufeff") if offset == 0 else text, source, offset)
+
+
+def cut(window: bytes | bytearray, max_bytes: int) -> int:
+    """Length of the first piece of bytes that are longer than `max_bytes`: in (0, max_bytes].
+
+    The cut is after the last whitespace; where there is none, between two characters.
+    """
+    found = max(window.rfind(space, 0, max_bytes) for space in _SPACES)
+    return found + 1 if found >= 0 else character_start(window, max_bytes)
+
+
+def character_start(window: bytes | bytearray, position: int) -> int:
+    """The last position up to this one at which a character of UTF-8 can begin; the position itself if none does."""
+    for start in range(position, max(0, position - _CONTINUATION_BYTES - 1), -1):
+        if window[start] & 0xC0 != 0x80:
+            return start
+    return position
+
+
+def documents(raw: Buffer, source: str, row: int, max_bytes: int) -> Iterator[Record]:
+    """The document of one row of a table, in pieces when it is longer than `max_bytes`; all have the row as offset."""
+    view = memoryview(raw)
+    start = 0
+    while len(view) - start > max_bytes:
+        # One byte beyond the limit shows whether the limit falls between two characters.
+        length = cut(bytes(view[start : start + max_bytes + 1]), max_bytes)
+        yield decode(view[start : start + length], source, row)
+        start += length
+    yield decode(view[start:], source, row)

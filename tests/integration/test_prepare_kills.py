@@ -1,0 +1,143 @@
+"""Twenty kills at random points, of workers and of the driver: shards as of the run that nobody disturbed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.storage import hash_file
+from pipeline.manifest import load_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER_KILLS, WORKER_KILLS = 5, 15
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """About 12 MB, every tenth document a copy, every thirtieth a near copy of the one before."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(5000)]
+    texts: list[str] = []
+    for number in range(4000):
+        if number % 10 == 9:
+            texts.append(texts[-5])
+        elif number % 30 == 18:
+            changed = texts[-1].split()
+            changed[:: len(changed) // 5] = ["changed"] * len(changed[:: len(changed) // 5])
+            texts.append(" ".join(changed))
+        else:
+            texts.append(" ".join(draw.choices(words, k=draw.randint(100, 900))))
+    for index in range(4):
+        lines = [json.dumps({"text": text}) for text in texts[index::4]]
+        (folder / f"{index}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def start(folder: Path, corpus: Path, num_cpus: int) -> subprocess.Popen:
+    """The command, in a process of its own."""
+    config = {
+        "output": str(folder / "out"),
+        "corpus": {"kind": "files", "paths": [str(corpus)]},
+        "tokenizer": {"kind": "train", "vocab_size": 2000, "sample_mib": 0.2},
+        "geometry": {"num_anchors": 1, "max_tokens": 64},
+        "duplicates": {"near": {}},
+        "write_rejected": True,
+        "unit_mib": 0.3,
+    }
+    folder.mkdir(exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"prepare": config}))
+    arguments = [sys.executable, str(ROOT / "pipeline" / "prepare.py"), str(path), f"session.num_cpus={num_cpus}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Checksums of everything but the log of how long it took."""
+    out = folder / "out"
+    files = [path for path in out.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
+    return {str(path.relative_to(out)): hash_file(path) for path in files}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert start(folder, corpus, 2).wait(timeout=200) == 0
+    manifest = load_manifest(folder / "out")
+    assert len(manifest.ledgers) > 20
+    assert {"duplicate", "near_duplicate"} <= manifest.dropped.keys()
+    return contents(folder)
+
+
+def busy_workers(driver: int) -> list[int]:
+    """Processes below this one that run one of our tasks."""
+    parents, busy = {}, []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if (entry / "cmdline").read_bytes().startswith(b"ray::Map"):
+                busy.append(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+    def below(process: int) -> bool:
+        while process > 1:
+            if process == driver:
+                return True
+            process = parents.get(process, 0)
+        return False
+
+    return [process for process in busy if below(process)]
+
+
+@pytest.mark.timeout(600)
+def test_kills_of_workers_change_nothing(corpus, tmp_path, undisturbed):
+    draw = random.Random(1)
+    driver = start(tmp_path, corpus, 2)
+    kills = 0
+    deadline = time.monotonic() + 300
+    while driver.poll() is None:
+        assert time.monotonic() < deadline
+        if kills < WORKER_KILLS and (busy := busy_workers(driver.pid)):
+            time.sleep(draw.uniform(0, 0.3))
+            try:
+                os.kill(draw.choice(busy), signal.SIGKILL)
+            except ProcessLookupError:  # it ended while we waited
+                continue
+            kills += 1
+        time.sleep(0.01)
+    assert driver.returncode == 0
+    assert kills == WORKER_KILLS
+    assert contents(tmp_path) == undisturbed
+
+
+@pytest.mark.timeout(600)
+def test_kills_of_the_driver_change_nothing_whatever_the_number_of_workers(corpus, tmp_path, undisturbed):
+    draw = random.Random(2)
+    for kill in range(DRIVER_KILLS):
+        driver = start(tmp_path, corpus, num_cpus=(1, 2, 4)[kill % 3])
+        deadline = time.monotonic() + 120
+        while not busy_workers(driver.pid):
+            assert driver.poll() is None, "finished before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 1.0))
+        driver.kill()
+        driver.wait()
+    assert start(tmp_path, corpus, 4).wait(timeout=200) == 0
+    assert contents(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("num_cpus", [1, 4])
+def test_any_number_of_workers_gives_the_same_bytes(corpus, tmp_path, undisturbed, num_cpus):
+    assert start(tmp_path, corpus, num_cpus).wait(timeout=200) == 0
+    assert contents(tmp_path) == undisturbed

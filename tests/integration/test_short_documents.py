@@ -1,0 +1,109 @@
+"""Shards of mixed documents, made by the pipeline: the trainer follows them."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import ray
+import tinyruns as runs
+import torch
+
+from evaluation.describe import describe
+from pipeline.config import PipelineConfig
+from pipeline.prepare import prepare
+from pipeline.session import start_ray
+from pipeline.shards import ShardSet
+from trainer.checks import problems
+from trainer.gather import World
+from trainer.parts import build_encoder, build_feed, held_out_validator, load_tokenizer
+from trainer.verify import verify
+
+pytestmark = pytest.mark.ray
+GEOMETRY = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 6}
+KEPT = {"drop": 64, "fewer_anchors": 32, "shrink_spans": 24}
+MODES = ("fewer_anchors", "shrink_spans")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Folders of shards by mode, from one corpus of documents of some 10 to 150 tokens."""
+    folder = tmp_path_factory.mktemp("mixed")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=3)) for _ in range(100)]
+    texts = [" ".join(rng.choices(words, k=rng.randint(8, 80))) for _ in range(300)]
+    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    start_ray(num_cpus=4)
+    for mode in KEPT:
+        values = runs.prepare_values(folder / "corpus.jsonl", folder / mode, geometry=GEOMETRY, short_documents=mode)
+        prepare(PipelineConfig.model_validate(values))
+    yield {mode: folder / mode for mode in KEPT}
+    ray.shutdown()
+
+
+def config_of(folder, run="unused", **changes):
+    return runs.train_config(folder, run, **{"validation": {"every_steps": 4}, **changes})
+
+
+def test_shorter_documents_are_kept_and_the_trainer_follows(prepared):
+    kept = {}
+    for mode, folder in prepared.items():
+        shards = ShardSet(folder, "train")
+        table = shards.take(np.arange(shards.num_documents))
+        lengths = table.column("num_tokens").to_numpy()
+        kept[mode] = set(table.column("id").to_pylist())
+        assert KEPT[mode] <= lengths.min() < KEPT[mode] + 8
+        config = config_of(folder)
+        assert problems(config) == []
+        tokenizer, vocabulary = load_tokenizer(folder)
+        feed = build_feed(config, build_encoder(config, tokenizer), vocabulary)
+        spans = feed.sample(table, np.zeros(len(table), np.int64))
+        anchors = np.minimum(2, lengths // 32) if mode == "fewer_anchors" else np.full(len(table), 2)
+        assert spans.present.sum(axis=1).tolist() == anchors.tolist()
+        assert (anchors.min() == 1) == (mode == "fewer_anchors")
+    assert kept["drop"] < kept["fewer_anchors"] < kept["shrink_spans"]
+
+
+def test_inspect_shows_the_spans_there_are(prepared):
+    for mode, folder in prepared.items():
+        lines = list(describe(folder, num_documents=100))
+        starts = [index for index, line in enumerate(lines) if line.startswith("- document")]
+        for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+            tokens = int(lines[start].rsplit(": ", 1)[1].split()[0])
+            shown = sum("anchor   [" in line for line in lines[start:end])
+            assert shown == (min(2, tokens // 32) if mode == "fewer_anchors" else 2)
+        (said,) = [line for line in lines if "windows of 16 tokens" in line]
+        assert ("for fewer in short ones" in said) == (mode == "fewer_anchors")
+        assert ("of 6 and more in short documents" in said) == (mode == "shrink_spans")
+
+
+def test_spans_that_do_not_fit_the_shards_are_refused_where_they_do_not(prepared):
+    more = {"spans": {"num_anchors": 3}}
+    assert problems(config_of(prepared["fewer_anchors"], **more)) == []
+    for mode in ("drop", "shrink_spans"):
+        (line,) = problems(config_of(prepared[mode], **more))
+        assert "spans.num_anchors = 3: the shards keep documents that hold 2" in line
+    longer = {"spans": {"min_tokens": 7}}
+    for mode in ("drop", "fewer_anchors"):
+        assert problems(config_of(prepared[mode], **longer)) == []
+    (line,) = problems(config_of(prepared["shrink_spans"], **longer))
+    assert "spans.min_tokens = 7: short documents in the shards have windows of 6 tokens" in line
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_held_out_document_is_scored(prepared, mode):
+    config = config_of(prepared[mode])
+    tokenizer, vocabulary = load_tokenizer(prepared[mode])
+    encoder = build_encoder(config, tokenizer)
+    validator = held_out_validator(config, encoder, vocabulary, World(), torch.device("cpu"))
+    anchors, positives = validator.embed(encoder)
+    assert len(anchors) == len(positives) == len(validator.rows) == 40
+
+
+@pytest.mark.parametrize(("mode", "num_anchors"), [("fewer_anchors", 3), ("shrink_spans", 2)])
+def test_the_gradient_does_not_depend_on_microbatches(prepared, mode, num_anchors):
+    """Nor on the number of processes: tests/trainer/test_short_documents.py."""
+    config = config_of(prepared[mode], spans={"num_anchors": num_anchors}, encoder={"dropout": 0.1})
+    found = list(verify(config, documents=8, processes=[]))
+    assert len(found) == 4
+    assert all(difference.within for difference in found), found

@@ -1,0 +1,214 @@
+"""Pairs and decisions against brute force, quality on planted copies, and bounded work in huge groups."""
+
+import random
+import time
+from itertools import chain
+
+import numpy as np
+import planted
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.duplicates.clusters import decide
+from pipeline.duplicates.config import DuplicatesConfig, NearConfig
+from pipeline.duplicates.keys import KeysError, keys_path, open_keys, write_keys
+from pipeline.duplicates.pairs import Pairs, join
+from pipeline.duplicates.shingles import shingles
+from pipeline.duplicates.signatures import Signer
+
+NEAR = DuplicatesConfig(near=NearConfig())
+
+
+def jaccard(first, second, size=3):
+    one, other = set(shingles(first, size).tolist()), set(shingles(second, size).tolist())
+    return len(one & other) / len(one | other)
+
+
+def pairs_of(edges):
+    """Pairs from (later, earlier, similarity, exact)."""
+    columns = list(zip(*edges, strict=True)) if edges else [(), (), (), ()]
+    kinds = (np.int64, np.int64, np.float32, np.bool_)
+    return join([Pairs(*(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)))])
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    """300 texts of 60 to 1,500 words; after them copies of the first 200, by what was done to them."""
+    rng = np.random.default_rng(0)
+    texts = [planted.zipf_text(rng, int(rng.integers(60, 1500))) for _ in range(300)]
+    copies = {
+        "1 %": [planted.change(rng, text, 0.01) for text in texts[:200]],
+        "5 %": [planted.change(rng, text, 0.05) for text in texts[:200]],
+        "reordered": [planted.reorder(rng, text) for text in texts[:200]],
+        "cut": [" ".join(text.split()[: int(0.8 * len(text.split()))]) for text in texts[:200]],
+        "equal": [f" {text}\n" for text in texts[:200]],
+        "case": [text.upper().replace(" ", ", ") for text in texts[:200]],
+    }
+    return texts, copies
+
+
+def test_recall_and_precision_on_planted_copies(corpus, tmp_path, write, search):
+    texts, copies = corpus
+    names = write(tmp_path, [texts, *copies.values()], NEAR)
+    everything = [*texts, *chain.from_iterable(copies.values())]
+    decisions = decide(join(search(tmp_path, names, NEAR)))
+    dropped = dict(zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True))
+    for place, kind in enumerate(copies):
+        first = len(texts) + 200 * place
+        recall = np.mean([dropped.get(first + row) == row for row in range(200)])
+        print(f"{kind}: recall {recall:.3f}")  # noqa: T201
+        assert recall >= (0.97 if kind in ("5 %", "cut") else 0.99), kind
+    precision = np.mean([jaccard(everything[one], everything[other]) > 0.45 for one, other in dropped.items()])
+    origin = [*range(300), *(row for _ in copies for row in range(200))]
+    related = np.mean([origin[one] == origin[other] for one, other in dropped.items()])
+    print(f"precision {precision:.4f}, of the same origin {related:.4f}")  # noqa: T201
+    assert precision >= 0.99
+    assert related >= 0.99
+    equal = range(len(texts) + 800, len(texts) + 1000)
+    assert all(decisions.exact[decisions.dropped == number] for number in equal)
+
+
+def test_pairs_are_those_of_brute_force(tmp_path, write, search):
+    rng = np.random.default_rng(1)
+    texts = [planted.zipf_text(rng, 200) for _ in range(12)]
+    texts += [planted.change(rng, texts[rng.integers(12)], share) for share in rng.uniform(0, 0.08, 60)]
+    random.Random(0).shuffle(texts)
+    names = write(tmp_path, [texts[:30], texts[30:31], [], texts[31:]], NEAR)
+    found = join(search(tmp_path, names, NEAR))
+    similarities = dict(
+        zip(zip(found.later.tolist(), found.earlier.tolist(), strict=True), found.similarity.tolist(), strict=True)
+    )
+    twins = {number for number, text in enumerate(texts) if text in texts[:number]}
+    compared = missed = 0
+    for later in range(len(texts)):
+        for earlier in range(later):
+            truth = jaccard(texts[later], texts[earlier])
+            got = similarities.get((later, earlier))
+            if {later, earlier} & twins:  # an equal text before it stands for it in all near pairs
+                assert (got is None) or (got == 1 and texts[later] == texts[earlier])
+                continue
+            compared += truth > 0.72
+            missed += truth > 0.72 and got is None
+            assert got is None or abs(got - truth) < 0.2
+            assert not (got is not None and truth < 0.42)
+    assert compared > 50
+    assert missed <= 0.02 * compared
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abcdef"), max_size=6).map(" ".join), max_size=25),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=40)
+def test_tiny_texts_are_dropped_for_equal_words_only_or_verified_likeness(
+    tmp_path_factory, write, search, texts, num_buckets, num_units
+):
+    folder = tmp_path_factory.mktemp("keys")
+    near = NearConfig(similarity=0.8, ngram_words=4)
+    config = DuplicatesConfig(near=near)
+    units = [texts[place::num_units] for place in range(num_units)]
+    names = write(folder, units, config)
+    decisions = decide(join(search(folder, names, config, num_buckets)))
+    ordered = list(chain.from_iterable(units))
+    kept = sorted(set(range(len(ordered))) - set(decisions.dropped.tolist()))
+    assert len({ordered[number] for number in kept}) == len(kept)
+    assert {ordered[number] for number in kept} <= set(ordered)
+    for one, other in zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True):
+        assert other in kept
+        assert other < one
+        assert jaccard(ordered[one], ordered[other], 4) > 0.5
+    first_of_text = {text: number for number, text in reversed(list(enumerate(ordered)))}
+    assert all(number == first_of_text[ordered[number]] for number in kept)
+
+
+def test_the_number_of_buckets_changes_nothing(corpus, tmp_path, write, search):
+    texts, copies = corpus
+    names = write(tmp_path, [texts[:100], copies["1 %"], copies["equal"]], NEAR)
+    whole, parts = join(search(tmp_path, names, NEAR)), join(search(tmp_path, names, NEAR, 7))
+    for name in ("later", "earlier", "similarity", "exact"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name))
+
+
+def test_exact_search_without_signatures(tmp_path, write, search):
+    config = DuplicatesConfig()
+    names = write(tmp_path, [["a b", "c"], [], ["c", "a  b", "a, b", "c"]], config)
+    keys = open_keys(tmp_path, names[2])
+    assert (keys.signatures.size, len(keys.keys)) == (0, 4)
+    pairs = join(search(tmp_path, names, config))
+    assert list(zip(pairs.later.tolist(), pairs.earlier.tolist(), strict=True)) == [(2, 1), (3, 0), (5, 1)]
+    assert pairs.exact.all()
+    assert decide(pairs).cluster_size.tolist() == [3, 2, 3]
+
+
+def test_ids_that_share_their_key_are_told_apart(tmp_path, search):
+    ids = [b"12345678" + bytes([last]) * 8 for last in (1, 2, 1, 3)]
+    write_keys(tmp_path, "00000", DuplicatesConfig(), ids, [0, 1, 2, 3])
+    pairs = join(search(tmp_path, ["00000"], DuplicatesConfig()))
+    assert (pairs.later.tolist(), pairs.earlier.tolist()) == ([2], [0])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_huge_group_costs_linear_work(exact, tmp_path, search):
+    config = DuplicatesConfig(exact=exact, near=NearConfig())
+    rng = np.random.default_rng(0)
+    words = planted.zipf_text(rng, 400)
+    signature = Signer(NearConfig()).sign(words)
+    count = 10_000
+    # Identical documents; and as many with one slot of their own each, so that no two ids are equal.
+    alike = np.tile(signature, (count, 1))
+    alike[np.arange(count), rng.integers(0, 125, count)] = rng.integers(0, 2**32, count)
+    ids = [bytes(16)] * count + [number.to_bytes(16, "big") for number in range(1, count + 1)]
+    write_keys(tmp_path, "00000", config, ids, range(2 * count), [signature] * count + list(alike))
+    started = time.monotonic()
+    pairs = join(search(tmp_path, ["00000"], config))
+    decisions = decide(pairs)
+    assert time.monotonic() - started < 30
+    assert len(pairs) < 40 * count  # 2e8 were it quadratic
+    assert decisions.dropped.tolist() == list(range(1, 2 * count))
+    assert set(decisions.kept.tolist()) == {0}
+    assert decisions.exact.sum() == (count - 1 if exact else 0)
+
+
+def test_a_document_is_dropped_only_for_one_that_stays():
+    # A chain: 1 is like 0, 2 like 1 only, 3 like 2 only. 2 stays, because 1 goes.
+    chain = pairs_of([(1, 0, 0.7, False), (2, 1, 0.7, False), (3, 2, 0.7, False)])
+    decisions = decide(chain)
+    assert (decisions.dropped.tolist(), decisions.kept.tolist()) == ([1, 3], [0, 2])
+    # Copies of a document that goes share its fate.
+    decisions = decide(pairs_of([(5, 2, 1.0, True), (2, 0, 0.75, False), (6, 1, 1.0, True)]))
+    assert decisions.dropped.tolist() == [2, 5, 6]
+    assert decisions.kept.tolist() == [0, 0, 1]
+    assert decisions.exact.tolist() == [False, False, True]
+    assert decisions.similarity.tolist() == [0.75, 0.75, 1]
+    assert decisions.cluster_size.tolist() == [3, 3, 2]
+    assert len(decide(pairs_of([])).dropped) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=80))
+def test_rounds_decide_as_the_sequential_rule_does(edges):
+    pairs = pairs_of([(max(edge), min(edge), 0.5, False) for edge in edges if edge[0] != edge[1]])
+    dropped = {}
+    for later, earlier in zip(pairs.later.tolist(), pairs.earlier.tolist(), strict=True):
+        if earlier not in dropped:
+            dropped.setdefault(later, earlier)
+    decisions = decide(pairs)
+    assert dict(zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True)) == dropped
+
+
+def test_keys_are_whole_or_refused(tmp_path, write):
+    write(tmp_path, [["some words"]], NEAR)
+    path = keys_path(tmp_path, "00000")
+    keys = open_keys(tmp_path, "00000")
+    assert (keys.ordinals.tolist(), keys.signatures.shape, len(keys.keys)) == ([1], (1, 125), 26)
+    assert np.all(keys.keys[1:] >= keys.keys[:-1])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(KeysError, match=r"00000\.arrow cannot be read"):
+        open_keys(tmp_path, "00000")
+    with pytest.raises(KeysError, match=r"00001\.arrow cannot be read"):
+        open_keys(tmp_path, "00001")
+    with pytest.raises(ValueError, match="ascending"):
+        write_keys(tmp_path, "00000", DuplicatesConfig(), [bytes(16)] * 2, [1, 1])
+    with pytest.raises(ValueError, match="1 signatures for 2 documents"):
+        write_keys(tmp_path, "00000", NEAR, [bytes(16)] * 2, [1, 2], [np.zeros(125, np.uint32)])

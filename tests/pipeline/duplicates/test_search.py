@@ -1,0 +1,137 @@
+"""The search on a real Ray session: the same bytes whatever the workers, the order and the interruptions."""
+
+import numpy as np
+import planted
+import pytest
+import ray
+
+from common.storage import hash_file
+from pipeline.duplicates import search as search_module
+from pipeline.duplicates.config import DuplicatesConfig, NearConfig
+from pipeline.duplicates.keys import KeysError
+from pipeline.duplicates.search import find_duplicates, pairs_path
+from pipeline.duplicates.table import DUPLICATES, clusters, count_kinds, removed
+from pipeline.session import SessionConfig, start_ray
+
+pytestmark = pytest.mark.ray
+CONFIG = DuplicatesConfig(near=NearConfig())
+KEYS_PER_BUCKET = 800
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session():
+    start_ray(num_cpus=2)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def many_buckets(monkeypatch):
+    monkeypatch.setattr(search_module, "KEYS_PER_BUCKET", KEYS_PER_BUCKET)
+
+
+@pytest.fixture(scope="module")
+def units():
+    """Four units; unit 2 holds copies of documents 0 to 9 of unit 0, unit 3 equal texts and a near copy of its own."""
+    rng = np.random.default_rng(0)
+    texts = [planted.zipf_text(rng, 150) for _ in range(60)]
+    return [
+        texts[:30],
+        [],
+        [planted.change(rng, text, 0.02) for text in texts[:10]] + texts[30:45],
+        [texts[0], texts[0], *texts[45:], planted.change(rng, texts[50], 0.02)],
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(units, write, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("found")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "KEYS_PER_BUCKET", KEYS_PER_BUCKET)
+        names = write(folder, units, CONFIG)
+        find_duplicates(folder, names, CONFIG)
+    return folder, names
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): hash_file(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_dropped_and_for_what(found):
+    folder, names = found
+    assert len(list((folder / "pairs").iterdir())) == 3
+    assert [removed(folder, name) for name in names[:2]] == [{}, {}]
+    copies = removed(folder, names[2])
+    assert list(copies) == [3 * row + 1 for row in range(10)]
+    for ordinal, duplicate in copies.items():
+        assert (duplicate.unit, duplicate.ordinal, duplicate.kind) == (names[2], ordinal, "near")
+        assert (duplicate.kept_unit, duplicate.kept_ordinal) == (names[0], ordinal)
+        assert 0.7 < duplicate.similarity < 1
+        assert duplicate.cluster_size == (4 if ordinal == 1 else 2)
+    last = removed(folder, names[3])
+    assert [(d.kind, d.kept_unit, d.kept_ordinal) for d in last.values()] == [
+        ("exact", names[0], 1),
+        ("exact", names[0], 1),
+        ("near", names[3], 3 * 7 + 1),
+    ]
+    assert count_kinds(folder) == {"near": 11, "exact": 2}
+    assert removed(folder, "99999") == {}
+    largest, second = clusters(folder, limit=2)
+    assert (largest.unit, largest.ordinal, largest.size) == (names[0], 1, 4)
+    assert [(member.unit, member.ordinal) for member in largest.members] == [
+        (names[2], 1),
+        (names[3], 1),
+        (names[3], 4),
+    ]
+    assert (second.size, len(second.members)) == (2, 1)
+
+
+def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, write, found, tmp_path):
+    names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
+    ray.shutdown()
+    try:
+        find_duplicates(tmp_path, names, CONFIG, SessionConfig(num_cpus=1))
+        assert ray.cluster_resources()["CPU"] == 1
+    finally:
+        ray.shutdown()
+        start_ray(num_cpus=2)
+    assert contents(tmp_path) == contents(found[0])
+
+
+def test_a_stopped_search_continues_to_the_same_bytes(units, write, found, tmp_path):
+    names = write(tmp_path, units, CONFIG)
+    find_duplicates(tmp_path, names, CONFIG)
+    (tmp_path / DUPLICATES).unlink()
+    pairs_path(tmp_path, 1).unlink()
+    torn = pairs_path(tmp_path, 2)
+    torn.write_bytes(torn.read_bytes()[:-9])
+    torn.with_name(f".{torn.name}.1.tmp").write_bytes(b"left by a killed run")
+    finished = pairs_path(tmp_path, 0).stat().st_mtime_ns
+    find_duplicates(tmp_path, names, CONFIG)
+    assert pairs_path(tmp_path, 0).stat().st_mtime_ns == finished
+    assert contents(tmp_path) == contents(found[0])
+    before = (tmp_path / DUPLICATES).stat().st_mtime_ns
+    find_duplicates(tmp_path, names, CONFIG)
+    assert (tmp_path / DUPLICATES).stat().st_mtime_ns == before
+
+
+def test_results_of_other_settings_or_keys_are_not_taken(units, write, tmp_path):
+    names = write(tmp_path, units, CONFIG)
+    find_duplicates(tmp_path, names, CONFIG)
+    with pytest.raises(KeysError, match="near: 3 words, 25 bands of 5, here exact: yes, near: no"):
+        find_duplicates(tmp_path, names, DuplicatesConfig())
+    strict = DuplicatesConfig(near=NearConfig(similarity=0.99))
+    find_duplicates(tmp_path, names, strict)
+    assert count_kinds(tmp_path) == {"near": 0, "exact": 2}
+    write(tmp_path, [units[0], [], [], units[3][2:]], CONFIG)
+    find_duplicates(tmp_path, names, CONFIG)
+    assert count_kinds(tmp_path) == {"near": 1, "exact": 0}
+
+
+def test_a_corpus_without_documents_or_duplicates(write, tmp_path):
+    names = write(tmp_path, [[], []], CONFIG)
+    find_duplicates(tmp_path, names, CONFIG)
+    assert (removed(tmp_path, names[0]), clusters(tmp_path)) == ({}, [])
+    names = write(tmp_path, [["one text"], ["another"]], DuplicatesConfig())
+    find_duplicates(tmp_path, names, DuplicatesConfig())
+    assert count_kinds(tmp_path) == {"near": 0, "exact": 0}

@@ -1,0 +1,191 @@
+"""Archives as they are distributed: OpenWebText to the letter, damaged, malicious, nested."""
+
+import hashlib
+import io
+import json
+import lzma
+import tarfile
+import zlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import COMPRESSORS, files, openwebtext, outcomes, read_all, tar, text_of
+
+from pipeline.corpus import END, Document, Failure
+from pipeline.readers.planning import file_parts
+
+NAME = "openwebtext.tar.xz"
+
+
+def expected(num_subsets, num_documents, prefix=f"{NAME}!openwebtext/"):
+    return [
+        (f"{prefix}urlsf_subset{s:02d}-{s}_data.xz!{n:07d}-{s:032x}.txt", text_of(s, n).decode())
+        for s in range(num_subsets)
+        for n in range(num_documents)
+    ]
+
+
+@pytest.mark.parametrize("unit_mib", [64.0, 0.01])
+def test_openwebtext_is_read_as_it_is_distributed(tmp_path, unit_mib):
+    (tmp_path / NAME).write_bytes(lzma.compress(tar(openwebtext(6, 30))))
+    assert outcomes(read_all(files(tmp_path), unit_mib)) == expected(6, 30)
+
+
+def test_openwebtext_is_read_when_the_outer_archive_was_unpacked(tmp_path):
+    for name, data in openwebtext(3, 10)[1:]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    assert outcomes(read_all(files(tmp_path))) == expected(3, 10, "openwebtext/")
+    assert outcomes(read_all(files(tmp_path / "openwebtext" / "*.xz"), 0.001)) == expected(3, 10, "")
+
+
+def test_every_bad_member_is_recorded_and_the_rest_is_read(tmp_path):
+    inner = lzma.compress(
+        tar(
+            [
+                ("first.txt", b"first"),
+                ("../outside.txt", b"evil"),
+                ("/absolute.txt", b"evil"),
+                ("device.txt", tarfile.CHRTYPE),
+                ("fifo.txt", tarfile.FIFOTYPE),
+                ("link.txt", tarfile.SYMTYPE),
+                ("hard.txt", tarfile.LNKTYPE),
+                ("folder", tarfile.DIRTYPE),
+                (".hidden.txt", b"hidden"),
+                ("latin.txt", "caf\u00e9".encode("latin-1")),
+                ("empty.txt", b""),
+                ("picture.png", b"\x89PNG"),
+                ("last.txt", b"last"),
+            ]
+        )
+    )
+    long = lzma.compress(tar([("lost.txt", bytes(range(33, 127)) * 5000), ("lost too.txt", b"x")]), preset=0)
+    outer = tar([("a_data.xz", inner), ("b_data.xz", long[: len(long) // 2]), ("c_data.xz", inner)])
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / NAME).write_bytes(lzma.compress(outer))
+    before = sorted(tmp_path.rglob("*"))
+    records = read_all(files(corpus))
+    read = [
+        ("first.txt", "first"),
+        ("../outside.txt", "unsafe_name"),
+        ("/absolute.txt", "unsafe_name"),
+        ("device.txt", "not_a_file"),
+        ("fifo.txt", "not_a_file"),
+        ("link.txt", "not_a_file"),
+        ("hard.txt", "not_a_file"),
+        ("latin.txt", "invalid_utf8"),
+        ("empty.txt", ""),
+        ("picture.png", "unknown_format"),
+        ("last.txt", "last"),
+    ]
+    one, three = ([(f"{NAME}!{letter}_data.xz!{name}", outcome) for name, outcome in read] for letter in "ac")
+    broken = [(f"{NAME}!b_data.xz!lost.txt", "unreadable"), (f"{NAME}!b_data.xz", "unreadable")]
+    assert outcomes(records) == one + broken + three
+    failure = records[len(one)]
+    assert isinstance(failure, Failure)
+    assert "is lost" in failure.message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("compression", [None, *COMPRESSORS])
+def test_a_tar_cut_into_parts_gives_the_same_records_and_a_broken_end_is_met_when_reading(tmp_path, compression):
+    texts = [hashlib.shake_256(bytes([n])).hexdigest(700 * (1 + n % 3)).encode() for n in range(60)]
+    data = tar([(f"{n}.txt", text) for n, text in enumerate(texts)])
+    for name, content in (("whole", data), ("broken", data[: data.index(texts[40]) + 10])):
+        path = tmp_path / f"{name}.tar"
+        path.write_bytes(COMPRESSORS[compression](content) if compression else content)
+        cut, whole = (read_all(files(path), size) for size in (0.02, 64.0))
+        assert cut == whole
+        parts = file_parts(files(path), 20_000)[0]
+        assert 1 < len(parts) <= 64
+        assert sum(part.num_bytes for part in parts) == path.stat().st_size
+        assert [part.start for part in parts][1:] == [part.stop for part in parts][:-1]
+        assert (parts[-1].stop == END) == (name == "broken")
+        lost = [("broken.tar!40.txt", "unreadable"), ("broken.tar", "unreadable")] if name == "broken" else []
+        assert outcomes(whole)[len(whole) - len(lost) :] == lost
+        read = texts if name == "whole" else texts[:40]
+        assert [record.text.encode() for record in whole[: len(whole) - len(lost)]] == read
+
+
+def test_archives_of_every_format_and_compression_in_each_other(tmp_path):
+    table = pa.table({"text": ["p", "q"]})
+    parquet, arrow, stream = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    pq.write_table(table, parquet)
+    with pa.ipc.new_file(arrow, table.schema) as writer:
+        writer.write_table(table)
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in "pq")
+    members = [
+        ("a.jsonl", lines),
+        ("b.txt", b"p\nq"),
+        ("c.csv", b"n,text\r\n1,p\r\n2,q\r\n"),
+        ("d.tsv", b"text\np\nq\n"),
+    ]
+    members += [("e.parquet", parquet.getvalue()), ("f.arrow", arrow.getvalue()), ("g.arrow", stream.getvalue())]
+    inner = tar([*members, *[(f"{n}.{suffix}", pack(b)) for suffix, pack in COMPRESSORS.items() for n, b in members]])
+    for suffix, pack in COMPRESSORS.items():
+        (tmp_path / f"x.tar.{suffix}").write_bytes(pack(tar([("inner", pack(inner))])))
+    records = read_all(files(tmp_path))
+    assert not [record for record in records if isinstance(record, Failure)]
+    one = ["p", "q", "p\nq", *["p", "q"] * 5]
+    assert [record.text for record in records] == one * 5 * 4
+    assert records[1] == Document("q", "x.tar.bz2!inner!a.jsonl", 14)
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_long_names_of_every_kind_of_tar(tmp_path, format):
+    names = ["a" * 90 + ".txt", "b" * 80 + "/" + "c" * 80 + ".txt"]
+    names += ["d" * 300 + "/\u00e9.txt"] if format != tarfile.USTAR_FORMAT else []
+    (tmp_path / "x.tar").write_bytes(tar([(name, b"x") for name in names], format=format))
+    assert [r.source for r in read_all(files(tmp_path))] == [f"x.tar!{name}" for name in names]
+
+
+def test_nesting_has_an_end(tmp_path):
+    data = tar([("a.txt", b"x")])
+    for _ in range(6):
+        data = tar([("a.tar", data)])
+    (tmp_path / "x.tar").write_bytes(data)
+    (tmp_path / "y.txt.gz").write_bytes(_many_times_gzipped(b"x"))
+    assert [r.reason for r in read_all(files(tmp_path))] == ["too_deep", "too_deep"]
+
+
+def _many_times_gzipped(data):
+    for _ in range(8):
+        data = COMPRESSORS["gz"](data)
+    return data
+
+
+@pytest.mark.parametrize("damage", ["checksum", "size", "garbage", "no end mark", "empty", "pax"])
+def test_a_damaged_header_loses_the_rest_and_says_so(tmp_path, damage):
+    format = tarfile.PAX_FORMAT if damage == "pax" else tarfile.GNU_FORMAT
+    data = bytearray(tar([("a.txt", b"a"), ("b" * (200 if damage == "pax" else 1) + ".txt", b"b")], format=format))
+    if damage == "checksum":
+        data[1024] ^= 1
+    elif damage == "size":
+        data[1024 + 124 : 1024 + 136] = b"77777777777\0"
+        data[1024 + 148 : 1024 + 156] = b"%06o\0 " % (sum(data[1024:1536]) - sum(data[1172:1180]) + 256)
+    elif damage == "garbage":
+        data[1024:] = b"\x07" * 2000
+    elif damage == "no end mark":
+        data = data[:1024]
+    elif damage == "pax":
+        data[1536:1540] = b"99 x"
+    else:
+        data = bytearray()
+    (tmp_path / "x.tar").write_bytes(data)
+    *documents, failure = read_all(files(tmp_path))
+    assert failure.reason == "unreadable"
+    assert [r.text for r in documents[:1] if isinstance(r, Document)] == ([] if damage == "empty" else ["a"])
+
+
+def test_bombs_are_read_in_bounded_memory(tmp_path):
+    """A gigabyte of spaces in a megabyte: pieces of the allowed size, one after the other."""
+    packer = zlib.compressobj(9, wbits=31)
+    spaces = b" " * (1 << 20)
+    (tmp_path / "x.txt.gz").write_bytes(b"".join([*(packer.compress(spaces) for _ in range(256)), packer.flush()]))
+    records = read_all(files(tmp_path, max_document_mib=1))
+    assert sum(len(record.text) for record in records) == 256 << 20
+    assert max(len(record.text) for record in records) == 1 << 20

@@ -1,0 +1,92 @@
+"""Small files of every format, and random damage to them."""
+
+import io
+import json
+import lzma
+import random
+import tarfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from corpora import openwebtext, tar
+
+_TEXTS = [f"Document {n} \u00e9\u4e2d\U0001f600: " + "some words of it, " * (n % 5) for n in range(12)]
+_NUMBERS = (b"\xff\xff\xff\xff", b"\0\0\0\0", b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\x01\0\0\0", b"\0\0\0\x40")
+
+
+def _arrow(make, texts=_TEXTS, **options):
+    target = io.BytesIO()
+    table = pa.table({"id": range(len(texts)), "text": texts})
+    with make(target, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=5)
+    return target.getvalue()
+
+
+def _parquet(**options):
+    target = io.BytesIO()
+    table = pa.table({"id": range(len(_TEXTS)), "text": _TEXTS})
+    pq.write_table(table, target, row_group_size=5, **options)
+    return target.getvalue()
+
+
+_JSONL = b"".join(
+    json.dumps({"id": n, "text": text}, ensure_ascii=n % 2 == 0).encode() + b"\n" for n, text in enumerate(_TEXTS)
+)
+_CSV = b"id,text\r\n" + b"".join(f'{n},"{text}\n and ""more"""\r\n'.encode() for n, text in enumerate(_TEXTS))
+_MEMBERS = [("a.jsonl", _JSONL), ("b/c.txt", _TEXTS[3].encode()), ("d.csv", _CSV), ("e.parquet", _parquet())]
+_MEMBERS += [("link.txt", tarfile.SYMTYPE), ("n" * 150 + ".txt", b"long name")]
+
+BASES = {
+    "jsonl": _JSONL,
+    "txt": "\n".join(_TEXTS).encode(),
+    "csv": _CSV,
+    "tsv": b"text\tid\n" + b"".join(f"{text}\t{n}\n".encode() for n, text in enumerate(_TEXTS)),
+    "parquet": _parquet(compression="snappy"),
+    "zstd.parquet": _parquet(compression="zstd", use_dictionary=False, data_page_version="2.0"),
+    "arrow": _arrow(pa.ipc.new_file),
+    "stream.arrow": _arrow(pa.ipc.new_stream),
+    "lz4.arrow": _arrow(pa.ipc.new_file, compression="lz4"),
+    "zstd.stream.arrow": _arrow(pa.ipc.new_stream, compression="zstd"),
+    "dictionary.arrow": _arrow(pa.ipc.new_stream, pa.array(_TEXTS).dictionary_encode()),
+    "view.arrow": _arrow(pa.ipc.new_file, pa.array(_TEXTS, pa.string_view())),
+    "tar": tar(_MEMBERS),
+    "pax.tar": tar(_MEMBERS, format=tarfile.PAX_FORMAT),
+    "nested.tar": tar([*openwebtext(2, 3), ("inner.tar.xz", lzma.compress(tar(_MEMBERS), preset=0))]),
+}
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """The bytes with one to six random changes; rarely none."""
+    changed = bytearray(data)
+    for _ in range(chance.randint(0, 6)):
+        place = chance.randrange(len(changed) + 1)
+        length = chance.choice((1, 2, 4, 8, 64, 512))
+        match chance.randrange(8):
+            case 0 | 1 if place < len(changed):
+                changed[place] ^= 1 << chance.randrange(8)
+            case 2 if place < len(changed):
+                changed[place] = chance.randrange(256)
+            case 3:
+                del changed[place : place + length]
+            case 4:
+                changed[place:place] = chance.randbytes(length)
+            case 5:
+                changed[place:place] = changed[: chance.randrange(len(changed) + 1)][-length:]
+            case 6:
+                changed[place : place + 4] = chance.choice(_NUMBERS)
+            case _ if chance.random() < 0.3:
+                del changed[place:]
+    if chance.random() < 0.5:
+        _mend_checksums(changed)
+    return bytes(changed)
+
+
+def _mend_checksums(data: bytearray) -> None:
+    """Makes headers of archives pass their check again, so that the damage is met behind it."""
+    place = data.find(b"ustar")
+    while place >= 0:
+        start = place - 257
+        if start >= 0 and len(data) >= start + 512:
+            data[start + 148 : start + 156] = b" " * 8
+            data[start + 148 : start + 156] = b"%06o\0 " % sum(data[start : start + 512])
+        place = data.find(b"ustar", place + 1)

@@ -1,0 +1,274 @@
+"""Documents with room for fewer anchors, or for shorter spans only: their spans, their batches, and the exact loss."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from groups import run_group
+from hypothesis import given
+from hypothesis import strategies as st
+from measures import deviation
+from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+
+from pipeline.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
+from trainer.feed import ragged
+from trainer.gather import World
+from trainer.objectives import DeclutrConfig
+from trainer.plan import Plan
+from trainer.spans import SpanConfig, draw, place
+
+MODES = ("fewer_anchors", "shrink_spans")
+FIRST_EPOCH = np.zeros(1, np.int64)
+
+
+@st.composite
+def settings(draw_):
+    longest = draw_(st.integers(2, 40))
+    shortest = draw_(st.integers(1, longest))
+    spans = SpanConfig(
+        num_anchors=draw_(st.integers(1, 5)),
+        num_positives=draw_(st.integers(1, 4)),
+        min_tokens=shortest,
+        max_tokens=longest,
+        strategy=draw_(st.sampled_from(["all", "adjacent", "subsuming"])),
+    )
+    more = draw_(st.integers(0, 2))  # the shards may have room for more anchors than are trained on
+    least = draw_(st.integers(shortest, longest))
+    return spans, Geometry(num_anchors=spans.num_anchors + more, max_tokens=longest, min_tokens=least)
+
+
+def windows_of(lengths, geometry, mode):
+    starts = [document_windows(length, geometry, mode).astype(np.int64) for length in lengths.tolist()]
+    return np.concatenate(starts), np.cumsum([0, *map(len, starts)])
+
+
+def sampled(spans, geometry, mode, lengths, seed, keys=None):
+    keys = np.arange(len(lengths), dtype=np.uint64) if keys is None else keys
+    draws = draw(spans, seed, np.zeros(len(lengths), np.int64), keys)
+    return place(spans, draws, lengths, *windows_of(lengths, geometry, mode), mode)
+
+
+def check_document(spans, num_tokens, longest, anchors, positives):
+    """Every bound of one document's spans, `(a, 2)` and `(a, P, 2)`."""
+    top = max(spans.min_tokens, longest - 1)  # the longest itself has probability 0, unless it is the shortest
+    start, end = anchors.T
+    assert ((end - start >= spans.min_tokens) & (end - start <= top)).all()
+    window = start // longest
+    assert (end <= (window + 1) * longest).all()
+    assert (end <= num_tokens // longest * longest).all()
+    assert (np.diff(np.sort(window)) >= 2).all()
+    first, last = positives[..., 0], positives[..., 1]
+    assert ((first >= 0) & (last <= num_tokens)).all()
+    assert ((last - first >= spans.min_tokens) & (last - first <= top)).all()
+    start, end = start[:, None], end[:, None]
+    if spans.strategy == "subsuming":
+        assert ((first >= start) & (last <= end)).all()
+    elif spans.strategy == "adjacent":
+        assert ((last == start) | (first == end)).all()
+    else:
+        assert ((first <= end) & (last >= start)).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(setting=settings(), extra=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 2**32))
+def test_every_bound_from_the_shortest_document_upward(mode, setting, extra, seed):
+    spans, geometry = setting
+    lengths = shortest_document(geometry, mode) + np.array([0, 1, *extra])
+    found = sampled(spans, geometry, mode, lengths, seed)
+    counts = found.present.sum(axis=1)
+    room = lengths // (2 * spans.max_tokens)
+    wanted = spans.num_anchors
+    assert counts.tolist() == [min(wanted, fit) if mode == "fewer_anchors" else wanted for fit in room]
+    for row, (count, length) in enumerate(zip(counts, lengths.tolist(), strict=True)):
+        assert found.present[row].tolist() == [True] * count + [False] * (wanted - count)
+        assert (found.anchors[row, count:] == 0).all()
+        assert (found.positives[row, count:] == 0).all()
+        longest = spans.max_tokens
+        if mode == "shrink_spans":
+            longest = min(longest, length // (2 * geometry.num_anchors))
+            assert longest >= geometry.min_tokens
+        assert longest == window_tokens(length, geometry, mode)
+        check_document(spans, length, longest, found.anchors[row, :count], found.positives[row, :count])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(setting=settings(), extra=st.integers(0, 300), seed=st.integers(0, 2**32))
+def test_a_short_document_has_the_spans_that_its_own_geometry_gives(mode, setting, extra, seed):
+    """Fewer anchors: as if that many were asked for. Shorter spans: as if they were the longest asked for."""
+    spans, geometry = setting
+    lengths = np.array([shortest_document(geometry, mode) + extra])
+    found = sampled(spans, geometry, mode, lengths, seed)
+    count, longest = int(found.present.sum()), window_tokens(int(lengths[0]), geometry, mode)
+    own = spans.model_copy(update={"num_anchors": count, "max_tokens": longest})
+    draws = draw(own, seed, FIRST_EPOCH, np.zeros(1, np.uint64))
+    starts = window_starts(int(lengths[0]), longest).astype(np.int64)
+    expected = place(own, draws, lengths, starts, np.array([0, len(starts)]))
+    assert np.array_equal(found.anchors[:, :count], expected.anchors)
+    assert np.array_equal(found.positives[:, :count], expected.positives)
+
+
+@given(settings(), st.lists(st.integers(0, 300), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_long_documents_have_the_same_spans_in_every_mode_and_any_batch(setting, extra, seed):
+    spans, geometry = setting
+    long = geometry.min_document_tokens + np.array(extra)
+    keys = np.arange(len(long), dtype=np.uint64)
+    expected = sampled(spans, geometry, "drop", long, seed, keys)
+    assert expected.present.all()
+    for mode in MODES:
+        short = np.array([shortest_document(geometry, mode)])  # ahead of the others
+        among = sampled(spans, geometry, mode, np.append(short, long), seed, np.append(np.uint64(99), keys))
+        assert np.array_equal(among.anchors[1:], expected.anchors)
+        assert np.array_equal(among.positives[1:], expected.positives)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "geometry", "message"),
+    [
+        ("drop", 47, Geometry(num_anchors=2, max_tokens=12), "47 tokens is too short: .* need 48"),
+        ("fewer_anchors", 23, Geometry(num_anchors=2, max_tokens=12), "23 tokens .* 1 windows have room for 0 anchors"),
+        (
+            "shrink_spans",
+            20,
+            Geometry(num_anchors=1, max_tokens=12),
+            "2 windows have room for 1 anchors; .* room for 2",
+        ),
+        ("shrink_spans", 15, Geometry(num_anchors=2, max_tokens=12), "windows of 3 tokens.* min_tokens = 4; lower it"),
+    ],
+)
+def test_a_document_that_the_mode_would_not_keep_is_an_error(mode, num_tokens, geometry, message):
+    spans = SpanConfig(num_anchors=2, num_positives=1, min_tokens=4, max_tokens=12)
+    with pytest.raises(ValueError, match=message):
+        sampled(spans, geometry, mode, np.array([num_tokens]), 0)
+
+
+# Two anchors of up to 12 tokens fit 48 tokens; the lengths are mixed, and both ranks of two get some of each.
+LENGTHS = {"fewer_anchors": [30, 48, 24, 131, 47], "shrink_spans": [20, 48, 12, 131, 47]}
+TRAINED = Geometry(num_anchors=2, max_tokens=12, min_tokens=3)
+HALF = {"select_share": 0.5}
+OBJECTIVES = {
+    "both": {"masking": HALF},
+    "unmasked anchors": {"masking": HALF, "contrast_unmasked_anchors": True},
+    "mlm": {"terms": "mlm", "masking": HALF},
+    "contrastive": {"terms": "contrastive"},
+    "queue": {"masking": HALF, "queue_size": 13},
+}
+
+
+def shard_rows(mode, rows=None):
+    """Documents as `prepare` leaves them in this mode."""
+    lengths = LENGTHS[mode]
+    table = documents(lengths, TRAINED.max_tokens)
+    windows = [document_windows(length, TRAINED, mode) for length in lengths]
+    column = table.schema.get_field_index("windows")
+    table = table.set_column(column, "windows", pa.array(windows, pa.list_(pa.int32())))
+    return table if rows is None else table.slice(rows.start, rows.stop - rows.start)
+
+
+def feed_for(mode, objective, num_anchors=2):
+    spans = SpanConfig(num_anchors=num_anchors, num_positives=2, min_tokens=3, max_tokens=12)
+    feed = tiny_feed(DeclutrConfig(**objective), spans)
+    return type(feed)(**{**vars(feed), "short_documents": mode})
+
+
+def same(found, expected):
+    fields = ("input_ids", "lengths", "selected", "labels", "keys")
+    return all(torch.equal(getattr(found, name), getattr(expected, name)) for name in fields)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=list(OBJECTIVES))
+def test_a_document_with_room_for_one_anchor_gives_the_batch_of_one_anchor(objective):
+    """Tokens, masks and dropout: whatever is not there takes nothing from what is."""
+    one, two = (feed_for("fewer_anchors", objective, number) for number in (1, 2))
+    for row, count in enumerate([1, 2, 1, 2, 1]):
+        table = shard_rows("fewer_anchors", slice(row, row + 1))
+        expected = one.batch(table, FIRST_EPOCH)
+        assert same(two.batch(table, FIRST_EPOCH), expected) == (count == 1)
+    everything = two.batch(shard_rows("fewer_anchors"), np.zeros(5, np.int64))
+    kinds = [7] + [7] * two.unmasked_anchors + [14] * two.include_positives
+    assert everything.num_spans == sum(kinds)
+
+
+def test_long_documents_give_the_same_batch_in_every_mode():
+    for mode in MODES:
+        table = shard_rows(mode, slice(3, 4))
+        found, expected = (feed_for(m, OBJECTIVES["both"]).batch(table, FIRST_EPOCH) for m in (mode, "drop"))
+        assert same(found, expected)
+
+
+def test_windows_are_as_long_as_the_spans_may_be():
+    windows, offsets = ragged(shard_rows("shrink_spans").column("windows"))
+    assert [int(windows[start + 1]) for start in offsets[:-1]] == [5, 12, 3, 12, 11]
+
+
+def setup(mode, objective, start=0, end=None, **settings_):
+    config = DeclutrConfig(**objective)
+    encoder = tiny_encoder(dropout=0.2, projection={"kind": "mlp", "size": 6})
+    return tiny_stepper(encoder, config, **settings_), rank_batch(
+        feed_for(mode, objective), shard_rows(mode), start, end
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_is_that_of_all_documents_views(mode):
+    """Each document's views, made alone, one after the other: the order and number of pairs in the global loss."""
+    stepper, batch = setup(mode, OBJECTIVES["unmasked anchors"])
+    found = stepper.gradients(batch, 1)
+    feed = feed_for(mode, OBJECTIVES["unmasked anchors"])
+    views = []
+    for row in range(5):
+        spans = feed.batch(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH)
+        views.append(stepper.objective.represent(stepper.encoder(spans)[0], 1))
+    assert [len(view) for view in views] == ([1, 2, 1, 2, 1] if mode == "fewer_anchors" else [2] * 5)
+    whole = torch.cat(views)
+    expected, _ = stepper.objective.loss(whole, 0, len(whole), World())
+    assert deviation([found.contrastive], [expected]) < 1e-10
+
+
+def test_spans_of_other_documents_are_refused():
+    stepper, batch = setup("fewer_anchors", OBJECTIVES["both"])
+    spans = stepper.encoder(batch.spans)[0]
+    assert len(stepper.objective.represent(spans, 5)) == 7
+    for documents_ in (3, 8):
+        with pytest.raises(ValueError, match=f"21 spans are 7 anchors, {documents_} documents have 1 to 2 each"):
+            stepper.objective.represent(spans, documents_)
+
+
+CASES = [(mode, objective, tokens) for mode in MODES for objective in OBJECTIVES.values() for tokens in (None, 40)]
+
+
+def steps(world):
+    """Metrics and parameters after a step of each case, and what the queue remembers."""
+    results = []
+    for mode, objective, tokens in CASES:
+        size = len(LENGTHS[mode])
+        start, end = Plan(0, size, size).slice(world.rank, world.size)
+        stepper, batch = setup(mode, objective, start, end, world=world, microbatch_tokens=tokens)
+        metrics = stepper.step(batch, 1)
+        results.append((metrics, [p.detach().clone() for p in stepper.encoder.parameters()], stepper.objective.queue))
+    return results
+
+
+@pytest.fixture(scope="module")
+def single():
+    return steps(World())
+
+
+def test_microbatches_do_not_change_the_step(single):
+    for (whole, parameters, _), (cut, parameters_cut, _) in zip(single[::2], single[1::2], strict=True):
+        assert cut.loss == pytest.approx(whole.loss, rel=1e-10)
+        assert deviation(parameters_cut, parameters) < 1e-10
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, 6])
+def test_any_number_of_ranks_takes_the_same_step(single, size):
+    """Mixed documents over 2 ranks, and over 6, of which one has none; whole and microbatched; every objective."""
+    for rank in run_group(size, steps):
+        for case, found, expected in zip(CASES, rank, single, strict=True):
+            for name in ("loss", "contrastive", "mlm", "grad_norm"):
+                assert getattr(found[0], name) == pytest.approx(getattr(expected[0], name), rel=1e-10), (case, name)
+            counted = [(m.num_tokens, m.num_selected, m.flops) for m in (found[0], expected[0])]
+            assert counted[0] == counted[1], case
+            assert deviation(found[1], expected[1]) < 1e-10, case
+            if expected[2] is not None:
+                assert deviation([found[2]], [expected[2]]) < 1e-10, case
