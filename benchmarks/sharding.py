@@ -38,14 +38,14 @@ def kept_mib(stepper: Stepper) -> dict[str, float]:
     gradients = [p.grad for p in parameters if p.grad is not None]
     moments = [value for p in parameters for value in stepper.optimizer.state[p].values()]
     found = {"parameters": _mib(parameters), "gradients": _mib(gradients), "moments": _mib(moments)}
-    return {**found, "all": round(sum(found.values()), 1)}
+    return {name: round(size, 3) for name, size in {**found, "all": sum(found.values())}.items()}
 
 
 def _mib(tensors: list[Any]) -> float:
     """MiB of the memory behind tensors, each piece counted once."""
     held: list[Tensor] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    return round(sum(pieces.values()) / memory.MIB, 1)
+    return sum(pieces.values()) / memory.MIB
 
 
 def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_batch(tmp_path):
 def test_sharding(tmp_path):
     tiny = ["--model", "tiny", "--spans", "8", "24", "--documents", "3", "--steps", "2"]
     found = figures(sharding.main, tmp_path, *tiny, "--processes", "2")
-    assert 0.5 <= found["kept_ratio"] < 0.52
+    assert 0.49 < found["kept_ratio"] < 0.52
     assert found["loss_abs_diff"] < 1e-4
     assert found["time_ratio_median"] > 0
     assert [rank["tokens"] > 0 for rank in found["ranks"]] == [True, True]
