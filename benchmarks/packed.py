@@ -21,15 +21,16 @@ def stepper(
     objective: DeclutrConfig,
     microbatch_tokens: int | None = None,
     autocast: torch.dtype | None = None,
+    world: World | None = None,
 ) -> Stepper:
-    """A stepper of one worker, with the trainer's default optimizer."""
+    """A stepper with the trainer's default optimizer; of one worker, unless said otherwise."""
     optim = OptimConfig()
     return Stepper(
         encoder=encoder,
         objective=Declutr(objective, feed.spans.num_anchors, feed.spans.num_positives),
         optimizer=build_optimizer(optim, encoder),
         optim=optim,
-        world=World(),
+        world=world or World(),
         seed=feed.seed,
         total_steps=TOTAL_STEPS,
         microbatch=Microbatch(microbatch_tokens),

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,16 @@ class SpanBatch:
         if max_tokens is None or self.num_tokens <= max_tokens:
             return [self]
         return self.slices(list(_pieces(self.lengths.tolist(), max_tokens)))
+
+    def with_blank(self) -> "SpanBatch":
+        """The batch with a span of one token behind it, whose MLM label is ignored: it adds nothing to the loss."""
+        return SpanBatch(
+            F.pad(self.input_ids, (0, 1)),
+            F.pad(self.lengths, (0, 1), value=1),
+            F.pad(self.selected, (0, 1), value=self.num_tokens),
+            F.pad(self.labels, (0, 1), value=IGNORED),
+            None if self.keys is None else F.pad(self.keys, (0, 1)),
+        )
 
     def span_slice(self, start: int, end: int) -> "SpanBatch":
         """The spans [start, end) as a batch of their own."""

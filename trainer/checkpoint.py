@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from common.logs import get_logger
 from common.storage import folder_aside, hash_file, read_json, write_json
 from trainer.objectives import Declutr
+from trainer.sharding import part_for, whole
 from trainer.state import RunState
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -37,17 +38,39 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def save(
-    folder: Path, state: RunState, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Declutr
-) -> Path:
-    """Writes the checkpoint of `state.step`, whole or not at all; `state.files` is filled in here."""
+def collect(
+    encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Declutr, keep: bool = True
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each file of a checkpoint, whole and on the CPU. Every worker must ask: sharded ones are gathered.
+
+    Args:
+        encoder: whose parameters are saved.
+        optimizer: whose moments are saved.
+        objective: whose queue is saved.
+        keep: False: take part in the gathering, but answer nothing.
+    """
+    files: dict[str, Mapping[str, Tensor]] = {
+        _ENCODER: dict(encoder.named_parameters()),
+        _OPTIMIZER: _moments(encoder, optimizer),
+        _OBJECTIVE: objective.state_dict(),
+    }
+    return {file: _tensors(named, keep) for file, named in files.items()}
+
+
+def save(folder: Path, state: RunState, contents: Mapping[str, Mapping[str, Tensor]]) -> Path:
+    """Writes the checkpoint of `state.step`, whole or not at all; `state.files` is filled in here.
+
+    Args:
+        folder: of the run's checkpoints.
+        state: of the run.
+        contents: from `collect`.
+    """
     path = checkpoint_path(folder, state.step)
     if path.exists():  # left by a run that died before it could report it, or broken: it is not trusted
         shutil.rmtree(path)
     with folder_aside(path) as aside:
-        save_file(_tensors(dict(encoder.named_parameters())), aside / _ENCODER)
-        save_file(_tensors(_moments(encoder, optimizer)), aside / _OPTIMIZER)
-        save_file(_tensors(objective.state_dict()), aside / _OBJECTIVE)
+        for name, tensors in contents.items():
+            save_file(dict(tensors), aside / name)
         files = {file.name: hash_file(file) for file in sorted(aside.iterdir())}
         write_json(aside / _STATE, state.model_copy(update={"files": files}).model_dump(mode="json"))
     return path
@@ -138,7 +161,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
         if moments:
             optimizer.state[parameter] = {
                 # torch keeps AdamW's step counter on the CPU
-                key: value if key == "step" else value.to(parameter.device)
+                key: value if key == "step" else part_for(value, parameter)
                 for key, value in moments.items()
             }
     device = next(encoder.parameters()).device
@@ -153,8 +176,13 @@ def _moments(encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def _tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+def _tensors(named: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    kept = {}
+    for name, tensor in named.items():
+        full = whole(tensor.detach())  # one at a time: a worker that keeps nothing holds one tensor at most
+        if keep:
+            kept[name] = full.cpu().contiguous()
+    return kept
 
 
 def _copy(stored: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter], path: Path) -> None:
@@ -166,4 +194,4 @@ def _copy(stored: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter], path
                 raise CheckpointError(
                     f"{path}: {name} has shape {list(stored[name].shape)}, not {list(parameter.shape)}"
                 )
-            parameter.copy_(stored[name])
+            parameter.copy_(part_for(stored[name], parameter))

@@ -24,6 +24,9 @@ class ScalingConfig(Strict):
     """CPUs a worker reserves; on CPU also its threads."""
     address: str | None = None
     """A running Ray cluster; None: RAY_ADDRESS if that is set, else a session on this machine."""
+    shard_parameters: bool = False
+    """Each worker keeps only its part of weights, gradients and optimizer state and gathers a layer when it is needed
+    (FSDP2): for encoders that are too large for one device. Same gradient, more exchange; see docs/decisions."""
     max_failures: int = Field(default=3, ge=0)
     """How often the workers are started again after a failure."""
     storage_threads: int = Field(default=2, ge=1)
@@ -77,6 +80,15 @@ class TrainConfig(Strict):
             raise ValueError(
                 f"export = best needs validated checkpoints: validation.every_steps = {self.validation.every_steps} "
                 f"must be a multiple of checkpoint.every_steps = {self.checkpoint.every_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_sharding_allows(self) -> "TrainConfig":
+        if self.scaling.shard_parameters and self.microbatch_tokens == "auto":
+            raise ValueError(
+                "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
+                "memory inside a layer would leave the others waiting there; give a number of tokens, or null"
             )
         return self
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
 
@@ -56,13 +57,17 @@ class World:
         return int(value)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero."""
+        """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero.
+
+        Gradients of sharded parameters were summed in the backward (trainer/sharding.py).
+        """
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.size == 1:
             return
-        for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        own = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+        for bucket in _buckets(own):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat)
             for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

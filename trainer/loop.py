@@ -149,22 +149,25 @@ class Worker:
         """Rank 0 writes the checkpoint, all report it, and what need not be kept is deleted."""
         folder = self.run / CHECKPOINTS
         saved = None
-        if self.stepper.world.rank == 0:
+        stepper = self.stepper
+        writes = stepper.world.rank == 0
+        contents = checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective, keep=writes)
+        if writes:
             state = RunState(
                 step=step,
                 documents=step * self.config.batch_documents,
-                world_size=self.stepper.world.size,
+                world_size=stepper.world.size,
                 config_hash=self.config.hash(),
                 data_hash=data_hash(self.shards.manifest),
                 scores=scores,
                 files={},
             )
-            path = checkpoint.save(folder, state, self.stepper.encoder, self.stepper.optimizer, self.stepper.objective)
+            path = checkpoint.save(folder, state, contents)
             saved = ray.train.Checkpoint.from_directory(str(path))
         ray.train.report(
             {"step": step, **scores}, checkpoint=saved, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD
         )
-        if self.stepper.world.rank == 0:
+        if writes:
             steps = checkpoint.steps_in(folder)[-self.config.checkpoint.keep_last :]
             keep = [checkpoint.checkpoint_path(folder, kept) for kept in steps]
             best = checkpoint.find_best(folder, self.config.validation.score, verify=False)

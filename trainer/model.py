@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 from common import seeding
 from common.config import Strict
 from trainer.attention import PACKED, AttentionLayout
-from trainer.batches import SpanBatch, pad_rows, position_ids
+from trainer.batches import IGNORED, SpanBatch, pad_rows, position_ids
 from trainer.dropout import DropoutKeys, key_dropout, token_keys
 from trainer.feed import Vocabulary
 
@@ -159,6 +159,7 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
         self.model = model
+        self.sharded = False  # by trainer/sharding.py
         self.hidden_size = int(model.config.hidden_size)
         self.keys = DropoutKeys()
         key_dropout(model, self.keys, max(self.hidden_size, getattr(model.config, "intermediate_size", 0)))
@@ -226,10 +227,21 @@ class Encoder(nn.Module):
 
     def embed(self, batch: SpanBatch) -> Tensor:
         """Pooled embeddings of the spans, `(S, H)`: what the exported encoder gives."""
-        return self.pool(self.hidden(batch), batch.lengths)
+        if self.sharded:
+            return self._pooled(batch.with_blank())[:-1]
+        return self._pooled(batch)
 
     def forward(self, batch: SpanBatch) -> tuple[Tensor, Tensor]:
         """Projected span embeddings `(S, D)` and the MLM loss summed over the batch's K selected tokens."""
+        if not self.sharded:
+            return self._encode(batch)
+        embeddings, mlm_sum = self._encode(batch.with_blank())
+        return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks want no views
+
+    def _pooled(self, batch: SpanBatch) -> Tensor:
+        return self.pool(self.hidden(batch), batch.lengths)
+
+    def _encode(self, batch: SpanBatch) -> tuple[Tensor, Tensor]:
         hidden = self.hidden(batch)
         embeddings = _at_least_float32(self.projection(self.pool(hidden, batch.lengths)))
         if len(batch.selected) == 0:
@@ -246,7 +258,7 @@ class Encoder(nn.Module):
 
         def loss(hidden: Tensor) -> Tensor:
             logits = _at_least_float32(mlm_head(self.model)(hidden))
-            return F.cross_entropy(logits, labels, reduction="sum")
+            return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
         if keep or not torch.is_grad_enabled():
             return loss(hidden)

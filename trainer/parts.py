@@ -18,6 +18,7 @@ from trainer.model import Encoder, build_model, load_hf_config, max_span_tokens,
 from trainer.objectives import Declutr
 from trainer.optim import build_optimizer
 from trainer.plan import Plan
+from trainer.sharding import shard
 from trainer.spans import SpanConfig
 from trainer.step import Stepper
 from trainer.validation import Validator, build_validator
@@ -60,8 +61,10 @@ def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) ->
 def build_stepper(
     config: TrainConfig, encoder: Encoder, world: World, total_steps: int, microbatch: Microbatch
 ) -> Stepper:
-    """What takes steps: the encoder's unused parameters frozen, objective and optimizer as configured."""
+    """What takes steps: the encoder's unused parameters frozen and all of them sharded, objective, optimizer."""
     freeze_unused(encoder, config)
+    if config.scaling.shard_parameters:
+        shard(encoder, world)
     return Stepper(
         encoder=encoder,
         objective=Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives),

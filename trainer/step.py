@@ -21,6 +21,7 @@ from trainer.microbatch import Microbatch, out_of_memory
 from trainer.model import Encoder
 from trainer.objectives import Declutr
 from trainer.optim import OptimConfig, learning_rate
+from trainer.sharding import whole
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ class Stepper:
         found = self.gradients(batch, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.world.sum_gradients(parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.optim.max_grad_norm))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, self.optim.max_grad_norm)))
         contrastive, mlm_sum = float(found.contrastive), found.mlm_sum
         places = sum(self.encoder.token_places(piece) for piece in self.microbatch.cut(batch.spans))
         flops = step_flops(self.encoder.model, self.weights, batch.spans.lengths, len(batch.spans.labels))
@@ -201,7 +202,7 @@ class Stepper:
 
         Ranks agree before and after the one exchange of embeddings, so that none waits there for one that failed.
         """
-        pieces = self.microbatch.cut(batch.spans)
+        pieces = self._pieces(batch.spans)
         counts = self._count(batch.spans)
         embedded = self._all_fit(lambda: self._embed(pieces, step))
         if embedded is None:
@@ -214,6 +215,13 @@ class Stepper:
             own[self.world.rank] = self.objective.anchors_in(spans.num_spans)
         selected, *anchors = self.world.sum(spans.labels.new_tensor([len(spans.labels), *own])).tolist()
         return Counts(selected, sum(anchors[: self.world.rank]), sum(anchors))
+
+    def _pieces(self, spans: SpanBatch) -> list[SpanBatch]:
+        """The microbatches of a share; as many as any rank's, the last ones empty, where the encoder is sharded."""
+        pieces = self.microbatch.cut(spans)
+        if not self.encoder.sharded:
+            return pieces
+        return pieces + [spans.span_slice(0, 0)] * (self.world.largest(len(pieces)) - len(pieces))
 
     def _embed(self, pieces: list[SpanBatch], step: int) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""

@@ -100,11 +100,15 @@ class Validator:
         total = len(self.rows)
         start, end = total * self.world.rank // self.world.size, total * (self.world.rank + 1) // self.world.size
         parts = [torch.empty(0, 2 * encoder.hidden_size, device=self.device)]
+        forwards = -(-(end - start) // self.chunk_documents)
+        if encoder.sharded:  # an exchange each: as many on every worker, the last ones empty
+            forwards = self.world.largest(forwards)
         with torch.no_grad():
-            for first in range(start, end, self.chunk_documents):
+            for number in range(forwards):
+                first = start + number * self.chunk_documents
                 rows = self.rows[first : min(end, first + self.chunk_documents)]
                 batch = self.feed.batch(self.shards.take(rows), np.full(len(rows), _EPOCH, np.int64))
-                pair = encoder.embed(batch.to(self.device)).view(2, len(rows), -1)
+                pair = encoder.embed(batch.to(self.device)).view(2, len(rows), encoder.hidden_size)
                 parts.append(torch.cat([pair[0], pair[1]], dim=1))
             pairs = self.world.gather(torch.cat(parts), start, total)
         encoder.train(was_training)

@@ -26,6 +26,7 @@ from trainer.microbatch import Microbatch
 from trainer.model import Encoder
 from trainer.parts import build_encoder, build_feed, build_stepper, load_tokenizer
 from trainer.plan import Plan
+from trainer.sharding import whole
 from trainer.step import RankBatch, Stepper
 
 Precision = Literal["float32", "float64"]
@@ -153,5 +154,5 @@ def _gradients(stepper: Stepper, batch: RankBatch) -> dict[str, Tensor]:
     named = {name: p for name, p in stepper.encoder.named_parameters() if p.requires_grad}
     stepper.world.sum_gradients(list(named.values()))
     loss = found.contrastive + stepper.world.sum(found.mlm_sum) / max(1, found.num_selected)
-    gradients = {name: p.grad.contiguous() for name, p in named.items() if p.grad is not None}
+    gradients = {name: whole(p.grad).contiguous() for name, p in named.items() if p.grad is not None}
     return {"loss": loss.detach().reshape(1), **gradients}

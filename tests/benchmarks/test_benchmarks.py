@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, feed, memory, models, step
+from benchmarks import batch, documents, feed, memory, models, sharding, step
 from pipeline.schema import shard_schema
 from pipeline.windows import Geometry, window_starts
 from trainer import flops
@@ -72,6 +72,16 @@ def test_batch(tmp_path):
     for size in ("4", "24"):
         one = found["sizes"][size]
         assert one["embedding_state_mib"] >= one["span_embeddings_mib"]
+
+
+@pytest.mark.dist
+def test_sharding(tmp_path):
+    tiny = ["--model", "tiny", "--spans", "8", "24", "--documents", "3", "--steps", "2"]
+    found = figures(sharding.main, tmp_path, *tiny, "--processes", "2")
+    assert 0.49 < found["kept_ratio"] < 0.52
+    assert found["loss_abs_diff"] < 1e-4
+    assert found["time_ratio_median"] > 0
+    assert [rank["tokens"] > 0 for rank in found["ranks"]] == [True, True]
 
 
 def test_feed(tmp_path):

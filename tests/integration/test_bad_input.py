@@ -91,6 +91,12 @@ def test_best_export_without_validation(run_bad):
     assert "export = best needs validation.every_steps above 0" in line
 
 
+def test_sharded_parameters_with_a_microbatch_found_by_running_out_of_memory(run_bad):
+    (line,) = run_bad("microbatch_tokens=auto", "scaling.shard_parameters=true")
+    assert "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto" in line
+    assert "give a number of tokens, or null" in line
+
+
 def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, data):
     documents = load_manifest(data).totals["kept_train"]
     lines = run_bad("spans={num_anchors: 3, max_tokens: 17, min_tokens: 4}", "batch_documents=1000")

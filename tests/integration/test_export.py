@@ -116,7 +116,8 @@ def test_every_family_and_pooling_exports_what_was_trained_without_the_projectio
     counts = {"step": 6, "documents": 48, "world_size": 1}
     state = RunState(**counts, config_hash="c", data_hash="d", scores={}, files={})
     objective = Declutr(config.objective, 2, 2)
-    checkpoint.save(tmp_path / "checkpoints", state, encoder, build_optimizer(config.optim, encoder), objective)
+    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder), objective)
+    checkpoint.save(tmp_path / "checkpoints", state, contents)
     folder = export(config, tmp_path)
     assert not any("projection" in name for name in load_file(folder / "model.safetensors"))
     theirs = SentenceTransformer(str(folder), device="cpu")

@@ -113,7 +113,7 @@ def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
 
     half = Run(data, **changes)
     half.steps(1, STEPS // 2)
-    path = checkpoint.save(tmp_path, half.state(STEPS // 2), *half.parts())
+    path = checkpoint.save(tmp_path, half.state(STEPS // 2), checkpoint.collect(*half.parts()))
     resumed = Run(data, **changes)
     checkpoint.load(path, *resumed.parts())
     assert resumed.steps(STEPS // 2 + 1, STEPS) == measured[STEPS // 2 :]
@@ -133,7 +133,7 @@ def test_parameters_without_a_loss_stay_as_they_were(data):
 
 def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
     run = Run(data)
-    path = checkpoint.save(tmp_path, run.state(1), *run.parts())
+    path = checkpoint.save(tmp_path, run.state(1), checkpoint.collect(*run.parts()))
     wider = Run(data, encoder={"scratch": {**runs.SCRATCH, "hidden_size": 16}})
     with pytest.raises(checkpoint.CheckpointError, match=r"has shape \[\d+, 32\], not \[\d+, 16\]"):
         checkpoint.load(path, *wider.parts())

@@ -14,6 +14,7 @@ from trainer.microbatch import Microbatch
 from trainer.model import Encoder, EncoderConfig, build_model, load_hf_config
 from trainer.objectives import Declutr, DeclutrConfig
 from trainer.optim import OptimConfig, build_optimizer
+from trainer.sharding import shard
 from trainer.spans import SpanConfig
 from trainer.step import RankBatch, Stepper
 
@@ -92,10 +93,12 @@ def tiny_feed(objective: DeclutrConfig | None = None, spans: SpanConfig | None =
 
 
 def tiny_stepper(encoder: Encoder, objective: DeclutrConfig | None = None, **settings: Any) -> Stepper:
-    """A stepper for 2 anchors with 2 positives each. `settings` are Stepper's."""
+    """A stepper for 2 anchors with 2 positives each. `settings` are Stepper's, and `sharded`."""
     optim = settings.pop("optim", OptimConfig(lr=1e-2, bias_correction=False))
     shape = {"num_anchors": settings.pop("num_anchors", 2), "num_positives": settings.pop("num_positives", 2)}
     settings["microbatch"] = Microbatch(settings.pop("microbatch_tokens", None))
+    if settings.pop("sharded", False):
+        shard(encoder, settings["world"])
     given = {"optimizer": build_optimizer(optim, encoder), "world": World(), "seed": 0, "total_steps": 10, **settings}
     return Stepper(encoder, Declutr(objective or DeclutrConfig(), **shape), optim=optim, **given)
 

@@ -1,0 +1,126 @@
+"""What sharded parameters save and cost: tensors that a worker keeps between two steps, and the time of a step.
+
+    python -m benchmarks.sharding --json OUT [--model distilroberta] [--processes 2] [--documents 4] [--steps 5]
+
+Processes on this machine, on CPUs over gloo, one thread each: what is kept is exact, the time is that of this network.
+Both kinds of step take turns in the same processes, on the same batch, with the same weights.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import start_processes
+
+from benchmarks import documents, memory, models, packed, record
+from common.storage import write_text
+from trainer.gather import World
+from trainer.masking import MaskingConfig
+from trainer.objectives import DeclutrConfig
+from trainer.plan import Plan
+from trainer.sharding import shard
+from trainer.spans import SpanConfig
+from trainer.step import RankBatch, Stepper
+
+
+def kept_mib(stepper: Stepper) -> dict[str, float]:
+    """MiB of parameters, gradients and moments that this worker holds after a step."""
+    parameters = list(stepper.encoder.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    moments = [value for p in parameters for value in stepper.optimizer.state[p].values()]
+    found = {"parameters": _mib(parameters), "gradients": _mib(gradients), "moments": _mib(moments)}
+    return {name: round(size, 3) for name, size in {**found, "all": sum(found.values())}.items()}
+
+
+def _mib(tensors: list[Any]) -> float:
+    """MiB of the memory behind tensors, each piece counted once."""
+    held: list[Tensor] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    return sum(pieces.values()) / memory.MIB
+
+
+def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
+    """This worker's figures."""
+    spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
+    feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
+    start, end = Plan(options.seed, options.documents, options.documents).slice(world.rank, world.size)
+    table = documents.documents(start, end - start, spans, feed.vocabulary.size, options.seed)
+    share = packed.rank_batch(feed, table, torch.device("cpu"))
+    batch = RankBatch(share.spans, start, end - start, options.documents)
+    steppers = {}
+    for name in ("whole", "sharded"):
+        encoder = models.encoder(options.model, options.dropout, options.seed)
+        if name == "sharded":
+            shard(encoder, world)
+        steppers[name] = packed.stepper(encoder, feed, DeclutrConfig(), options.microbatch_tokens, world=world)
+    losses = {name: stepper.step(batch, 1).loss for name, stepper in steppers.items()}  # makes the optimizer's state
+    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    for number in range(options.steps):
+        for name, stepper in steppers.items():
+            world.largest(0)  # both begin at once
+            begun = time.perf_counter()
+            losses[name] = stepper.step(batch, number + 2).loss
+            seconds[name].append(time.perf_counter() - begun)
+    ratios = [after / before for before, after in zip(seconds["whole"], seconds["sharded"], strict=True)]
+    kept = {name: kept_mib(stepper) for name, stepper in steppers.items()}
+    return {
+        "kept_mib": kept,
+        "kept_ratio": round(kept["sharded"]["all"] / kept["whole"]["all"], 4),
+        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "time_ratio_median": round(statistics.median(ratios), 3),
+        "time_ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "loss_abs_diff": abs(losses["sharded"] - losses["whole"]),
+        "tokens": batch.spans.num_tokens,
+    }
+
+
+def _rank(rank: int, given: dict[str, Any], folder: str) -> None:
+    options = argparse.Namespace(**given)
+    world = World(rank, options.processes)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world.size)
+    try:
+        write_text(Path(folder) / f"{rank}.json", json.dumps(measure(options, world)))
+    finally:
+        dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    options = record.parser("sharding", __doc__)
+    options.add_argument(
+        "--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512], help="tokens, no specials"
+    )
+    options.add_argument("--model", choices=models.SIZES, default="distilroberta")
+    options.add_argument("--processes", type=int, default=2)
+    options.add_argument("--documents", type=int, default=4, help="of a step, over all processes")
+    options.add_argument("--microbatch-tokens", type=int, help="default: a worker's whole share")
+    options.add_argument("--steps", type=int, default=5, help="of each kind, after a first one")
+    options.add_argument("--dropout", type=float, default=0.1)
+    given = options.parse_args(sys.argv[1:] if arguments is None else arguments)
+    settings = {key: value for key, value in vars(given).items() if key not in ("json", "commit")}
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_rank, (settings, folder), nprocs=given.processes, start_method="spawn")
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(given.processes)]
+    first = ranks[0]
+    figures = {
+        "benchmark": "sharding",
+        **settings,
+        **{key: first[key] for key in ("kept_ratio", "time_ratio_median", "time_ratio_range", "loss_abs_diff")},
+        "ranks": ranks,
+        **record.facts("sharding", given.commit),
+    }
+    record.publish(figures, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Runs with sharded parameters: the numbers, the files and the export of a run that holds everything on each worker."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import ray
+import tinyruns as runs
+import torch
+from groups import run_group
+from measures import deviation
+from safetensors.torch import load_file
+
+from common.storage import hash_file
+from trainer.checkpoint import steps_in
+from trainer.config import TrainConfig
+from trainer.gather import World
+from trainer.microbatch import Microbatch
+from trainer.parts import build_encoder, build_stepper, held_out_validator, load_tokenizer
+from trainer.train import train
+
+FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
+
+
+def held_out_embeddings(world, values, chunk_documents):
+    """Embeddings of the held-out split by untrained weights."""
+    config = TrainConfig.model_validate(values)
+    tokenizer, vocabulary = load_tokenizer(runs.Path(config.data))
+    encoder = build_encoder(config, tokenizer).double().train()
+    stepper = build_stepper(config, encoder, world, 1, Microbatch())
+    assert encoder.sharded == (world.size > 1)
+    validator = held_out_validator(config, stepper.encoder, vocabulary, world, torch.device("cpu"))
+    return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(encoder)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("documents", "chunk"), [(40, 64), (40, 13), (2, 64)])
+def test_held_out_scores_with_unequal_shares(data, tmp_path, documents, chunk):
+    """13, 13 and 14 documents in chunks of 64 and 13 (1, 1 and 2 chunks), and 2 documents for 3 ranks."""
+    changes = {"scaling": {"shard_parameters": True}, "validation": {"max_documents": documents, "every_steps": 1}}
+    values = runs.train_values(data, tmp_path, **changes)
+    expected = held_out_embeddings(World(), values, chunk)
+    assert len(expected[0]) == documents
+    for found in run_group(3, held_out_embeddings, values, chunk):
+        assert deviation(found, expected) < 1e-10
+
+
+def config_of(data, run, workers, sharded, **changes):
+    scaling = {"workers": workers, "shard_parameters": sharded}
+    return runs.train_config(data, run, **runs.FINISHED | {"scaling": scaling} | changes)
+
+
+@pytest.fixture(scope="module")
+def sharded(data, tmp_path_factory):
+    """A finished run of two workers with sharded parameters; else as `finished`."""
+    run = tmp_path_factory.mktemp("sharded") / "run"
+    train(config_of(data, run, workers=2, sharded=True))
+    yield run
+    ray.shutdown()
+
+
+def cut(run, to):
+    """A copy of a run as it was when its last checkpoint was not yet written."""
+    shutil.copytree(run, to)
+    last = steps_in(to / "checkpoints")[-1]
+    shutil.rmtree(to / "checkpoints" / f"step-{last:08d}")
+    shutil.rmtree(to / "export")
+    return to
+
+
+def assert_close(run, other):
+    for kind in ("step", "validation"):
+        found, expected = runs.steps_of(run, kind), runs.steps_of(other, kind)
+        assert list(found) == list(expected)
+        for step, line in expected.items():
+            assert found[step] == pytest.approx(line, rel=1e-3, abs=0.03 if kind == "validation" else 1e-9), step
+    for name in (f"checkpoints/step-00000008/{FILES[0]}", "export/model.safetensors"):
+        found, expected = load_file(run / name), load_file(other / name)
+        assert found.keys() == expected.keys()
+        assert deviation([found[key] for key in expected], expected.values()) < 1e-3, name
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_sharded_run_is_the_run_that_is_not(finished, sharded):
+    assert_close(sharded, finished / "run")
+    assert json.loads((sharded / "checkpoints" / "step-00000008" / "state.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
+    run = cut(sharded, tmp_path / "run")
+    train(config_of(data, run, workers=2, sharded=True))
+    assert runs.steps_of(run) == runs.steps_of(sharded)
+    assert runs.steps_of(run, "validation") == runs.steps_of(sharded, "validation")
+    for name in [f"checkpoints/step-00000008/{name}" for name in FILES] + ["export/model.safetensors"]:
+        assert hash_file(run / name) == hash_file(sharded / name), name
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_continues_with_and_without_sharding(data, finished, sharded, tmp_path):
+    alone = cut(sharded, tmp_path / "alone")
+    train(config_of(data, alone, workers=1, sharded=False))
+    assert_close(alone, finished / "run")
+    together = cut(finished / "run", tmp_path / "together")
+    train(config_of(data, together, workers=2, sharded=True))
+    assert_close(together, finished / "run")
