@@ -106,11 +106,9 @@ def lengths_chart(content: Content) -> Histogram:
     series = [Series("kept", "kept", kept), Series("short", "too short", short)]
     if others.any():
         series.append(Series("dropped", "dropped for other reasons", others))
-    limit = geometry.min_document_tokens
-    marks = [
-        Mark(geometry.max_tokens, f"{geometry.max_tokens:,}: longest span"),
-        Mark(limit, f"{limit:,}: room for all anchors"),
-    ]
+    told = {geometry.max_tokens: "longest span", geometry.min_document_tokens: "room for all anchors"}
+    told[content.found.shortest] = "shortest document kept"
+    marks = [Mark(limit, f"{limit:,}: {told[limit]}") for limit in content.found.limits]
     edges = content.found.bin_edges()
     return Histogram("lengths", "Documents by length", "tokens (logarithmic)", edges, series, marks).trimmed()
 

@@ -59,7 +59,7 @@ def _facts(content: Content) -> Html:
         (
             "Geometry",
             f"{geometry.num_anchors} anchors, spans up to {geometry.max_tokens:,} tokens",
-            f"room for all of them from {geometry.min_document_tokens:,} tokens on",
+            f"shortest document kept: {content.found.shortest:,} tokens",
         ),
     ]
     return tag(

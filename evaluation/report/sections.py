@@ -15,26 +15,26 @@ from pipeline.ledger import Entry
 from pipeline.manifest import SPLITS
 
 _NOTHING = Html("")
+_SHOWN_SETS = 40
 
 
 def lengths(content: Content) -> Html:
     """The histogram of lengths and the shares on either side of the limits."""
     chart = lengths_chart(content)
-    geometry, bands = content.manifest.geometry, content.found.bands
-    kept, short, others = np.zeros((3, 2), np.int64), np.zeros((3, 2), np.int64), np.zeros((3, 2), np.int64)
-    for fate, counts in bands.items():
+    limits = content.found.limits
+    kept, short, others = (np.zeros((len(limits) + 1, 2), np.int64) for _ in range(3))
+    for fate, counts in content.found.bands.items():
         kind = kept if fate in SPLITS else short if fate == TOO_SHORT else others
         kind += counts
     every = kept + short + others
-    low, high = geometry.max_tokens, geometry.min_document_tokens
-    names = [f"under {low:,}", f"{low:,} to {high - 1:,}", f"{high:,} and more"]
+    names = [f"under {limits[0]:,}", *(f"{low:,} to {high - 1:,}" for low, high in pairwise(limits))]
     rows: list[list[object]] = [
         [
             name,
             *(int(kind[i, 0]) for kind in (kept, short, others)),
             *(share(every[i, k], every[:, k].sum()) for k in (0, 1)),
         ]
-        for i, name in enumerate(names)
+        for i, name in enumerate([*names, f"{limits[-1]:,} and more"])
     ]
     missing = content.manifest.totals["read"] - int(every[:, 0].sum())
     untold = (
@@ -128,17 +128,27 @@ def duplicates(content: Content) -> Html:
 
 def contamination(content: Content) -> Html:
     """Documents that share text with evaluation sets, dropped or kept with a note."""
-    notes = sorted(content.found.notes.items(), key=lambda item: (-item[1], item[0]))
-    dropped = content.fates.get(CONTAMINATED, Tally()).read
-    if not notes and not dropped:
+    matches = sorted(content.found.matches.values(), key=lambda one: (-one.kept - one.dropped, one.name))
+    if not matches and not content.fates.get(CONTAMINATED):
         return _NOTHING
-    kept = sum(number for (fate, _), number in notes if fate in SPLITS)
+    kept, dropped = sum(one.kept for one in matches), content.fates.get(CONTAMINATED, Tally()).read
     rows: list[list[object]] = [
-        [note, "kept" if fate in SPLITS else "dropped", number] for (fate, note), number in notes[:20]
+        [
+            join(tag("span", one.name or "(other notes)", class_="label"), tag("small", f"e.g. “{one.words[:160]}”")),
+            one.kept,
+            one.dropped,
+            one.most,
+        ]
+        for one in matches[:_SHOWN_SETS]
     ]
+    heads = ["evaluation set", "documents kept", "documents dropped", "most n-grams in one"]
     return join(
-        tag("p", f"{dropped:,} documents were dropped for text of an evaluation set; {kept:,} are kept with a note."),
-        table("Notes in the ledgers", ["note", "fate", "documents"], rows) if rows else _NOTHING,
+        tag(
+            "p",
+            f"{kept + dropped:,} documents share text with an evaluation set: {dropped:,} were dropped, "
+            f"{kept:,} are kept. A document counts for the set of its first match.",
+        ),
+        table("Matches by evaluation set", heads, rows),
     )
 
 

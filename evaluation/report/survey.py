@@ -17,19 +17,19 @@ from common import seeding
 from evaluation.report.tally import Tallies, tally_columns
 from pipeline.ledger import ledger_batches
 from pipeline.manifest import SPLITS, Manifest, ShardError
+from pipeline.windows import shortest_document
 
 BINS_PER_OCTAVE = 4
 _OCTAVES = 32
 NUM_BINS = 2 * _OCTAVES * BINS_PER_OCTAVE
-"""Bins of a length histogram, half of them below the shortest document that has room for all anchors."""
+"""Bins of a length histogram, half of them below the shortest document that is kept."""
 EXAMPLES_A_REASON = 3
 _KEPT_COPY = re.compile(r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept")
-_NUMBER = re.compile(r"\b\d+(\.\d+)?\b")
-"""A number that stands by itself: the one in sts12 is part of a name."""
+_MATCH = r"(?s)^(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)$"
+"""As pipeline/choosing/chooser.py writes it."""
 _PLACE_SHIFT = 40
 CONTAMINATED = "contaminated"
 """Fate of documents that share text with an evaluation set."""
-_MAX_NOTES = 1000
 
 I64 = NDArray[np.int64]
 
@@ -45,12 +45,27 @@ class Drawn:
     """Its line in the unit's file of rejected documents."""
 
 
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Documents that hold text of one evaluation set."""
+
+    name: str
+    kept: int
+    dropped: int
+    most: int
+    """Different n-grams in one document, at most."""
+    words: str
+    """Of the first document."""
+
+
 @dataclass
 class Survey:
     """Sums over the ledgers of a folder. Made by `survey`."""
 
-    min_document_tokens: int
-    max_tokens: int
+    shortest: int
+    """Tokens of the shortest document that is kept; bins of lengths are counted from it."""
+    limits: list[int]
+    """Lengths in tokens that divide the bands, ascending."""
     seed: int
     fates: Tallies = field(default_factory=Tallies)
     sources: Tallies = field(default_factory=Tallies)
@@ -59,9 +74,9 @@ class Survey:
     lengths: dict[str, I64] = field(default_factory=dict)
     """Documents by length for each fate, `(NUM_BINS,)`; bounds in `bin_edges`."""
     bands: dict[str, I64] = field(default_factory=dict)
-    """Documents and tokens, `(3, 2)`, below max_tokens, below min_document_tokens, and from there, for each fate."""
-    notes: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Documents by fate and note, for kept and contaminated ones; the numbers in a note are left out."""
+    """Documents and tokens, `(num_limits + 1, 2)`, below each limit and from the last one on, for each fate."""
+    matches: dict[str, Matches] = field(default_factory=dict)
+    """By evaluation set; notes of another form count under the empty name."""
     drawn: dict[str, list[Drawn]] = field(default_factory=dict)
     _copies: list[I64] = field(default_factory=list)
     _kept_places: list[I64] = field(default_factory=list)
@@ -75,7 +90,7 @@ class Survey:
     def bin_edges(self) -> NDArray[np.float64]:
         """Bounds of the length bins in tokens, `(NUM_BINS + 1,)`: quarters of octaves from the shortest document."""
         steps = np.arange(NUM_BINS + 1) - NUM_BINS // 2
-        return self.min_document_tokens * np.exp2(steps / BINS_PER_OCTAVE)
+        return self.shortest * np.exp2(steps / BINS_PER_OCTAVE)
 
     def add(self, batch: pa.RecordBatch, unit: int, start: int, line: int) -> int:
         """Adds rows of a unit's ledger.
@@ -94,7 +109,7 @@ class Survey:
         codes = fates.indices.to_numpy()
         self._count(batch)
         self._measure(batch.column("num_tokens"), codes, names)
-        self._note(batch, codes, names)
+        self._match(batch)
         rejected = ~np.isin(codes, [code for code, name in enumerate(names) if name in SPLITS])
         lines = line + np.cumsum(rejected) - 1
         for code, name in enumerate(names):
@@ -115,28 +130,43 @@ class Survey:
         """Adds the lengths of the documents that were tokenized."""
         known = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
         lengths = column.take(pa.array(known)).to_numpy()
-        octaves = np.log2(np.maximum(lengths, 1) / self.min_document_tokens)
+        octaves = np.log2(np.maximum(lengths, 1) / self.shortest)
         bins = np.clip(np.floor(octaves * BINS_PER_OCTAVE).astype(np.int64) + NUM_BINS // 2, 0, NUM_BINS - 1)
-        bands = np.digitize(lengths, [self.max_tokens, self.min_document_tokens])
+        bands = np.digitize(lengths, self.limits)
         for code in np.unique(codes[known]):
             mine = codes[known] == code
             found = np.bincount(bins[mine], minlength=NUM_BINS)
-            documents = np.bincount(bands[mine], minlength=3)
-            tokens = np.bincount(bands[mine], weights=lengths[mine], minlength=3).astype(np.int64)
+            documents = np.bincount(bands[mine], minlength=len(self.limits) + 1)
+            tokens = np.bincount(bands[mine], weights=lengths[mine], minlength=len(self.limits) + 1).astype(np.int64)
             name = names[code]
             self.lengths[name] = self.lengths.get(name, np.zeros(NUM_BINS, np.int64)) + found
-            self.bands[name] = self.bands.get(name, np.zeros((3, 2), np.int64)) + np.stack([documents, tokens], 1)
+            self.bands[name] = self.bands.get(name, 0) + np.stack([documents, tokens], 1)
 
-    def _note(self, batch: pa.RecordBatch, codes: I64, names: list[str]) -> None:
-        """Counts the notes on kept and contaminated documents."""
-        wanted = [code for code, name in enumerate(names) if name in SPLITS or name == CONTAMINATED]
-        rows = np.flatnonzero(np.isin(codes, wanted) & batch.column("detail").is_valid().to_numpy(zero_copy_only=False))
-        for code, detail in zip(
-            codes[rows].tolist(), batch.column("detail").take(pa.array(rows)).to_pylist(), strict=True
-        ):
-            key = (names[code], _NUMBER.sub("…", detail)[:200])
-            if key in self.notes or len(self.notes) < _MAX_NOTES:
-                self.notes[key] = self.notes.get(key, 0) + 1
+    def _match(self, batch: pa.RecordBatch) -> None:
+        """Adds what kept and contaminated documents hold of evaluation sets."""
+        fates = batch.column("fate")
+        noted = pc.and_(pc.is_in(fates, pa.array([*SPLITS, CONTAMINATED])), batch.column("detail").is_valid())
+        details = batch.column("detail").filter(noted)
+        if not len(details):
+            return
+        found = pc.extract_regex(details, _MATCH)
+        kept = pc.not_equal(fates.filter(noted), CONTAMINATED)
+        columns = {
+            "name": pc.fill_null(pc.struct_field(found, "name"), ""),
+            "number": pc.fill_null(pc.struct_field(found, "number").cast(pa.int64()), 0),
+            "words": pc.coalesce(pc.struct_field(found, "words"), details),
+            "kept": kept.cast(pa.int64()),
+            "dropped": pc.invert(kept).cast(pa.int64()),
+        }
+        sums = [("kept", "sum"), ("dropped", "sum"), ("number", "max"), ("words", "first")]
+        grouped = pa.table(columns).group_by("name", use_threads=False).aggregate(sums)
+        names = ("name", "kept_sum", "dropped_sum", "number_max", "words_first")
+        for row in zip(*(grouped.column(name).to_pylist() for name in names), strict=True):
+            fresh = Matches(*row)
+            old = self.matches.get(fresh.name, Matches(fresh.name, 0, 0, 0, fresh.words))
+            self.matches[fresh.name] = Matches(
+                fresh.name, old.kept + fresh.kept, old.dropped + fresh.dropped, max(old.most, fresh.most), old.words
+            )
 
     def _draw(self, reason: str, unit: int, ordinals: I64, lines: I64) -> None:
         """Draws examples of a reason: those with the smallest keys, each a function of seed, unit and ordinal."""
@@ -177,7 +207,9 @@ def survey(folder: Path, manifest: Manifest) -> Survey:
         ShardError: the ledgers do not say what the manifest says.
     """
     geometry = manifest.geometry
-    found = Survey(geometry.min_document_tokens, geometry.max_tokens, int(manifest.config.get("seed", 0)))
+    shortest = shortest_document(geometry, manifest.short_documents)
+    limits = sorted({shortest, geometry.max_tokens, geometry.min_document_tokens})
+    found = Survey(shortest, limits, int(manifest.config.get("seed", 0)))
     for unit, path in ledger_paths(folder, manifest):
         start = line = 0
         for batch in ledger_batches(path):

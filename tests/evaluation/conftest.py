@@ -30,8 +30,8 @@ def prepared(tmp_path_factory):
     second += [
         Row(words(5, 55), "near_duplicate", "b.jsonl", f"00000:5 is kept, similarity 0.{n}", "en") for n in (91, 82)
     ]
-    second += [Row(words(7, 61), "contaminated", "b.jsonl", "sts: 3 of 9 n-grams", "en", tokenized=False)]
-    second += [Row(words(8, 64), "train", "b.jsonl", "sts: 1 of 12 n-grams", "en")]
+    second += [Row(words(7, 61), "contaminated", "b.jsonl", "sts12: a b c (3 in all)", "en", tokenized=False)]
+    second += [Row(words(8, 64), "train", "b.jsonl", "sts12: <b>d</b> (2 in all)", "en")]
     manifest = write_prepared(folder, [first, second])
     estimate = {
         "sampled_bytes": 500,

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.corpus import Part, document_id
+from pipeline.encoder import Encoder
 from pipeline.ledger import Entry
 from pipeline.manifest import MANIFEST, Manifest, build_manifest
-from pipeline.tokenization import Encoder, describe_tokenizer, train_tokenizer
+from pipeline.tokenization import describe_tokenizer, train_tokenizer
 from pipeline.unit_writer import UnitWriter
 from pipeline.units import Unit
 
@@ -40,7 +41,7 @@ def write_prepared(folder: Path, units: list[list[Row]], **settings) -> Manifest
     tokenizer, encoder = describe_tokenizer(made, "train"), Encoder.load(folder / "tokenizer")
     sidecars = []
     for number, rows in enumerate(units):
-        part = Part(format="jsonl", path="a.jsonl", source="a.jsonl", start=0, stop=1, num_bytes=1000)
+        part = Part(format="jsonl", path="a.jsonl", source="a.jsonl", start=0, stop=1, num_bytes=1000, weight=1000)
         with UnitWriter(folder, Unit(name=f"{number:05d}", parts=[part]), config, tokenizer) as writer:
             for offset, row in enumerate(rows):
                 text = row.text or ""
