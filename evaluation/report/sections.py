@@ -16,6 +16,7 @@ from pipeline.manifest import SPLITS
 
 _NOTHING = Html("")
 _SHOWN_SETS = 40
+_SHOWN_FAILURES = 10
 
 
 def lengths(content: Content) -> Html:
@@ -85,7 +86,10 @@ def reasons(content: Content) -> Html:
     ]
     parts = [table("Documents that are not kept", ["reason", "kind", "documents", "of documents", "of text"], rows)]
     if failures := content.manifest.failures:
-        shown = [tag("li", _place(one.source, one.offset), f" {one.reason}: {one.message}") for one in failures[:20]]
+        shown = [
+            tag("li", _place(one.source, one.offset), f" {one.reason}: {one.message}")
+            for one in failures[:_SHOWN_FAILURES]
+        ]
         more = totals["failed"] - len(shown)
         head = f"Failures: the first {len(shown)}" + (f" of {totals['failed']:,}" if more > 0 else "")
         parts.append(details(head, tag("ul", *shown, class_="places"), open=""))

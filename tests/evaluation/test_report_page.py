@@ -127,10 +127,10 @@ def test_dark_and_light_have_enough_contrast(browser, page):
 def test_it_can_be_read_without_seeing_it(browser, page):
     browser.open(page)
     assert browser.run("return document.documentElement.lang") == "en"
-    unnamed = (
-        "return [...document.querySelectorAll('svg')].filter(e => e.getAttribute('aria-hidden') != 'true')"
-        ".filter(e => !(e.getAttribute('aria-labelledby') || '').split(' ').every(i => document.getElementById(i)?.textContent)).length"
-    )
+    unnamed = """
+        return [...document.querySelectorAll('svg')].filter(e => e.getAttribute('aria-hidden') != 'true')
+            .filter(e => !(e.getAttribute('aria-labelledby') || '').split(' ')
+                .every(i => document.getElementById(i)?.textContent)).length"""
     assert browser.run(unnamed) == 0
     assert browser.run("return [...document.querySelectorAll('table')].every(t => t.caption?.textContent)")
     assert browser.run("return [...document.querySelectorAll('th')].every(t => t.scope)")
