@@ -14,7 +14,10 @@ import torch
 
 from common.storage import write_text
 
-_PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "pytorch-metric-learning", "sentence-transformers")
+_PACKAGES = (
+    *("torch", "transformers", "numpy", "pyarrow", "pytorch-metric-learning", "sentence-transformers"),
+    *("ray", "tokenizers", "tiktoken", "datasets"),
+)
 _ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -29,6 +29,9 @@ class Encoder:
     Args:
         backend: the tokenizer; this encoder's own from now on.
         engine: what applies it; tiktoken only where `pipeline.engine.choose_engine` found that ids are the same.
+
+    Attributes:
+        prefix: what stands before every text that is not empty.
     """
 
     def __init__(self, backend: Tokenizer, engine: EngineName = "tokenizers") -> None:
@@ -37,7 +40,7 @@ class Encoder:
         backend.no_truncation()
         backend.no_padding()
         parsed = parse(backend)
-        self._prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
+        self.prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
         # GPT-2's pattern never matches across a space between two words, except that a match may begin with it: a text
         # cut before such a space gives the same pieces. That holds only if nothing else looks across the cut.
         self._splittable = (
@@ -79,7 +82,7 @@ class Encoder:
         for index, text in enumerate(texts):
             if not text:
                 continue
-            start, text = 0, self._prefix + text
+            start, text = 0, self.prefix + text
             while self._splittable and len(text) - start > _PIECE_CHARACTERS:
                 cut = _CUT.search(text, start + _PIECE_CHARACTERS)
                 if cut is None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from pipeline.config import PipelineConfig
-from pipeline.filters import TOO_SHORT, limit_in_words
+from pipeline.filters import EMPTY, TOO_SHORT, limit_in_words
 from pipeline.manifest import Counts, Manifest, Sidecar
 
 _EXAMPLES = 10
@@ -23,9 +23,12 @@ def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
             f"corpus: no document could be read, all {counts.read} failed{could_not}; check paths, format and "
             "text_field of the corpus"
         )
-    others = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items() if reason != TOO_SHORT)
+    others = ", ".join(
+        f"{number} {reason}" for reason, number in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)
+    )
     if TOO_SHORT not in counts.dropped:
-        return f"corpus: none of {counts.read} documents is kept{could_not}: {others}; loosen `choosing`"
+        what = others or "all are empty"
+        return f"corpus: none of {counts.read} documents is kept{could_not}: {what}; check the inputs and `choosing`"
     could_not += f" (others: {others})" if others else ""
     return (
         f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "

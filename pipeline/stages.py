@@ -14,6 +14,7 @@ from ray.exceptions import RayTaskError
 from common.logs import get_logger
 from common.storage import fsync_path
 from pipeline.config import PipelineConfig
+from pipeline.duplicates.keys import KeysError
 from pipeline.duplicates.search import find_duplicates
 from pipeline.duplicates.table import DUPLICATES
 from pipeline.manifest import ShardError, Sidecar
@@ -39,7 +40,10 @@ def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], toke
         missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
         _run("prepare", prepare_unit, missing if known else units, stage, folder, config, arguments)
         if not known:
-            found = find_duplicates(stage, [unit.name for unit in units], config.duplicates, config.session)
+            try:
+                found = find_duplicates(stage, [unit.name for unit in units], config.duplicates, config.session)
+            except (KeysError, RayTaskError) as error:
+                raise _in_words("duplicates", folder, error) from error
             found.replace(folder / DUPLICATES)
             fsync_path(folder)
         return _run("select", select_unit, units, folder, folder, config, arguments)
@@ -76,8 +80,13 @@ def _run(
                     sidecars[sidecar.unit] = sidecar
                     progress.add(sidecar)
             except RayTaskError as error:
-                if isinstance(error.cause, OSError | ShardError):
-                    again = "what is finished stays; the same command continues"
-                    raise ShardError(f"{name}: a task failed in {folder}: {error.cause} ({again})") from error
-                raise
+                raise _in_words(name, folder, error) from error
     return [sidecars[unit.name] for unit in units]
+
+
+def _in_words(name: str, folder: Path, error: Exception) -> Exception:
+    """What stopped a stage, for people; an error that is no one's disk and no one's data stays as it is."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if not isinstance(cause, OSError | ShardError | KeysError):
+        return error
+    return ShardError(f"{name}: {cause}. What is finished in {folder} stays; the same command continues")

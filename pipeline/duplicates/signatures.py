@@ -17,6 +17,8 @@ _ROUNDS = 3
 _VALUE_BITS = 30  # of a slot's 32; the round is in the two above
 _VALUE_MASK = np.uint64((1 << _VALUE_BITS) - 1)
 _HALF = np.uint64(32)
+_EMPTY = np.uint32(0xFFFFFFFF)
+_FEW = 2048
 
 
 class Signer:
@@ -24,7 +26,9 @@ class Signer:
 
     def __init__(self, config: NearConfig) -> None:
         self.config = config
-        self._round_keys = [np.uint64(key_for(number, "duplicates: round")) for number in range(_ROUNDS)]
+        keys = [key_for(number, "duplicates: round") for number in range(_ROUNDS)]
+        self._round_keys = np.array(keys, np.uint64)[:, None]
+        self._round_bits = (np.arange(_ROUNDS, dtype=np.uint32) << np.uint32(_VALUE_BITS))[:, None]
         places = np.arange(config.num_slots, dtype=np.uint64)
         self._slot_keys = mix(places + np.uint64(key_for(0, "duplicates: slots")))
 
@@ -34,17 +38,19 @@ class Signer:
 
     def sketch(self, hashes: U64) -> NDArray[np.uint32]:
         """The signature of a set of shingles, given as `(n,)` hashes in any order, n >= 1."""
-        num_slots = self.config.num_slots
-        slots = np.full(num_slots, np.iinfo(np.uint32).max, np.uint32)
-        for number, key in enumerate(self._round_keys):
-            drawn = mix(hashes ^ key)
-            places = ((drawn >> _HALF) * np.uint64(num_slots) >> _HALF).astype(np.intp)
-            values = (drawn & _VALUE_MASK).astype(np.uint32)
-            values |= np.uint32(number << _VALUE_BITS)
-            np.minimum.at(slots, places, values)
-            if int(slots.max()) < (number + 1) << _VALUE_BITS:
+        num_slots = np.uint64(self.config.num_slots)
+        slots = np.full(self.config.num_slots, _EMPTY, np.uint32)
+        # All rounds at once for few shingles, where calls cost more than what they compute: the result is the same.
+        step = _ROUNDS if len(hashes) <= _FEW else 1
+        for number in range(0, _ROUNDS, step):
+            drawn = mix((hashes ^ self._round_keys[number : number + step]).reshape(-1))
+            places = ((drawn >> _HALF) * num_slots >> _HALF).astype(np.intp)
+            values = (drawn & _VALUE_MASK).astype(np.uint32).reshape(step, -1)
+            values |= self._round_bits[number : number + step]
+            np.minimum.at(slots, places, values.reshape(-1))
+            if int(slots.max()) < (number + step) << _VALUE_BITS:
                 return slots
-        for slot in np.flatnonzero(slots == np.iinfo(np.uint32).max):
+        for slot in np.flatnonzero(slots == _EMPTY):
             drawn = mix(hashes ^ self._slot_keys[slot]) & _VALUE_MASK
             slots[slot] = int(drawn.min()) | _ROUNDS << _VALUE_BITS
         return slots

@@ -1,17 +1,21 @@
 """The benchmarks run for real on tiny models: keys and equality, never times."""
 
+import gzip
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, feed, memory, models, sharding, step
+from benchmarks import batch, documents, feed, memory, models, prepare, sharding, step
 from pipeline.schema import shard_schema
+from pipeline.tokenization import train_tokenizer
 from pipeline.windows import Geometry, window_starts
 from trainer import flops
 from trainer.masking import MaskingConfig
@@ -160,3 +164,29 @@ def test_peak_sees_what_was_freed():
     block = torch.ones(64 * 2**20 // 4)
     del block
     assert memory.peak(torch.device("cpu")) - before > 60
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_prepare(tmp_path):
+    rng = np.random.default_rng(0)
+    words = [f"word{number}" for number in range(200)]
+    for name in ("a", "b"):
+        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as stream:
+            for length in rng.integers(20, 400, 60):
+                stream.write(json.dumps({"text": " ".join(rng.choice(words, length))}) + "\n")
+    tokenizer = train_tokenizer([" ".join(words)], 400)
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    arguments = ["--corpus", str(tmp_path / "*.jsonl.gz"), "--tokenizer", str(tmp_path / "tokenizer"), "--rounds", "1"]
+    try:
+        found = figures(prepare.main, tmp_path, *arguments, "--max-tokens", "64")
+    finally:
+        ray.shutdown()
+    assert found["engine"] == "tiktoken"
+    assert found["documents"]["read"] == 120
+    assert 0 < found["documents"]["kept"] < 120
+    assert found["share_of_limit"] > 0
+    assert found["peak_rss_mib"] is None or found["peak_rss_mib"] > 50
+    # `datasets` kept the same documents and tokens, or there would be no figure.
+    assert (found["ratio_vs_datasets"] is None) == (find_spec("datasets") is None)
+    assert found["with_ray_start"]["mib_per_s"] < found["mib_per_s"]

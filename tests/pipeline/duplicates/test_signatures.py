@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.duplicates import signatures
 from pipeline.duplicates.config import DuplicatesConfig, NearConfig, problems
 from pipeline.duplicates.shingles import shingles, word_hashes
 from pipeline.duplicates.signatures import Signer, band_keys
@@ -53,8 +54,8 @@ def test_a_long_text_is_hashed_in_pieces_without_a_seam():
 
 def test_texts_without_words_are_alike_only_when_equal():
     signer = Signer(NearConfig())
-    signatures = [signer.sign(text) for text in ("", "!!!", "???", "! ! !", "!!!")]
-    assert [np.mean(signatures[1] == other) for other in signatures] == [0, 1, 0, 0, 1]
+    signed = [signer.sign(text) for text in ("", "!!!", "???", "! ! !", "!!!")]
+    assert [np.mean(signed[1] == other) for other in signed] == [0, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("num_shingles", [1, 3, 40, 500, 20_000])
@@ -93,10 +94,18 @@ def test_a_signature_is_of_a_set_and_the_same_in_every_process():
     assert here[:4].tolist() == [3230642084, 3498748665, 3453156323, 3427288791]
 
 
+@pytest.mark.parametrize("num_shingles", [1, 50, 200, 400, 2000])
+def test_rounds_taken_at_once_or_in_turn_make_no_difference(num_shingles, monkeypatch):
+    hashes = np.random.default_rng(0).integers(0, 2**63, num_shingles, dtype=np.uint64)
+    at_once = Signer(NearConfig()).sketch(hashes)
+    monkeypatch.setattr(signatures, "_FEW", 0)
+    assert np.array_equal(Signer(NearConfig()).sketch(hashes), at_once)
+
+
 def test_bands_share_no_keys_and_depend_on_their_rows_alone():
     near = NearConfig(bands=3, rows=2)
-    signatures = np.array([[1, 2, 1, 2, 1, 2], [1, 2, 1, 3, 1, 2]], np.uint32)
-    keys = band_keys(signatures, near)
+    signed = np.array([[1, 2, 1, 2, 1, 2], [1, 2, 1, 3, 1, 2]], np.uint32)
+    keys = band_keys(signed, near)
     assert len(set(keys[0].tolist())) == 3
     assert (keys[0] == keys[1]).tolist() == [True, False, True]
 

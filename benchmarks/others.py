@@ -1,0 +1,125 @@
+"""What preparation is compared with, each in processes of its own that are told when to begin.
+
+    python -m benchmarks.others datasets|limit SETTINGS_AS_JSON
+
+A process loads its libraries, and for the limit its texts, says that it is ready, waits for a line on its input, and
+answers with its figures: start-up is nobody's cost.
+"""
+
+import glob
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.corpus import normalise
+from pipeline.encoder import Encoder, EngineName
+
+_READY, _FIGURES = "declutr ready", "declutr figures: "
+_BATCH = 256
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def texts_of(paths: list[str]) -> Iterator[str]:
+    """Normalised texts of compressed JSONL files, in order."""
+    for path in paths:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            yield from (normalise(json.loads(line)["text"]) for line in lines)
+
+
+def expand_paths(pattern: str) -> list[str]:
+    """Absolute paths of a glob, sorted."""
+    return sorted(str(Path(path).resolve()) for path in glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207
+
+
+def datasets(settings: dict[str, Any]) -> dict[str, Any]:
+    """`load_dataset`, `map` and `filter` as their users write them, tokenizing the same texts to the same ids."""
+    import datasets as library
+    from transformers import AutoTokenizer
+
+    library.disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
+    prefix, workers = settings["prefix"], settings["workers"]
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        texts = [prefix + text if (text := " ".join(raw.split())) else "" for raw in batch["text"]]
+        ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return {"input_ids": ids, "num_tokens": [len(row) for row in ids]}
+
+    _wait()
+    begun = time.perf_counter()
+    loaded = library.load_dataset("json", data_files=settings["paths"], split="train")
+    rows = loaded.map(tokenize, batched=True, num_proc=workers, remove_columns=loaded.column_names)
+    least = settings["min_tokens"]
+    kept = rows.filter(lambda count: count >= least, input_columns="num_tokens", num_proc=workers)
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "documents": len(kept), "tokens": sum(kept["num_tokens"])}
+
+
+def limit(settings: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizing engine alone on this process's share of the texts, which are in memory."""
+    share, workers = settings["share"], settings["workers"]
+    texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
+    engine: EngineName = settings["engine"]
+    encoder = Encoder.load(Path(settings["tokenizer"]), engine)
+    encoder.encode(texts[:_BATCH])
+    _wait()
+    begun = time.perf_counter()
+    for start in range(0, len(texts), _BATCH):
+        encoder.encode(texts[start : start + _BATCH])
+    return {"seconds": time.perf_counter() - begun}
+
+
+def run(name: str, settings: list[dict[str, Any]], cache: Path) -> list[dict[str, Any]]:
+    """Figures of processes that are started with these settings and begin at the same time.
+
+    Raises:
+        RuntimeError: one of them failed; its own message is on stderr.
+    """
+    # Caches that no round before has filled, and no threads beside the processes that are counted.
+    environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "benchmarks.others", name]
+    children = [
+        subprocess.Popen(
+            [*command, json.dumps(given)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for given in settings
+    ]
+    try:
+        for child in children:
+            _line(child, _READY)
+        for child in children:
+            if child.stdin:
+                child.stdin.write("\n")
+                child.stdin.flush()
+        return [json.loads(_line(child, _FIGURES)) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+def _line(child: subprocess.Popen[str], beginning: str) -> str:
+    """The rest of the first line that begins so."""
+    for line in child.stdout or ():
+        if line.startswith(beginning):
+            return line.removeprefix(beginning).strip()
+    raise RuntimeError(f"{child.args!r} ended before it said {beginning!r}")
+
+
+def _wait() -> None:
+    """Says that this process is ready and waits to be told to begin."""
+    print(_READY, flush=True)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    print(
+        _FIGURES + json.dumps({"datasets": datasets, "limit": limit}[sys.argv[1]](json.loads(sys.argv[2]))), flush=True
+    )

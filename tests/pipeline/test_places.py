@@ -1,0 +1,174 @@
+"""Corpora that lie elsewhere: an object store, the Hub, any protocol of fsspec. Real servers on this machine."""
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import files, outcomes, read_all, tar
+from hubserver import SHA, hub_server
+
+from pipeline.corpus import HubCorpus
+from pipeline.readers.planning import file_parts
+from pipeline.units import hash_unit, plan_units
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(100))
+
+
+def parquet(texts):
+    target = io.BytesIO()
+    pq.write_table(pa.table({"text": texts, "n": range(len(texts))}), target, row_group_size=2)
+    return target.getvalue()
+
+
+CONTENTS = {
+    "data/a.jsonl": LINES,
+    "data/b.jsonl.gz": gzip.compress(LINES),
+    "data/c d.parquet": parquet(["p", "q", "r"]),
+    "data/deep/e.tar": tar([("x.txt", b"in a tar"), ("../y.txt", b"")]),
+    "data/.hidden/f.txt": b"hidden",
+    "data/readme.md": b"not a document",
+}
+READ = [(f"{name}", f"line {n}") for name in ("a.jsonl", "b.jsonl.gz") for n in range(100)]
+READ += [("c d.parquet", letter) for letter in "pqr"]
+READ += [("deep/e.tar!x.txt", "in a tar"), ("deep/e.tar!../y.txt", "unsafe_name")]
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """Address of a bucket on an S3 server of this machine."""
+    server = pytest.importorskip("moto.server", reason="moto is not installed")
+    running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    changed = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    before = {key: os.environ.get(key) for key in changed}
+    os.environ.update(changed)
+    query = f"endpoint_override=http://{host}:{port}&allow_bucket_creation=true"
+    store, _ = pa.fs.FileSystem.from_uri(f"s3://bucket?{query}")
+    store.create_dir("bucket")
+    for name, data in CONTENTS.items():
+        with store.open_output_stream(f"bucket/{name}", compression=None) as stream:
+            stream.write(data)
+    yield "s3://bucket", f"?endpoint_override=http://{host}:{port}"
+    running.stop()
+    for key, value in before.items():
+        os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+@pytest.mark.parametrize("unit_mib", [64.0, 0.001])
+def test_a_folder_of_an_object_store_reads_like_one_of_this_machine(bucket, tmp_path, unit_mib):
+    root, query = bucket
+    for name, data in CONTENTS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    remote = files(f"{root}/data{query}")
+    local = files(tmp_path / "data")
+    assert outcomes(read_all(remote, unit_mib)) == outcomes(read_all(local, unit_mib)) == READ
+    # What a unit is does not depend on where the files lie.
+    there, here = ([hash_unit(unit) for unit in plan_units(corpus, unit_mib)[0]] for corpus in (remote, local))
+    assert there == here
+
+
+def test_globs_single_files_and_what_is_not_there(bucket):
+    root, query = bucket
+    assert outcomes(read_all(files(f"{root}/data/*.parquet{query}"))) == READ[200:203]
+    assert outcomes(read_all(files(f"{root}/data/**/*.tar{query}"))) == READ[203:]
+    assert outcomes(read_all(files(f"{root}/data/a.jsonl{query}"))) == READ[:100]
+    missing = [f"{root}/nothing{query}", f"{root}/data/*.csv{query}", f"s3://no-such-bucket/x{query}", "nosuch://x/y"]
+    problems = file_parts(files(*missing), 1 << 20)[1]
+    assert len(problems) == 4
+    for path, problem in zip(missing, problems, strict=True):
+        assert path in problem
+
+
+def test_any_protocol_of_fsspec():
+    memory = fsspec.filesystem("memory")
+    for name, data in CONTENTS.items():
+        memory.pipe(f"/place/{name}", data)
+    assert outcomes(read_all(files("memory://place/data"), 0.001)) == READ
+
+
+HUB = """
+import json, sys
+from corpora import outcomes, read_all
+from pipeline.corpus import HubCorpus
+from pipeline.readers.planning import file_parts
+for settings in json.loads(sys.argv[1]):
+    corpus = HubCorpus(kind="hub", **settings)
+    problems = file_parts(corpus, 1 << 20)[1]
+    print(json.dumps(problems or outcomes(read_all(corpus, 0.0001))))
+"""
+
+DATASETS = {
+    "owner/plain": {
+        "main": {
+            "README.md": b"",
+            "plain.py": b"raise SystemExit('a script was run')",
+            "data/train-00000-of-00002.parquet": parquet(["a", "b", "c"]),
+            "data/train-00001-of-00002.parquet": parquet(["d"]),
+            "data/test-00000-of-00001.parquet": parquet(["t"]),
+        }
+    },
+    "owner/declared": {
+        "card": {
+            "configs": [
+                {"config_name": "en", "data_files": [{"split": "train", "path": "en/*.json.gz"}], "default": True},
+                {"config_name": "de", "data_files": [{"split": "train", "path": ["de/a.jsonl"]}]},
+            ]
+        },
+        "main": {"en/x.json.gz": gzip.compress(b'{"text": "english"}\n'), "de/a.jsonl": b'{"text": "deutsch"}\n'},
+    },
+    "owner/script": {
+        "main": {"script.py": b"", "README.md": b""},
+        "refs/convert/parquet": {
+            "default/train/0000.parquet": parquet(["converted"]),
+            "default/test/0000.parquet": parquet(["t"]),
+        },
+    },
+}
+
+
+def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_path):
+    asked = [
+        {"name": "owner/plain"},
+        {"name": "owner/plain", "split": "test", "revision": "main"},
+        {"name": "owner/declared"},
+        {"name": "owner/declared", "config": "de"},
+        {"name": "owner/script"},
+        {"name": "owner/declared", "config": "fr"},
+        {"name": "owner/script", "split": "dev"},
+        {"name": "owner/nothing"},
+        {"name": "owner/plain", "revision": "v9"},
+        {"name": "owner/plain", "text_field": "body"},
+    ]
+    with hub_server(DATASETS) as address:
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+        home = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "PYTHONPATH": paths, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | home
+        ran = subprocess.run(
+            [sys.executable, "-c", HUB, json.dumps(asked)], env=environment, capture_output=True, text=True, check=False
+        )
+    assert ran.returncode == 0, ran.stderr
+    answers = [json.loads(line) for line in ran.stdout.splitlines()]
+    train = [f"owner/plain@{SHA[:12]}/data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
+    assert answers[0] == [[train[0], "a"], [train[0], "b"], [train[0], "c"], [train[1], "d"]]
+    assert [[text for _, text in answer] for answer in answers[1:5]] == [["t"], ["english"], ["deutsch"], ["converted"]]
+    wrong = ["fr", "dev", "owner/nothing", "v9", "body"]
+    for word, problems in zip(wrong, answers[5:], strict=True):
+        assert isinstance(problems[0], str)
+        assert word in " ".join(problems) or word == "v9"
+    assert "['de', 'en']" in answers[5][0]
+
+
+def test_names_of_datasets_are_checked():
+    with pytest.raises(ValueError, match="name"):
+        HubCorpus(kind="hub", name="https://huggingface.co/datasets/x")

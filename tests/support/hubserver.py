@@ -1,0 +1,101 @@
+"""The few answers of the Hugging Face Hub that reading a dataset needs, from a dictionary, over real HTTP."""
+
+import json
+import re
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+CONVERTED_SHA = "f" * 40
+_API = re.compile(r"/api/datasets/(owner/\w+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?$")
+_FILE = re.compile(r"/datasets/(owner/\w+)/resolve/([^/]+)/(.+)$")
+
+
+@contextmanager
+def hub_server(datasets):
+    """Serves `{"owner/name": {"main": {path: bytes}, "refs/convert/parquet": {...}, "card": {...}}}` at an address."""
+
+    def files_of(name, revision):
+        dataset = datasets.get(name, {})
+        by_revision = {SHA: "main", CONVERTED_SHA: "refs/convert/parquet"}
+        return dataset.get(by_revision.get(revision, revision))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self, status, body, headers=()):
+            self.send_response(status)
+            for key, value in headers:
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def missing(self, what):
+            self.answer(404, b"{}", [("X-Error-Code", what)])
+
+        def do_GET(self):
+            path = unquote(urlsplit(self.path).path)
+            if found := _API.match(path.replace("refs/convert/parquet", "refs%convert%parquet")):
+                self.describe(found[1], found[2], (found[3] or "main").replace("%", "/"), found[4] or "")
+            elif found := _FILE.match(path):
+                files = files_of(found[1], found[2]) or {}
+                if found[3] not in files:
+                    self.missing("EntryNotFound")
+                else:
+                    self.content(files[found[3]], found[2])
+            else:
+                self.missing("RepoNotFound")
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            found = _API.match(unquote(urlsplit(self.path).path))
+            files = files_of(found[1], found[3]) or {}
+            wanted = parse_qs(body).get("paths") or json.loads(body if body.startswith("{") else "{}").get("paths", [])
+            entries = [self.entry(name, files[name]) for name in wanted if name in files]
+            self.answer(200, json.dumps(entries).encode(), [("Content-Type", "application/json")])
+
+        def entry(self, name, data):
+            return {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+
+        def describe(self, name, what, revision, folder):
+            files = files_of(name, revision)
+            if name not in datasets:
+                return self.missing("RepoNotFound")
+            if files is None:
+                return self.missing("RevisionNotFound")
+            if what == "tree":
+                value = [self.entry(path, data) for path, data in files.items() if path.startswith(folder)]
+            else:
+                siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
+                sha = CONVERTED_SHA if "convert" in revision or revision == CONVERTED_SHA else SHA
+                value = {"id": name, "sha": sha, "siblings": siblings, "tags": [], "private": False, "disabled": False}
+                value |= {"cardData": datasets[name].get("card", {}), "downloads": 0, "likes": 0}
+            return self.answer(200, json.dumps(value).encode(), [("Content-Type", "application/json")])
+
+        def content(self, data, commit):
+            headers = [("ETag", '"x"'), ("X-Repo-Commit", commit), ("Accept-Ranges", "bytes")]
+            asked = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            if asked is None:
+                return self.answer(200, data, headers)
+            start, stop = int(asked[1]), min(int(asked[2] or len(data) - 1), len(data) - 1)
+            where = f"bytes {start}-{stop}/{len(data)}"
+            return self.answer(206, data[start : stop + 1], [*headers, ("Content-Range", where)])
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
