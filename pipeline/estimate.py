@@ -3,22 +3,25 @@
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
+import numpy as np
 from pydantic import ValidationError
 
 from common.config import Strict
 from common.storage import write_text
 from pipeline.config import PipelineConfig
+from pipeline.corpus import Part
 from pipeline.manifest import SPLITS, Manifest
-from pipeline.sample import output_engine, sample_units
+from pipeline.sample import output_engine
 from pipeline.schema import UINT16_VOCABULARY
 from pipeline.tokenization import TokenizerInfo
 from pipeline.units import MIB, Unit, read_unit
 from pipeline.worker import judged_documents
 
 ESTIMATE = "estimate.json"
-_SAMPLED_UNITS = 16
+_SAMPLED_PARTS = 64
 _SAMPLE_SECONDS = 20.0
 _ROW_BYTES = 64
 """Of a shard: id, lengths, offset and a short source; beside tokens and windows."""
@@ -70,50 +73,81 @@ class Estimate(Strict):
 
 
 def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> Estimate:
-    """Reads the beginning of some units as a task would, for at most 20 seconds, and scales up by input bytes.
+    """Reads parts of the corpus as a task would, for about 20 seconds, and scales up what was found a byte of input.
+
+    Every part counts by its size, however much of it was read: a large file of which only the beginning was looked at
+    stands for itself, not for its neighbours. Of more than 64 parts, 64 are drawn, each byte with the same chance.
 
     Args:
         config: settings.
         folder: output folder with the tokenizer; the estimate is written there.
         units: the plan.
         tokenizer: facts of the tokenizer.
+
+    Raises:
+        ConfigError: tokenizer.engine asks for one that does not give the same ids.
     """
-    sampled = sample_units(units, config.seed, _SAMPLED_UNITS)
-    bytes_read = documents = kept = num_tokens = text_bytes = 0
     engine = output_engine(config, folder, units)
     list(judged_documents(iter(()), folder, config, tokenizer, engine))  # loading is no part of the rate
-    started = time.perf_counter()
-    for index, unit in enumerate(sampled):
-        deadline = started + _SAMPLE_SECONDS * (index + 1) / len(sampled)
-        reading = read_unit(unit, config.corpus)
-        for judged, tokens in judged_documents(reading, folder, config, tokenizer, engine):
-            documents += 1
-            text_bytes += judged.entry.text_bytes
-            if tokens is not None:
-                kept += 1
-                num_tokens += len(tokens)
-            if time.perf_counter() > deadline:
-                break
-        bytes_read += reading.bytes_read
-    seconds = time.perf_counter() - started
     total = sum(unit.num_bytes for unit in units)
-    scale = total / max(1, bytes_read)
+    found, sampled_bytes = _Found(), 0
+    for part, share in _sampled_parts(units):
+        began = time.perf_counter()
+        reading = read_unit(Unit(name="00000", parts=[part]), config.corpus)
+        read = _Found()
+        started = time.process_time()
+        for judged, tokens in judged_documents(reading, folder, config, tokenizer, engine):
+            size = 0 if tokens is None else len(tokens)
+            read += _Found(1, int(tokens is not None), size, judged.entry.text_bytes)
+            if time.perf_counter() - began > _SAMPLE_SECONDS * share:
+                break
+        read += _Found(cpu_seconds=time.process_time() - started)
+        found += read * (share * total / max(1, reading.bytes_read))
+        sampled_bytes += reading.bytes_read
     token_bytes = 2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4
     window_bytes = 4 / config.geometry.max_tokens
     made = Estimate(
-        sampled_bytes=bytes_read,
+        sampled_bytes=sampled_bytes,
         input_bytes=total,
-        documents=round(documents * scale),
-        kept=round(kept * scale),
-        num_tokens=round(num_tokens * scale),
-        text_bytes=round(text_bytes * scale),
+        documents=round(found.documents),
+        kept=round(found.kept),
+        num_tokens=round(found.num_tokens),
+        text_bytes=round(found.text_bytes),
         shards=len(units) * len(SPLITS),
-        shard_bytes=round(scale * (num_tokens * (token_bytes + window_bytes) + kept * _ROW_BYTES)),
-        cpu_seconds=seconds * scale,
+        shard_bytes=round(found.num_tokens * (token_bytes + window_bytes) + found.kept * _ROW_BYTES),
+        cpu_seconds=found.cpu_seconds,
         num_cpus=config.session.num_cpus or os.cpu_count() or 1,
     )
     write_text(folder / ESTIMATE, made.model_dump_json(indent=1) + "\n")
     return made
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was read, or what that stands for."""
+
+    documents: float = 0
+    kept: float = 0
+    num_tokens: float = 0
+    text_bytes: float = 0
+    cpu_seconds: float = 0
+
+    def __add__(self, other: "_Found") -> "_Found":
+        return _Found(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, factor: float) -> "_Found":
+        return _Found(*(value * factor for value in astuple(self)))
+
+
+def _sampled_parts(units: Sequence[Unit]) -> list[tuple[Part, float]]:
+    """Parts of the corpus, and the share of its bytes that each stands for."""
+    parts = [part for unit in units for part in unit.parts if part.num_bytes]
+    ends = np.cumsum([part.num_bytes for part in parts])
+    if len(parts) <= _SAMPLED_PARTS:
+        return [(part, part.num_bytes / int(ends[-1])) for part in parts]
+    places = (np.arange(_SAMPLED_PARTS) + 0.5) * (int(ends[-1]) / _SAMPLED_PARTS)
+    drawn, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)
+    return [(parts[index], count / _SAMPLED_PARTS) for index, count in zip(drawn, times.tolist(), strict=True)]
 
 
 def load_estimate(folder: Path) -> Estimate | None:
