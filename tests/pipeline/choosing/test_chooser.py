@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.choosing.chooser import Choice, Chooser
-from pipeline.choosing.config import ChoosingConfig, problems, reasons
+from pipeline.choosing.config import ChoosingConfig, fingerprints, problems, reasons
 from pipeline.choosing.contamination import Contamination
 from pipeline.choosing.evaluation_sets import build_index
 
@@ -84,3 +84,18 @@ def test_line_rules_see_the_lines_that_whitespace_loses():
     )
     assert chooser.choose("- that\n- which\n- with").reason == "gopher_bullets"
     assert chooser.choose("- that - which - with\nnone\nbe").reason is None
+
+
+def test_the_files_of_a_configuration_have_fingerprints(tmp_path):
+    (tmp_path / "words").write_text("gadzooks")
+    config = ChoosingConfig(
+        c4={"bad_words": str(tmp_path / "words")}, contamination={"paths": [str(tmp_path / "words")]}
+    )
+    build_index(config.contamination, tmp_path / "index")
+    first = fingerprints(config, tmp_path / "index")
+    assert set(first) == {"choosing.c4.bad_words", "choosing.contamination.paths"}
+    (tmp_path / "words").write_text("bodkins, one two three four five six seven eight")
+    assert fingerprints(config, tmp_path / "index")["choosing.c4.bad_words"] != first["choosing.c4.bad_words"]
+    build_index(config.contamination, tmp_path / "index")
+    assert not set(fingerprints(config, tmp_path / "index").values()) & set(first.values())
+    assert fingerprints(ChoosingConfig(), tmp_path / "index") == {}
