@@ -75,7 +75,7 @@ class Chooser:
         drop: Drop | None = None
         language: str | None = None
         if config.gopher or config.repetition:
-            words = hash_words(text, fold=False)
+            words = hash_words(text)
             lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
         if config.gopher:
             drop = quality_drop(text, words, lines, config.gopher)

@@ -1,6 +1,9 @@
 """Configuration of cleaning and choosing: the `choosing` section of `prepare`. What is null is off."""
 
-from common.config import Strict
+from pathlib import Path
+
+from common.config import Strict, expand
+from common.storage import hash_file
 from pipeline.choosing.boilerplate import Boilerplate
 from pipeline.choosing.c4 import C4Rules, c4_problems, c4_reasons
 from pipeline.choosing.contamination import Contamination
@@ -52,3 +55,16 @@ def reasons(config: ChoosingConfig) -> list[str]:
     found += repetition_reasons(config.repetition) if config.repetition else []
     found += [CONTAMINATED] if config.contamination and config.contamination.action == "drop" else []
     return found
+
+
+def fingerprints(config: ChoosingConfig, contamination_index: Path | None = None) -> dict[str, str]:
+    """SHA-256 of the files that decide what is chosen, by setting: with the settings they make runs comparable.
+
+    Raises:
+        OSError: a file cannot be read (`problems` says so before).
+    """
+    files: dict[str, Path | None] = {
+        "choosing.c4.bad_words": expand(config.c4.bad_words) if config.c4 and config.c4.bad_words else None,
+        "choosing.contamination.paths": contamination_index if config.contamination else None,
+    }
+    return {setting: hash_file(path) for setting, path in files.items() if path is not None}

@@ -4,9 +4,10 @@ Brown et al. 2020 (arXiv:2005.14165): words in lower case without punctuation, n
 n-gram that also stands in an evaluation set. Sentences are often shorter than 13 words: an example of 8 to 12 words is
 looked for as a whole. Shorter ones are common phrases, and are left out (appendix C takes n no lower than 8, too).
 
-Per document: the words' hashes, one rolling hash over them for each length, a bitmap that lets through one in sixteen,
-and a binary search for these. What is found is compared once more by BLAKE2b of its words, so that a false match needs
-two 64-bit hashes to agree: 2**-64 * 2**-64 a pair, some 1e-23 for all pairs of 1e10 words of corpus and 1e6 entries.
+Per document: the words' hashes, a rolling hash over the first 8 words of what an entry may be (its head; no entry is
+shorter), a bitmap of heads that lets one place in sixteen through, and for these the longer hashes and a binary search.
+What is found is compared once more by BLAKE2b of its words, so that a false match needs two independent 64-bit hashes
+to agree: 2**-128 a pair, some 3e-23 for all pairs of 1e10 n-grams of a corpus and 1e6 entries.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from common.config import Strict
-from pipeline.choosing.words import U64, extend_ngrams, folded_words, hash_words, mix
+from pipeline.choosing.words import U64, extend_ngrams, folded_words, hash_folded, mix
 
 SCHEMA_VERSION = "1"
 _SHORTEST_WHOLE = 8
@@ -75,30 +76,32 @@ class ContaminationIndex:
         self._keys: U64 = _column(table, "key")
         self._checks: U64 = _column(table, "check")
         self._sets = _column(table, "set")
+        self._head_words = int(metadata["head"])
         self._shift = np.uint64(64 - max(13, (len(self._keys) * _BITMAP_LOAD).bit_length()))
-        self._bitmap = _bitmap(self._keys, self._shift)
+        self._bitmap = _bitmap(mix(_column(table, "head")), self._shift)
 
     def find(self, text: str) -> Match | None:
         """What a text shares with the evaluation sets, or None. Costs its n-grams, whatever the size of the index."""
-        words = hash_words(text, fold=True).hashes
+        words = hash_folded(text)
+        heads = ngram_hashes(words, self._head_words)
+        bits = mix(heads) >> self._shift
+        marked = self._bitmap[bits >> np.uint64(3)] >> (bits & np.uint64(7)).astype(np.uint8) & 1
+        places = np.flatnonzero(marked)
+        hashes = heads[places]
         found: list[tuple[int, int, int]] = []
-        hashes = words
-        for length in range(1, min(len(words), self._lengths[-1]) + 1 if self._lengths else 0):
-            if length > 1:
-                hashes = extend_ngrams(hashes[:-1], words[length - 1 :])
+        for length in range(self._head_words, self._lengths[-1] + 1 if self._lengths else 0):
+            if length > self._head_words:
+                inside = places + length <= len(words)
+                places, hashes = places[inside], hashes[inside]
+                hashes = extend_ngrams(hashes, words[places + length - 1])
             if length in self._lengths:
-                found += self._look_up(mix(hashes + np.uint64(length)), length)
-        if not found:
-            return None
-        return self._verify(text, sorted(found))
+                found += self._look_up(places, keys_of(hashes, length), length)
+        return self._verify(text, sorted(found)) if found else None
 
-    def _look_up(self, keys: U64, length: int) -> list[tuple[int, int, int]]:
+    def _look_up(self, places: NDArray[np.int64], keys: U64, length: int) -> list[tuple[int, int, int]]:
         """(place, length, row of the index) of the n-grams whose keys are in the index."""
-        bits = keys >> self._shift
-        places = np.flatnonzero(self._bitmap[bits >> np.uint64(3)] >> (bits & np.uint64(7)).astype(np.uint8) & 1)
-        wanted = keys[places]
-        rows = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
-        same = self._keys[rows] == wanted
+        rows = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        same = self._keys[rows] == keys
         return [(place, length, row) for place, row in zip(places[same].tolist(), rows[same].tolist(), strict=True)]
 
     def _verify(self, text: str, found: list[tuple[int, int, int]]) -> Match | None:
@@ -121,11 +124,16 @@ def check_of(ngram: str) -> int:
     return int.from_bytes(hashlib.blake2b(ngram.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
-def ngram_keys(words: U64, length: int) -> U64:
-    """Keys of all n-grams of this length of a row of words, `(len(words) - length + 1,)`."""
+def ngram_hashes(words: U64, length: int) -> U64:
+    """Hashes of all n-grams of a row of words, `(max(0, len(words) - length + 1),)`."""
     hashes = words
     for index in range(1, length):
         hashes = extend_ngrams(hashes[:-1], words[index:])
+    return hashes
+
+
+def keys_of(hashes: U64, length: int) -> U64:
+    """Keys of n-grams in the index: of n-grams of different lengths, too, no two are equal but by chance."""
     return mix(hashes + np.uint64(length))
 
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from common.config import Strict, expand
 from common.storage import write_aside
-from pipeline.choosing.contamination import SCHEMA_VERSION, Contamination, check_of, ngram_keys
-from pipeline.choosing.words import folded_words, hash_words
+from pipeline.choosing.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
+from pipeline.choosing.words import folded_words, hash_folded
 
 INDEX = "contamination.arrow"
 _NOT_DATA = re.compile(r"(?:\d*[-_]?)?(?:readme|licen[cs]e|changelog|notice|correlation)\b", re.IGNORECASE)
@@ -59,7 +59,7 @@ def build_index(config: Contamination, path: Path) -> IndexSummary:
     Raises:
         OSError: a file cannot be read (`contamination_problems` says so before).
     """
-    entries: dict[int, tuple[int, int]] = {}
+    entries: dict[int, tuple[int, int, int]] = {}
     examples: dict[str, int] = {}
     lengths: set[int] = set()
     sets = sorted({name: file for root in config.paths for file, name in _files(expand(root))}.items())
@@ -73,23 +73,27 @@ def build_index(config: Contamination, path: Path) -> IndexSummary:
             examples[name] += 1
             length = min(config.ngram, len(words))
             lengths.add(length)
-            keys = ngram_keys(hash_words(" ".join(words), fold=True).hashes, length)
-            for place, key in enumerate(keys.tolist()):
+            hashes = hash_folded(" ".join(words))
+            heads = ngram_hashes(hashes, shortest)[: len(words) - length + 1]
+            keys = keys_of(ngram_hashes(hashes, length), length)
+            for place, (key, head) in enumerate(zip(keys.tolist(), heads.tolist(), strict=True)):
                 if key not in entries:
-                    entries[key] = (check_of(" ".join(words[place : place + length])), number)
+                    entries[key] = (head, check_of(" ".join(words[place : place + length])), number)
     keys = np.fromiter(sorted(entries), np.uint64, len(entries))
     rows = [entries[key] for key in keys.tolist()]
     table = pa.table(
         {
             "key": pa.array(keys),
-            "check": pa.array([check for check, _ in rows], pa.uint64()),
-            "set": pa.array([number for _, number in rows], pa.uint32()),
+            "head": pa.array([head for head, _, _ in rows], pa.uint64()),
+            "check": pa.array([check for _, check, _ in rows], pa.uint64()),
+            "set": pa.array([number for _, _, number in rows], pa.uint32()),
         }
     ).replace_schema_metadata(
         {
             "version": SCHEMA_VERSION,
             "names": "\n".join(name for name, _ in sets),
             "lengths": " ".join(map(str, sorted(lengths))),
+            "head": str(shortest),
         }
     )
     with write_aside(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:

@@ -13,7 +13,7 @@ from pipeline.choosing.words import Words
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 _STOP_WORD = re.compile(rf"\b(?:{'|'.join(STOP_WORDS)})\b", re.IGNORECASE)
-_BULLETS = tuple("•‣▶◀◦■□▪▫●○·*-–")
+_BULLETS = frozenset("•‣▶◀◦■□▪▫●○·*-–")
 _ELLIPSES = ("...", "…")
 
 Drop = tuple[str, str]
@@ -79,7 +79,7 @@ def quality_drop(text: str, words: Words, lines: list[str], config: GopherQualit
             return "gopher_symbols", f"{ratio:.3f} symbols a word"
     num_lines = max(1, len(lines))
     if config.max_bullet_lines is not None:
-        share = sum(line.startswith(_BULLETS) for line in lines) / num_lines
+        share = sum(line[0] in _BULLETS for line in lines) / num_lines
         if share > config.max_bullet_lines:
             return "gopher_bullets", f"{share:.3f} of the lines"
     if config.max_ellipsis_lines is not None:

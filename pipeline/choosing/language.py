@@ -69,8 +69,10 @@ def _sample(text: str) -> str:
         last = length - _STRETCH_CHARACTERS
         starts = [last * index // (_STRETCHES - 1) for index in range(_STRETCHES)]
         text = " ".join(_stretch(text, start) for start in starts)
-    printable = "".join(character if character.isprintable() else " " for character in text)
-    return " ".join(printable.split())
+    text = " ".join(text.split())
+    if text.isprintable():
+        return text
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
 def _stretch(text: str, start: int) -> str:

@@ -60,10 +60,11 @@ def _duplicates(parts: list[str], name: str, max_share: float | None, max_charac
     unique = set(parts)
     if len(unique) == len(parts):
         return None
-    share = 1 - len(unique) / len(parts)
+    share = (len(parts) - len(unique)) / len(parts)
     if max_share is not None and share > max_share:
         return f"gopher_duplicate_{name}s", f"{share:.3f} of the {name}s"
-    share = 1 - sum(map(len, unique)) / sum(map(len, parts))
+    num_characters = sum(map(len, parts))
+    share = (num_characters - sum(map(len, unique))) / num_characters
     if max_characters is not None and share > max_characters:
         return f"gopher_duplicate_{name}_characters", f"{share:.3f} of the characters"
     return None
@@ -101,15 +102,16 @@ def _repeated_ngrams(words: Words, config: GopherRepetition) -> Drop | None:
 
 def _repeats(hashes: U64) -> tuple[NDArray[np.bool_], np.uint64 | None]:
     """Which entries occur twice or more, `(n,)`, and the most frequent of them (of several, the least hash)."""
-    ordered = np.sort(hashes)
-    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    counts = np.diff(np.append(first, len(ordered)))
-    many = counts > 1
-    values = ordered[first[many]]
-    if not len(values):
-        return np.zeros(len(hashes), np.bool_), None
-    nearest = np.minimum(np.searchsorted(values, hashes), len(values) - 1)
-    return values[nearest] == hashes, values[np.argmax(counts[many])]
+    order = np.argsort(hashes)
+    ordered = hashes[order]
+    edges = np.ones(len(ordered) + 1, np.bool_)  # whether a value differs from the one before, ends included
+    np.not_equal(ordered[1:], ordered[:-1], out=edges[1:-1])
+    repeated = np.empty(len(hashes), np.bool_)
+    repeated[order] = ~(edges[1:] & edges[:-1])
+    first = np.flatnonzero(edges)
+    counts = np.diff(first)
+    most = int(np.argmax(counts))
+    return repeated, ordered[first[most]] if counts[most] > 1 else None
 
 
 def _covered(places: NDArray[np.int64], n: int, lengths: NDArray[np.int64]) -> int:

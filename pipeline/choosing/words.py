@@ -8,6 +8,7 @@ so that all words of a piece are one product and one `add.reduceat`. It is the s
 process, which Python's own `hash` is not. n-grams are hashed the same way over their words' hashes.
 """
 
+import string
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
+Codes = NDArray[np.uint8] | NDArray[np.uint32]
 
-_PIECE_CHARACTERS = 1 << 16  # a few arrays of this length fit the processor's cache
+_PIECE_CHARACTERS = 1 << 15  # a few arrays of this length fit the processor's cache
 _BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2**64
 _LENGTH = np.uint64(0xD6E8FEB86659FD93)
 _NGRAM = np.uint64(0xA0761D6478BD642F)
 _CLASSES = 0x20000  # above lie ideographs, which are letters, and nothing that is punctuation or whitespace
 _SPACE, _LETTER, _MARK = 1, 2, 4
+_ASCII_MARKS = string.punctuation.encode()  # all of them, and no other ASCII character, are in P or S
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +43,29 @@ class Words:
         return len(self.hashes)
 
 
-def hash_words(text: str, fold: bool) -> Words:
-    """The whitespace-separated words of a text.
+def hash_words(text: str) -> Words:
+    """The whitespace-separated words of any string."""
+    found = [_hash_piece(codes) for codes in _pieces(text, fold=False)]
+    hashes = [np.empty(0, np.uint64), *(hashes for hashes, _, _, _ in found)]
+    lengths = [np.empty(0, np.int64), *(stops - starts for _, starts, stops, _ in found)]
+    letters = [np.empty(0, np.bool_), *(_with_letter(starts, classes) for _, starts, _, classes in found)]
+    return Words(np.concatenate(hashes), np.concatenate(lengths), np.concatenate(letters))
 
-    Args:
-        text: any string.
-        fold: lower case, and every punctuation mark and symbol (Unicode categories P and S) deleted first, as in
-            appendix C of the GPT-3 paper: `Don't` is the word `dont`, and a dash between spaces is no word.
+
+def hash_folded(text: str) -> U64:
+    """Hashes of the words of a text in lower case, punctuation marks and symbols (Unicode P and S) deleted, `(n,)`.
+
+    As in appendix C of the GPT-3 paper: `Don't` is the word `dont`, and a dash between spaces is no word.
     """
-    table = _tables()
-    found = [_hash_piece(codes, table) for codes in _coded_pieces(text, fold)]
-    if not found:
-        return Words(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.bool_))
-    hashes, lengths, with_letter = zip(*found, strict=True)
-    return Words(np.concatenate(hashes), np.concatenate(lengths), np.concatenate(with_letter))
+    return np.concatenate([np.empty(0, np.uint64), *(_hash_piece(codes)[0] for codes in _pieces(text, fold=True))])
 
 
 def folded_words(text: str) -> list[str]:
-    """The words that `hash_words(text, fold=True)` hashes."""
-    pieces = (codes.tobytes().decode("utf-32-le", "surrogatepass") for codes in _coded_pieces(text, fold=True))
-    return [word for piece in pieces for word in piece.split()]
+    """The words that `hash_folded` hashes."""
+    words: list[str] = []
+    for codes in _pieces(text, fold=True):
+        words += codes.astype(np.uint32).tobytes().decode("utf-32-le", "surrogatepass").split()
+    return words
 
 
 def extend_ngrams(hashes: U64, words: U64) -> U64:
@@ -99,43 +105,64 @@ def _tables() -> _Tables:
             classes[code] = _MARK
     classes[-1] = _LETTER  # U+1FFFF is no character: its place stands for all code points above
     values = mix(np.arange(1, 0x110001, dtype=np.uint64) * np.uint64(_BASE))
-    exponents = np.full(_PIECE_CHARACTERS + 1, _BASE, np.uint64)
-    inverse = np.full(_PIECE_CHARACTERS + 1, pow(_BASE, -1, 1 << 64), np.uint64)
+    values[:_CLASSES][classes == _SPACE] = 0
+    # Lower case is up to three times as long.
+    exponents = np.full(3 * _PIECE_CHARACTERS, _BASE, np.uint64)
+    inverse = np.full(3 * _PIECE_CHARACTERS, pow(_BASE, -1, 1 << 64), np.uint64)
     exponents[0] = inverse[0] = 1
     return _Tables(values, classes, np.multiply.accumulate(exponents), np.multiply.accumulate(inverse))
 
 
-def _coded_pieces(text: str, fold: bool) -> Iterator[NDArray[np.uint32]]:
+def _pieces(text: str, fold: bool) -> Iterator[Codes]:
     """The code points of a text, a piece at a time; a piece ends at whitespace if there is any in it."""
     start = 0
     while start < len(text):
-        stop = start + _PIECE_CHARACTERS // 2  # lower case can be longer: at most three for one
+        stop = start + _PIECE_CHARACTERS
         if stop < len(text):
             space = max(text.rfind(" ", start, stop), text.rfind("\n", start, stop))
             stop = space + 1 if space > start else stop
-        piece = text[start:stop]
+        yield _coded(text[start:stop], fold)
         start = stop
-        if not fold:
-            yield np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32)
-            continue
-        codes = np.frombuffer(piece.lower().encode("utf-32-le", "surrogatepass"), np.uint32)
-        codes = codes[_tables().classes[np.minimum(codes, _CLASSES - 1)] != _MARK]
-        for begin in range(0, len(codes), _PIECE_CHARACTERS):
-            yield codes[begin : begin + _PIECE_CHARACTERS]
 
 
-def _hash_piece(codes: NDArray[np.uint32], table: _Tables) -> tuple[U64, NDArray[np.int64], NDArray[np.bool_]]:
-    """Hashes, lengths and letters of the words of one piece."""
-    classes = table.classes[np.minimum(codes, _CLASSES - 1)]
-    inside = np.zeros(len(codes) + 2, np.int8)
-    inside[1:-1] = classes != _SPACE
-    edges = np.diff(inside)
-    starts, stops = np.nonzero(edges == 1)[0], np.nonzero(edges == -1)[0]
+def _coded(piece: str, fold: bool) -> Codes:
+    """Code points as bytes where all are ASCII, which is several times as quick, else as 32-bit words."""
+    if piece.isascii():
+        raw = piece.encode()
+        return np.frombuffer(raw.lower().translate(None, _ASCII_MARKS) if fold else raw, np.uint8)
+    if not fold:
+        return np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32)
+    codes = np.frombuffer(piece.lower().encode("utf-32-le", "surrogatepass"), np.uint32)
+    kept: NDArray[np.uint32] = codes[_classes(codes) != _MARK]
+    return kept
+
+
+def _classes(codes: Codes) -> NDArray[np.uint8]:
+    """Whether characters are whitespace, letters or marks, `(n,)`."""
+    classes: NDArray[np.uint8] = _tables().classes[codes if codes.itemsize == 1 else np.minimum(codes, _CLASSES - 1)]
+    return classes
+
+
+def _hash_piece(codes: Codes) -> tuple[U64, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+    """Hashes, starts and stops of the words of a piece, and the classes of its characters."""
+    classes = _classes(codes)
+    inside = np.zeros(len(codes) + 2, np.bool_)
+    np.not_equal(classes, _SPACE, out=inside[1:-1])
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
+    starts, stops = edges[0::2], edges[1::2]
     if not len(starts):
-        return np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.bool_)
-    values = table.values[codes] * table.powers[: len(codes)]
-    values *= inside[1:-1].view(np.uint8)  # whitespace counts nothing
-    sums = np.add.reduceat(values, starts) * table.inverses[starts]
-    lengths = stops - starts
-    with_letter = (np.bitwise_or.reduceat(classes, starts) & _LETTER) != 0
-    return mix(sums + lengths.astype(np.uint64) * _LENGTH), lengths, with_letter
+        return np.empty(0, np.uint64), starts, stops, classes
+    tables = _tables()
+    values = tables.values[codes]
+    values *= tables.powers[: len(codes)]
+    sums = np.add.reduceat(values, starts)  # whitespace after a word adds nothing: its value is 0
+    sums *= tables.inverses[starts]
+    return mix(sums + (stops - starts).astype(np.uint64) * _LENGTH), starts, stops, classes
+
+
+def _with_letter(starts: NDArray[np.int64], classes: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Whether words hold a letter, `(n,)`. What follows a word up to the next is whitespace, hence no letter."""
+    if not len(starts):
+        return np.empty(0, np.bool_)
+    found: NDArray[np.bool_] = (np.bitwise_or.reduceat(classes, starts) & _LETTER) != 0
+    return found

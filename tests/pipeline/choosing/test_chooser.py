@@ -1,0 +1,101 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.choosing.chooser import Choice, Chooser
+from pipeline.choosing.config import ChoosingConfig, fingerprints, problems, reasons
+from pipeline.choosing.contamination import Contamination
+from pipeline.choosing.evaluation_sets import build_index
+
+ANY = st.text(alphabet=st.characters(exclude_categories=()), max_size=300)
+LINES = st.lists(
+    st.sampled_from(["", " ", "\x00", "\ud800", "...", "# {", "3 likes", "The end.", "\r\n", "字", "a b " * 9])
+)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("everything")
+    (folder / "set.txt").write_text("one two three four five six seven eight nine ten eleven twelve thirteen\n")
+    contamination = Contamination(paths=[str(folder / "set.txt")], action="drop")
+    build_index(contamination, folder / "index")
+    sections = {name: {} for name in ("boilerplate", "c4", "gopher", "repetition")}
+    config = ChoosingConfig(**sections, language={"keep": ["en"], "min_score": 0.5}, contamination=contamination)
+    # The same without the rules that drop nearly everything, so that the later ones are reached.
+    late = ChoosingConfig(repetition={}, language={}, contamination=contamination)
+    return [Chooser(one, folder / "index") for one in (config, late)], config
+
+
+@settings(deadline=None)
+@given(st.one_of(ANY, LINES.map("\n".join), st.sampled_from("\n\x00\x1f a\ud800"), st.just("\n" * 1000)))
+def test_it_never_fails_and_its_reasons_are_the_announced(everything, text):
+    choosers, config = everything
+    for chooser in choosers:
+        choice = chooser.choose(text)
+        assert choice.reason is None or choice.reason in reasons(config)
+        assert choice.text == " ".join(choice.text.split())
+        assert choice == chooser.choose(text)
+        if choice.reason:
+            assert (choice.text, bool(choice.detail)) == (" ".join(text.split()), True)
+
+
+@given(ANY)
+def test_by_default_only_whitespace_changes(text):
+    assert Chooser(ChoosingConfig()).choose(text) == Choice(" ".join(text.split()), None, None, None)
+    untouched = Chooser(ChoosingConfig(normalise_whitespace=False))
+    assert untouched.choose(text) == Choice(text, None, None, None)
+
+
+def test_nothing_is_wrong_with_the_defaults_and_nothing_is_dropped():
+    assert problems(ChoosingConfig()) == []
+    assert reasons(ChoosingConfig()) == []
+
+
+def test_a_good_document_passes_everything(everything):
+    choosers, _ = everything
+    text = (
+        "The bridge that crossed the river had been closed since spring, and nobody knew when it would open.\n"
+        "Most of the people who lived on the other side had to take a boat with their bicycles to be at work in time.\n"
+        "In autumn the mayor promised, with a smile that few trusted, to have it finished before the first snow.\n"
+    )
+    for chooser in choosers:
+        assert chooser.choose(text) == Choice(" ".join(text.split()), None, "en", None)
+    planted = text + "He counted one two three four five six seven eight nine ten eleven twelve thirteen and stopped.\n"
+    assert choosers[0].choose(planted).reason == "contaminated"
+
+
+def test_all_problems_are_said_at_once():
+    config = ChoosingConfig(
+        c4={"bad_words": "/none"}, language={"keep": ["xx", "yy"]}, contamination={"paths": ["/none/at/all"]}
+    )
+    assert len(problems(config)) == 4
+
+
+def test_line_rules_see_the_lines_that_whitespace_loses():
+    chooser = Chooser(
+        ChoosingConfig(
+            gopher={
+                "max_bullet_lines": 0.5,
+                "min_words": 1,
+                "min_mean_word_characters": 1,
+                "min_words_with_letter": 0.5,
+            }
+        )
+    )
+    assert chooser.choose("- that\n- which\n- with").reason == "gopher_bullets"
+    assert chooser.choose("- that - which - with\nnone\nbe").reason is None
+
+
+def test_the_files_of_a_configuration_have_fingerprints(tmp_path):
+    (tmp_path / "words").write_text("gadzooks")
+    config = ChoosingConfig(
+        c4={"bad_words": str(tmp_path / "words")}, contamination={"paths": [str(tmp_path / "words")]}
+    )
+    build_index(config.contamination, tmp_path / "index")
+    first = fingerprints(config, tmp_path / "index")
+    assert set(first) == {"choosing.c4.bad_words", "choosing.contamination.paths"}
+    (tmp_path / "words").write_text("bodkins, one two three four five six seven eight")
+    assert fingerprints(config, tmp_path / "index")["choosing.c4.bad_words"] != first["choosing.c4.bad_words"]
+    build_index(config.contamination, tmp_path / "index")
+    assert not set(fingerprints(config, tmp_path / "index").values()) & set(first.values())
+    assert fingerprints(ChoosingConfig(), tmp_path / "index") == {}

@@ -1,0 +1,171 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.choosing import evaluation_sets
+from pipeline.choosing.chooser import Chooser
+from pipeline.choosing.config import ChoosingConfig, problems, reasons
+from pipeline.choosing.contamination import Contamination, ContaminationIndex
+from pipeline.choosing.evaluation_sets import build_index
+from pipeline.choosing.words import folded_words
+
+LONG = "The quick, brown fox -- they say -- jumps over the lazy dog's back; and then it isn't seen again!"
+SHORT = "What is the capital city of all Burgundy?"
+FILLER = "".join(
+    f"Sentence number {number} of this document says nothing about it, nor of {number * 7}. " for number in range(3000)
+)
+SENTEVAL = Path(__file__).resolve().parents[4] / "shared" / "data" / "senteval"
+
+
+@pytest.fixture
+def sets(tmp_path):
+    folder = tmp_path / "sets"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "long.txt").write_text(f"0\t{LONG}\ntoo short to matter\n", encoding="utf-8")
+    (folder / "sub" / "short.jsonl").write_text(json.dumps({"label": 1, "text": [SHORT]}) + "\n", encoding="utf-8")
+    (folder / "README.txt").write_text(
+        "This file explains what the other files of the folder are all about, at some length."
+    )
+    return folder
+
+
+def make(sets, tmp_path, **changes):
+    config = Contamination(paths=[str(sets)], **changes)
+    path = tmp_path / "index.arrow"
+    summary = build_index(config, path)
+    return Chooser(ChoosingConfig(contamination=config), path), summary
+
+
+@pytest.mark.parametrize("start", [0, 50_000, len(FILLER)])
+@pytest.mark.parametrize(
+    ("planted", "name", "example"),
+    [
+        (LONG.upper(), "sets/long.txt", "the quick brown fox they say jumps over the lazy dogs back and"),
+        (
+            "the WHAT is the\n capital-  city of; all Burgundy? No",
+            "sets/sub/short.jsonl",
+            " ".join(folded_words(SHORT)),
+        ),
+    ],
+)
+def test_planted_sentences_are_found_in_long_documents(sets, tmp_path, start, planted, name, example):
+    chooser, _ = make(sets, tmp_path, action="drop")
+    assert chooser.choose(FILLER).reason is None
+    choice = chooser.choose(f"{FILLER[:start]} {planted} {FILLER[start:]}")
+    assert choice.reason == "contaminated"
+    assert choice.detail.startswith(f"{name}: {example} (")
+
+
+def test_thirteen_words_match_and_twelve_do_not(sets, tmp_path):
+    chooser, summary = make(sets, tmp_path, action="drop")
+    assert summary.num_examples == {"sets/long.txt": 1, "sets/sub/short.jsonl": 1}
+    num_words = len(folded_words(LONG))
+    assert summary.num_entries == num_words - 13 + 1 + 1
+    words = LONG.replace("-- ", "").split()
+    assert len(words) == num_words
+    for start in range(num_words - 12):
+        assert chooser.choose(" ".join(words[start : start + 13])).reason == "contaminated"
+        assert chooser.choose(" ".join(["x", *words[start : start + 12], "y"])).reason is None
+    assert chooser.choose(SHORT[:-10]).reason is None
+
+
+def test_report_keeps_and_tells_and_matches_can_be_allowed(sets, tmp_path):
+    chooser, _ = make(sets, tmp_path)
+    text = f"a {SHORT} b {SHORT}"
+    assert chooser.choose(text).reason is None
+    assert chooser.choose(text).detail.endswith("burgundy (1 in all)")
+    assert chooser.choose(text).text == text
+    assert make(sets, tmp_path, max_matches=1)[0].choose(text).detail is None
+    assert make(sets, tmp_path, max_matches=1)[0].choose(text + LONG).detail.startswith("sets/sub/short.jsonl")
+    for action, expected in (("report", []), ("drop", ["contaminated"])):
+        rule = Contamination(paths=["x"], action=action)
+        assert reasons(ChoosingConfig(contamination=rule)) == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from("abcde"), min_size=0, max_size=60), st.integers(2, 6))
+def test_it_finds_what_a_search_through_all_ngrams_finds(tmp_path_factory, letters, ngram):
+    folder = tmp_path_factory.mktemp("sets")
+    examples = [["a", "b", "c", "d", "e", "a", "c"], ["b", "b"], ["c", "a", "d"], ["e"] * 4]
+    (folder / "all.txt").write_text("\n".join(" ".join(words) for words in examples))
+    config = Contamination(paths=[str(folder)], ngram=ngram, min_example_words=2)
+    build_index(config, folder / "index.arrow")
+    match = ContaminationIndex(folder / "index.arrow").find(" ".join(letters))
+    wanted = set()
+    for words in examples:
+        length = min(ngram, len(words))
+        wanted |= {tuple(words[place : place + length]) for place in range(len(words) - length + 1)}
+    there = {tuple(letters[i : i + n]) for n in range(2, ngram + 1) for i in range(len(letters) - n + 1)}
+    assert (match.num_ngrams if match else 0) == len(wanted & there)
+
+
+def test_formats(tmp_path):
+    sentence = "this is sentence number {} of the files that are read here"
+    files = {
+        "a.csv": 'id,text\n1,"' + sentence.format(1).replace("number", "number, or so,\n") + '"\n',
+        "b.csv": "main\t0.5\t" + sentence.format(2) + '\tan "unpaired quote\n',
+        "c.json": json.dumps([{"x": {"y": [sentence.format(3)]}}]),
+        "d.pos": sentence.format(4) + " caf\xe9\n",
+        "e.label": "DESC:manner " + sentence.format(5) + "\n",
+        "f.jsonl": "no json: " + sentence.format(6),
+    }
+    folder = tmp_path / "f"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content.encode("latin-1"))
+    (folder / "g.txt.gz").write_bytes(gzip.compress(sentence.format(7).encode()))
+    path = tmp_path / "index"
+    config = Contamination(paths=[str(folder)], ngram=8)
+    assert problems(ChoosingConfig(contamination=config)) == []
+    summary = build_index(config, path)
+    assert all(summary.num_examples.values())
+    index = ContaminationIndex(path)
+    names = [index.find(f"and {sentence.format(number)} too").name for number in range(2, 8)]
+    assert names == [f"f/{name}" for name in ("b.csv", "c.json", "d.pos", "e.label", "f.jsonl", "g.txt.gz")]
+    assert index.find("this is sentence number or so 1 of the files").name == "f/a.csv"
+
+
+def test_the_index_is_the_same_bytes_again_and_another_version_is_refused(sets, tmp_path, monkeypatch):
+    config = Contamination(paths=[str(sets)])
+    for name in ("one", "two"):
+        build_index(config, tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    monkeypatch.setattr(evaluation_sets, "SCHEMA_VERSION", "0")
+    build_index(config, tmp_path / "old")
+    with pytest.raises(ValueError, match="have it built again"):
+        ContaminationIndex(tmp_path / "old")
+    with pytest.raises(ValueError, match="give the index"):
+        Chooser(ChoosingConfig(contamination=config))
+
+
+def test_empty_sets_find_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    build_index(Contamination(paths=[str(tmp_path / "a.txt")]), tmp_path / "index")
+    assert ContaminationIndex(tmp_path / "index").find(FILLER) is None
+
+
+def test_paths_that_cannot_be_read_are_all_problems(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary.bin").write_bytes(b"PK\0\0")
+    (tmp_path / "broken.gz").write_bytes(b"no gzip")
+    given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz")]
+    found = problems(ChoosingConfig(contamination=Contamination(paths=given)))
+    for problem, said in zip(found, ("does not exist", "holds no file", "is no text", "cannot be read"), strict=True):
+        assert problem.startswith("choosing.contamination.paths: ")
+        assert said in problem
+
+
+@pytest.mark.skipif(not SENTEVAL.is_dir(), reason="SentEval's files are not beside the repository")
+def test_sentences_of_senteval_are_found_in_their_set(tmp_path):
+    config = Contamination(paths=[str(SENTEVAL / "downstream" / "MR")])
+    build_index(config, tmp_path / "index")
+    index = ContaminationIndex(tmp_path / "index")
+    assert index.find(FILLER) is None
+    lines = (SENTEVAL / "downstream" / "MR" / "rt-polarity.neg").read_bytes().decode("latin-1").splitlines()
+    long = [line for line in lines if len(folded_words(line)) >= 8]
+    assert len(long) > 4000
+    assert all(index.find(f"{FILLER[:200]} {line}\n {FILLER[:200]}") for line in long[::50])

@@ -1,0 +1,34 @@
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.choosing import whitespace
+from pipeline.choosing.whitespace import normalise
+
+SPACED = st.text(
+    alphabet=st.sampled_from(" \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u3000ab\x00é\u200b\U0001f600"), max_size=60
+)
+
+
+@given(st.one_of(st.text(), SPACED))
+def test_it_equals_the_simple_definition(text):
+    assert normalise(text) == " ".join(text.split())
+
+
+@given(SPACED, st.integers(1, 7))
+def test_it_equals_the_simple_definition_wherever_a_long_text_is_cut(text, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whitespace, "_PIECE_CHARACTERS", piece)
+        assert normalise(text) == " ".join(text.split())
+
+
+def test_a_text_of_several_pieces():
+    text = "  word\n\n" * 400_000 + "a" * 2_000_000 + "\u3000 end "
+    assert normalise(text) == " ".join(text.split())
+
+
+def test_every_whitespace_character_is_known():
+    known = {chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()}
+    assert known == {*whitespace._WHITESPACE, " "}
