@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 import pyarrow as pa
 
@@ -64,10 +63,14 @@ def rules_of(corpus: FilesCorpus | HubCorpus) -> Rules:
 
 def bare_suffix(name: str) -> str:
     """The suffix that tells the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
-    path = PurePosixPath(name)
-    if path.suffix.lower() in COMPRESSED_SUFFIXES:
-        return COMPRESSED_SUFFIXES[path.suffix.lower()] or PurePosixPath(path.stem).suffix.lower()
-    return path.suffix.lower()
+    stem, suffix = _split(name.rpartition("/")[2].lower())
+    return suffix if suffix not in COMPRESSED_SUFFIXES else COMPRESSED_SUFFIXES[suffix] or _split(stem)[1]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A file name before and from its last dot, without pathlib, which would be half the time of a small member."""
+    stem, _, ending = name.rpartition(".")
+    return (stem, f".{ending}") if stem else (name, "")
 
 
 def format_of(head: bytes, name: str, *, inside: bool) -> Format | None:

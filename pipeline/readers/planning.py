@@ -31,6 +31,7 @@ MAX_ARCHIVE_PARTS = 64
 """Every part of a compressed archive decompresses what lies before it."""
 _THREADS = 32
 _HEAD_BYTES = 4096
+_PEEKED_BYTES = 1 << 14
 
 Cut = tuple[list[Part], str | None]
 
@@ -156,12 +157,14 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     named = rules.format is not None or suffix in SUFFIXES or suffix in (TAR_SUFFIX, JSON_SUFFIX)
     if named and weight <= part_bytes:
         return whole, None
-    inner = decompressed(stream_of(opened, file.path), compression)
+    opened.seek(0)
+    beginning = ByteStream(opened.read, 0, _PEEKED_BYTES)
     try:
-        head = inner.peek(BLOCK_BYTES)
+        head = decompressed(beginning, compression, BLOCK_BYTES).peek(BLOCK_BYTES)
     except READ_ERRORS:
         return whole, None
     if is_tar(head) and weight > part_bytes:
+        inner = decompressed(stream_of(opened, file.path), compression)
         return _cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS), None
     nested = is_tar(head) or compression_of(head) is not None
     return (whole, None) if named or nested or format_of(head, file.source, inside=False) else ([], _unknown(file))

@@ -18,6 +18,7 @@ XZ_MEMORY_BYTES = 256 << 20
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
 """What reading damaged or vanished files raises: system and network, early ends, gzip, xz, Parquet/Arrow/zstd."""
 
+_COMPRESSED_BYTES = 1 << 16
 _MAGIC = (
     ("gz", b"\x1f\x8b\x08"),
     ("xz", b"\xfd7zXZ\x00"),
@@ -118,12 +119,12 @@ def compression_of(head: bytes) -> str | None:
     return "bz2" if head.startswith(b"BZh") and head[4:10] in _BZ2 else None
 
 
-def decompressed(source: ByteStream, compression: str) -> ByteStream:
+def decompressed(source: ByteStream, compression: str, chunk_bytes: int = CHUNK_BYTES) -> ByteStream:
     """The uncompressed stream. Several compressed streams one after the other are one, as for the tools themselves."""
     if compression == "zst":
         file = pa.CompressedInputStream(pa.PythonFile(as_file(source), mode="r"), "zstd")
-        return ByteStream(file.read)
-    return ByteStream(_Members(source, compression).read)
+        return ByteStream(file.read, 0, chunk_bytes)
+    return ByteStream(_Members(source, compression).read, 0, chunk_bytes)
 
 
 class _Members:
@@ -171,7 +172,7 @@ class _Members:
             return bytes(engine.decompress(b"", num_bytes))
         else:
             waiting = b""
-        compressed = waiting or self._source.read(CHUNK_BYTES // 4)
+        compressed = waiting or self._source.read(_COMPRESSED_BYTES)
         data = bytes(engine.decompress(compressed, num_bytes))
         if not compressed and not data and not engine.eof:
             raise EOFError(f"the {self._compression} data end early")
