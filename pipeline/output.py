@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from common.config import Strict
 from common.storage import write_text
+from pipeline.choosing.config import fingerprints
+from pipeline.choosing.evaluation_sets import INDEX
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
 from pipeline.duplicates.table import DUPLICATES
 from pipeline.estimate import ESTIMATE
@@ -17,7 +19,7 @@ from pipeline.manifest import MANIFEST, TOKENIZER
 from pipeline.progress import BEATS, PROGRESS
 from pipeline.rejected import REJECTED
 from pipeline.units import Unit, hash_unit
-from pipeline.worker import CANDIDATES, CONTAMINATION
+from pipeline.worker import CANDIDATES
 
 PLAN = "plan.json"
 
@@ -29,6 +31,8 @@ class Plan(Strict):
     config_hash: str
     units: dict[str, str]
     """Hash of each unit's inputs, by unit name."""
+    files: dict[str, str]
+    """Hash of other files that decide what is chosen, by setting."""
     sources: dict[str, str]
     """First source of each unit, by unit name: what to tell a person when inputs changed."""
 
@@ -39,6 +43,7 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit]) -> Plan:
         config=identity(config),
         config_hash=config_hash(config),
         units={unit.name: hash_unit(unit) for unit in units},
+        files=fingerprints(config.choosing),
         sources={unit.name: unit.parts[0].source for unit in units},
     )
 
@@ -60,7 +65,7 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("train-*.arrow"), *folder.glob("held-out-*.arrow")]:
         path.unlink()
-    for name in (MANIFEST, PROGRESS, PLAN, ESTIMATE, CONTAMINATION, DUPLICATES):
+    for name in (MANIFEST, PROGRESS, PLAN, ESTIMATE, INDEX, DUPLICATES):
         (folder / name).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
@@ -82,6 +87,9 @@ def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[st
     if other.config_hash != plan.config_hash:
         differing = "; ".join(differing_keys(config, other.config))
         return [f"{where} was made with other settings ({differing}); name another folder or delete this one"]
+    if other.files != plan.files:
+        changed = sorted(key for key in plan.files if plan.files[key] != other.files.get(key))
+        return [f"{where} was made with other contents of the files of {', '.join(changed)}; name another folder"]
     # Installed packages change under a developer's hands; finished documentation of the ones before stays good.
     if plan.units == other.units or (config.corpus.kind == "python_docs" and (folder / MANIFEST).exists()):
         return []

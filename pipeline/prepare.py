@@ -13,7 +13,7 @@ from common.config import ConfigError, expand, load_config, print_config
 from common.logs import get_logger, setup_logging
 from common.storage import write_aside, write_text
 from pipeline.choosing.config import problems as choosing_problems
-from pipeline.choosing.evaluation_sets import build_index
+from pipeline.choosing.evaluation_sets import INDEX, build_index
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
 from pipeline.estimate import Estimate, estimate, load_estimate
@@ -21,10 +21,11 @@ from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_m
 from pipeline.outcome import nothing_kept, summary, too_many_failed
 from pipeline.output import Plan, claim, discard, output_problems, plan_of
 from pipeline.sample import output_tokenizer
+from pipeline.shards import check_shards
 from pipeline.stages import run_stages
 from pipeline.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
 from pipeline.units import Unit, plan_units
-from pipeline.worker import CANDIDATES, CONTAMINATION
+from pipeline.worker import CANDIDATES
 
 
 def problems(config: PipelineConfig) -> list[str]:
@@ -43,7 +44,7 @@ def prepare(config: PipelineConfig) -> Manifest:
         ShardError: too large a share of the documents could not be read, or totals that do not close.
     """
     units, plan, found = _examine(config)
-    if found:
+    if found or plan is None:
         raise ConfigError("prepare", found)
     folder = expand(config.output).absolute()
     if (folder / MANIFEST).exists() and _is_finished(folder):
@@ -67,8 +68,8 @@ def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Pl
     """Claims the output folder and puts into it what every task needs: the tokenizer, the index of evaluation sets."""
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder, plan)
-    if config.choosing.contamination and not (folder / CONTAMINATION).exists():
-        with write_aside(folder / CONTAMINATION) as aside:
+    if config.choosing.contamination and not (folder / INDEX).exists():
+        with write_aside(folder / INDEX) as aside:
             build_index(config.choosing.contamination, aside)
     return output_tokenizer(config, folder, units)
 
@@ -80,20 +81,21 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
         ConfigError: problems of inputs, tokenizer or output folder.
     """
     units, plan, found = _examine(config)
-    if found:
+    if found or plan is None:
         raise ConfigError("prepare", found)
     folder = expand(config.output).absolute()
     return estimate(config, folder, units, set_up(config, folder, units, plan))
 
 
-def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan, list[str]]:
-    """Units, their plan, and every problem found on the way."""
+def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan | None, list[str]]:
+    """Units, their plan when the inputs can be read, and every problem found on the way."""
     units, found = plan_units(config.corpus, config.unit_mib)
-    folder = expand(config.output)
-    plan = plan_of(config, units)
-    if not found:  # missing inputs would show up as changed inputs once more
-        found += output_problems(folder, config, plan)
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
+    folder = expand(config.output)
+    plan = None
+    if not found:  # missing inputs would show up as changed inputs once more
+        plan = plan_of(config, units)
+        found += output_problems(folder, config, plan)
     if isinstance(config.tokenizer, PretrainedTokenizer) and not (folder / TOKENIZER).exists():
         try:
             load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
@@ -103,9 +105,8 @@ def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan, list[str]]:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether every shard of a manifest is there in full size."""
-    shards = load_manifest(folder).shards
-    return all((folder / s.name).is_file() and (folder / s.name).stat().st_size == s.num_bytes for s in shards)
+    """Whether every file of a manifest is there in full size."""
+    return not check_shards(folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

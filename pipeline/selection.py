@@ -25,12 +25,6 @@ from pipeline.worker import CANDIDATES
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
 
 
-def select_unit(row: dict[str, str], folder: str, config: PipelineConfig, tokenizer: TokenizerInfo) -> dict[str, str]:
-    """The function Ray Data maps over units: `{"unit": JSON}` in, `{"sidecar": JSON}` out."""
-    unit = Unit.model_validate_json(row["unit"])
-    return {"sidecar": write_selected(unit, Path(folder), config, tokenizer).model_dump_json()}
-
-
 def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo) -> Sidecar:
     """Writes one unit from its candidates and the list of duplicates. Needs neither the corpus nor a tokenizer's work.
 

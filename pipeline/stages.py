@@ -4,12 +4,12 @@ Without duplicates to be removed there is one: units are read and written. With 
 written as candidates, copies are found over all units, units are written again without them.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import ray
-from ray.exceptions import RayTaskError
 
 from common.logs import get_logger
 from common.storage import fsync_path
@@ -17,76 +17,91 @@ from pipeline.config import PipelineConfig
 from pipeline.duplicates.keys import KeysError
 from pipeline.duplicates.search import find_duplicates
 from pipeline.duplicates.table import DUPLICATES
+from pipeline.encoder import EngineName
 from pipeline.manifest import ShardError, Sidecar
 from pipeline.progress import Progress
 from pipeline.sample import output_engine
-from pipeline.selection import select_unit
+from pipeline.selection import write_selected
 from pipeline.session import start_ray
 from pipeline.tokenization import TokenizerInfo
 from pipeline.unit_writer import finished_sidecar
 from pipeline.units import Unit, largest_first
-from pipeline.worker import prepare_unit, stage_folder
+from pipeline.worker import stage_folder, write_unit
 
-Task = Callable[..., dict[str, str]]
+Stage = Literal["prepare", "select"]
 
 
 def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> list[Sidecar]:
-    """Does what is missing in the output folder; returns the sidecars of all units in plan order."""
-    arguments = {"folder": str(folder), "config": config, "tokenizer": tokenizer}
-    stage = stage_folder(folder, config)
-    if stage != folder:
-        # Once the copies are known, only units whose own files are missing are read again.
-        known = (folder / DUPLICATES).exists()
-        missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
-        _run("prepare", prepare_unit, missing if known else units, stage, folder, config, arguments)
-        if not known:
-            try:
-                found = find_duplicates(stage, [unit.name for unit in units], config.duplicates, config.session)
-            except (KeysError, RayTaskError) as error:
-                raise _in_words("duplicates", folder, error) from error
-            found.replace(folder / DUPLICATES)
-            fsync_path(folder)
-        return _run("select", select_unit, units, folder, folder, config, arguments)
-    return _run("prepare", prepare_unit, units, folder, folder, config, arguments)
+    """Does what is missing in the output folder; returns the sidecars of all units in plan order.
+
+    Raises:
+        ConfigError: tokenizer.engine asks for one that does not give the same ids.
+        ShardError: a task failed on what it read or where it wrote.
+    """
+    if not config.duplicates.enabled:
+        return _run("prepare", config, folder, units, tokenizer)
+    # Once the copies are known, only units whose own files are missing are read again.
+    known = (folder / DUPLICATES).exists()
+    missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
+    _run("prepare", config, folder, missing if known else units, tokenizer)
+    if not known:
+        try:
+            candidates = stage_folder(folder, config)
+            found = find_duplicates(candidates, [unit.name for unit in units], config.duplicates, config.session)
+        except (KeysError, OSError) as error:
+            raise _stopped("duplicates", folder, error) from error
+        found.replace(folder / DUPLICATES)
+        fsync_path(folder)
+    return _run("select", config, folder, units, tokenizer)
 
 
 def _run(
-    name: str,
-    task: Task,
-    units: Sequence[Unit],
-    stage: Path,
-    folder: Path,
-    config: PipelineConfig,
-    arguments: dict[str, Any],
+    stage: Stage, config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo
 ) -> list[Sidecar]:
-    """Sidecars of the units in order: the finished ones in `stage` as they are, the others through Ray Data."""
-    found = [finished_sidecar(unit, stage, config) for unit in units]
+    """Sidecars of the units in order: the finished ones as they are, the others through Ray Data."""
+    target = stage_folder(folder, config) if stage == "prepare" else folder
+    found = [finished_sidecar(unit, target, config) for unit in units]
     done = [sidecar for sidecar in found if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
     todo = largest_first([unit for unit, sidecar in zip(units, found, strict=True) if sidecar is None])
     if done:
-        get_logger().info("%s: %d of %d units are finished already", name, len(done), len(units))
+        get_logger().info("%s: %d of %d units are finished already", stage, len(done), len(units))
     if todo:
-        if task is prepare_unit:
-            arguments = arguments | {"engine": output_engine(config, folder, units)}
+        engine = output_engine(config, folder, units) if stage == "prepare" else "tokenizers"
         start_ray(config.session.num_cpus, config.session.address)
         # One block a unit: a task that dies is retried alone. The order in which they end does not matter.
         rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
-        results = rows.map(task, fn_kwargs=arguments, num_cpus=1)
-        with Progress(folder, name, sum(unit.num_bytes for unit in units), done) as progress:
-            try:
-                for row in results.iter_rows():
-                    sidecar = Sidecar.model_validate_json(row["sidecar"])
-                    sidecars[sidecar.unit] = sidecar
-                    progress.add(sidecar)
-            except RayTaskError as error:
-                raise _in_words(name, folder, error) from error
+        arguments = {"stage": stage, "folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": engine}
+        results = rows.map(work_on, fn_kwargs=arguments, num_cpus=1)
+        with Progress(folder, stage, sum(unit.num_bytes for unit in units), done) as progress:
+            for row in results.iter_rows():
+                if row["problem"]:
+                    raise _stopped(stage, folder, row["problem"])
+                sidecar = Sidecar.model_validate_json(row["sidecar"])
+                sidecars[sidecar.unit] = sidecar
+                progress.add(sidecar)
     return [sidecars[unit.name] for unit in units]
 
 
-def _in_words(name: str, folder: Path, error: Exception) -> Exception:
-    """What stopped a stage, for people; an error that is no one's disk and no one's data stays as it is."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if not isinstance(cause, OSError | ShardError | KeysError):
-        return error
-    return ShardError(f"{name}: {cause}. What is finished in {folder} stays; the same command continues")
+def work_on(
+    row: dict[str, str], stage: Stage, folder: str, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
+) -> dict[str, str]:
+    """The function Ray Data maps over units: `{"unit": JSON}` in, `{"sidecar": JSON, "problem": words}` out.
+
+    A full disk or a damaged file is an answer: raised here, it would reach people as a traceback of Ray's.
+    """
+    # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    unit = Unit.model_validate_json(row["unit"])
+    try:
+        if stage == "prepare":
+            sidecar = write_unit(unit, Path(folder), config, tokenizer, engine)
+        else:
+            sidecar = write_selected(unit, Path(folder), config, tokenizer)
+    except (OSError, ShardError) as error:
+        return {"sidecar": "", "problem": f"unit {unit.name}: {error}"}
+    return {"sidecar": sidecar.model_dump_json(), "problem": ""}
+
+
+def _stopped(stage: str, folder: Path, problem: object) -> ShardError:
+    return ShardError(f"{stage}: {problem}. What is finished in {folder} stays; the same command continues")

@@ -1,6 +1,5 @@
 """What one task does: read a unit, choose, tokenize, write; candidates only, where duplicates are to be removed."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from common import seeding
 from pipeline.choosing.chooser import Chooser
 from pipeline.choosing.config import ChoosingConfig
+from pipeline.choosing.evaluation_sets import INDEX
 from pipeline.config import PipelineConfig
 from pipeline.corpus import Failure, document_id
 from pipeline.duplicates.config import DuplicatesConfig
@@ -27,8 +27,6 @@ from pipeline.tokenization import TokenizerInfo
 from pipeline.unit_writer import UnitWriter
 from pipeline.units import Unit, read_unit
 
-CONTAMINATION = "contamination.arrow"
-"""Index of the evaluation sets, in the output folder."""
 CANDIDATES = "candidates"
 """Folder in the output folder for what units leave while duplicates are still to be found."""
 _BATCH_DOCUMENTS = 256
@@ -41,16 +39,6 @@ class Judged:
 
     entry: Entry
     text: str
-
-
-def prepare_unit(
-    row: dict[str, str], folder: str, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
-) -> dict[str, str]:
-    """The function Ray Data maps over units: `{"unit": JSON}` in, `{"sidecar": JSON}` out."""
-    # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    unit = Unit.model_validate_json(row["unit"])
-    return {"sidecar": write_unit(unit, Path(folder), config, tokenizer, engine).model_dump_json()}
 
 
 def stage_folder(folder: Path, config: PipelineConfig) -> Path:
@@ -115,7 +103,7 @@ def judged_documents(
 ) -> Iterator[tuple[Judged, np.ndarray | None]]:
     """Every record with its fate, in order; the tokens `(num_tokens,)` of those that are kept, None for the others."""
     encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
-    chooser = _chooser(config.choosing.model_dump_json(), str(folder / CONTAMINATION))
+    chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
     for batch in _batches(_judge(record, chooser) for record in records):
         rows = iter(encoder.encode([judged.text for judged in batch if not judged.entry.fate]))
         for judged in batch:

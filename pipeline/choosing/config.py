@@ -1,13 +1,11 @@
 """Configuration of cleaning and choosing: the `choosing` section of `prepare`. What is null is off."""
 
-from pathlib import Path
-
 from common.config import Strict, expand
 from common.storage import hash_file
 from pipeline.choosing.boilerplate import Boilerplate
 from pipeline.choosing.c4 import C4Rules, c4_problems, c4_reasons
 from pipeline.choosing.contamination import Contamination
-from pipeline.choosing.evaluation_sets import contamination_problems
+from pipeline.choosing.evaluation_sets import contamination_problems, hash_sets
 from pipeline.choosing.gopher import GopherQuality, quality_reasons
 from pipeline.choosing.language import LanguageRule, language_problems, language_reasons
 from pipeline.choosing.repetition import GopherRepetition, repetition_reasons
@@ -57,14 +55,15 @@ def reasons(config: ChoosingConfig) -> list[str]:
     return found
 
 
-def fingerprints(config: ChoosingConfig, contamination_index: Path | None = None) -> dict[str, str]:
+def fingerprints(config: ChoosingConfig) -> dict[str, str]:
     """SHA-256 of the files that decide what is chosen, by setting: with the settings they make runs comparable.
 
     Raises:
         OSError: a file cannot be read (`problems` says so before).
     """
-    files: dict[str, Path | None] = {
-        "choosing.c4.bad_words": expand(config.c4.bad_words) if config.c4 and config.c4.bad_words else None,
-        "choosing.contamination.paths": contamination_index if config.contamination else None,
-    }
-    return {setting: hash_file(path) for setting, path in files.items() if path is not None}
+    found = {}
+    if config.c4 and config.c4.bad_words:
+        found["choosing.c4.bad_words"] = hash_file(expand(config.c4.bad_words))
+    if config.contamination:
+        found["choosing.contamination.paths"] = hash_sets(config.contamination)
+    return found

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.config import Strict, expand
-from common.storage import write_aside
+from common.storage import hash_file, hash_json, write_aside
 from pipeline.choosing.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
 from pipeline.choosing.words import folded_words, hash_folded
 
@@ -99,6 +99,12 @@ def build_index(config: Contamination, path: Path) -> IndexSummary:
     with write_aside(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     return IndexSummary(num_examples=examples, num_entries=len(entries))
+
+
+def hash_sets(config: Contamination) -> str:
+    """SHA-256 of the names and contents of the evaluation sets."""
+    files = (found for entry in config.paths for found in _files(expand(entry)))
+    return hash_json([[name, hash_file(path)] for path, name in files])
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:

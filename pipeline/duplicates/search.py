@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -11,6 +12,7 @@ from common.storage import hash_json, write_aside
 from pipeline.duplicates.clusters import decide
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.documents import Documents, Numbering, number
+from pipeline.duplicates.keys import KeysError
 from pipeline.duplicates.pairs import Pairs, bucket_pairs, join
 from pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
 from pipeline.session import SessionConfig, start_ray
@@ -58,8 +60,9 @@ def find_duplicates(
         start_ray(session.num_cpus, session.address)
         rows = ray.data.from_items([{"bucket": bucket} for bucket in todo], override_num_blocks=len(todo))
         arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "stamp": stamp}
-        for _ in rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows():
-            pass
+        for done in rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows():
+            if done["problem"]:
+                raise KeysError(f"bucket {done['bucket']}: {done['problem']}")
     pairs = _read_all([pairs_path(folder, bucket) for bucket in range(num_buckets)])
     write_duplicates(result, decide(pairs), Documents(numbering), stamp)
     return result
@@ -72,9 +75,17 @@ def pairs_path(folder: Path, bucket: int) -> Path:
 
 def search_bucket(
     row: dict[str, int], numbering: Numbering, config: DuplicatesConfig, num_buckets: int, stamp: str
-) -> dict[str, int]:
-    """The function Ray Data maps over buckets: writes the bucket's pairs and says how many there are."""
+) -> dict[str, Any]:
+    """The function Ray Data maps over buckets: writes the bucket's pairs, or says in words why it cannot."""
     bucket = int(row["bucket"])
+    try:
+        _write_pairs(bucket, numbering, config, num_buckets, stamp)
+    except (OSError, KeysError) as error:
+        return {"bucket": bucket, "problem": str(error)}
+    return {"bucket": bucket, "problem": ""}
+
+
+def _write_pairs(bucket: int, numbering: Numbering, config: DuplicatesConfig, num_buckets: int, stamp: str) -> None:
     pairs = bucket_pairs(Documents(numbering), config, bucket, num_buckets)
     batch = pa.record_batch(
         {
@@ -87,7 +98,6 @@ def search_bucket(
     path = pairs_path(numbering.folder, bucket)
     with write_aside(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
         stream.write_batch(batch)
-    return {"bucket": bucket, "num_pairs": len(pairs)}
 
 
 def _read_all(paths: Sequence[Path]) -> Pairs:

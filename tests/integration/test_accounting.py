@@ -14,29 +14,10 @@ from pipeline.session import start_ray
 from pipeline.shards import ShardSet, load_manifest
 
 pytestmark = pytest.mark.ray
-WORDS = [
-    "the",
-    "span",
-    "of",
-    "a",
-    "document",
-    "is",
-    "encoded",
-    "and",
-    "the",
-    "mean",
-    "of",
-    "its",
-    "tokens",
-    "is",
-    "pulled",
-    "to",
-    "an",
-    "anchor",
-    "that",
-    "lies",
-    "nearby",
-]
+WORDS = (
+    *("the", "span", "of", "a", "document", "is", "encoded", "and", "mean", "its", "tokens", "pulled", "to", "an"),
+    *("anchor", "that", "lies", "nearby", "so", "we", "learn"),
+)
 
 
 def text(number: int, count: int = 120) -> str:
@@ -169,7 +150,8 @@ def test_rejected_documents_are_there_with_text_and_reason(finished):
     assert found["near_duplicate"].split().count("changed") == 3
 
 
-def test_the_final_report_scores_the_estimate(finished, prepared, capsys):
+@pytest.mark.usefixtures("finished")
+def test_the_final_report_scores_the_estimate(prepared, capsys):
     assert main([str(prepared / "config.yaml")]) == 0
     summary, score = capsys.readouterr().out.splitlines()
     assert "40 documents read, 35 kept" in summary

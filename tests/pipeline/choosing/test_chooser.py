@@ -92,10 +92,10 @@ def test_the_files_of_a_configuration_have_fingerprints(tmp_path):
         c4={"bad_words": str(tmp_path / "words")}, contamination={"paths": [str(tmp_path / "words")]}
     )
     build_index(config.contamination, tmp_path / "index")
-    first = fingerprints(config, tmp_path / "index")
+    first = fingerprints(config)
     assert set(first) == {"choosing.c4.bad_words", "choosing.contamination.paths"}
     (tmp_path / "words").write_text("bodkins, one two three four five six seven eight")
-    assert fingerprints(config, tmp_path / "index")["choosing.c4.bad_words"] != first["choosing.c4.bad_words"]
+    assert fingerprints(config)["choosing.c4.bad_words"] != first["choosing.c4.bad_words"]
     build_index(config.contamination, tmp_path / "index")
-    assert not set(fingerprints(config, tmp_path / "index").values()) & set(first.values())
-    assert fingerprints(ChoosingConfig(), tmp_path / "index") == {}
+    assert not set(fingerprints(config).values()) & set(first.values())
+    assert fingerprints(ChoosingConfig()) == {}
