@@ -45,10 +45,12 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
     library.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
     prefix, workers = settings["prefix"], settings["workers"]
+    options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    options["verbose"] = False  # about texts longer than a model's positions
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         texts = [prefix + text if (text := " ".join(raw.split())) else "" for raw in batch["text"]]
-        ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        ids = tokenizer(texts, **options)["input_ids"]
         return {"input_ids": ids, "num_tokens": [len(row) for row in ids]}
 
     _wait()
