@@ -15,8 +15,8 @@ from pipeline.shards import ShardSet, load_manifest
 
 pytestmark = pytest.mark.ray
 WORDS = (
-    *("the", "span", "of", "a", "document", "is", "encoded", "and", "mean", "its", "tokens", "pulled", "to", "an"),
-    *("anchor", "that", "lies", "nearby", "so", "we", "learn"),
+    *("the", "span", "of", "a", "document", "is", "encoded", "and", "the", "mean", "of", "its", "tokens", "is"),
+    *("pulled", "to", "an", "anchor", "that", "lies", "nearby"),
 )
 
 
