@@ -23,7 +23,7 @@ from pipeline.readers.streams import (
     compression_of,
     decompressed,
 )
-from pipeline.readers.tables import column_problem
+from pipeline.readers.tables import TABLE_ERRORS, column_problem
 
 COMPRESSION_RATIO = 3
 """English text is about three times its compressed size: units are cut by the work in them."""
@@ -206,11 +206,11 @@ def _cut_parquet(file: Input, opened: BinaryIO, text_field: str, part_bytes: int
         with pq.ParquetFile(opened) as table:
             metadata = table.metadata
             problem = column_problem(table.schema_arrow, text_field)
-    except READ_ERRORS:
+            paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+    except TABLE_ERRORS:
         return [_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)], None
     if problem:
         return [], f"corpus.text_field = {text_field!r}: {file.path}: {problem}"
-    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     column = paths.index(text_field)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     weights = [max(0, group.column(column).total_uncompressed_size) for group in groups]
@@ -224,7 +224,7 @@ def _cut_arrow(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) 
         reader = pa.ipc.open_file(opened)
         problem = column_problem(reader.schema, text_field)
         count = reader.num_record_batches
-    except READ_ERRORS:
+    except TABLE_ERRORS:
         return [_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)], None
     if problem:
         return [], f"corpus.text_field = {text_field!r}: {file.path}: {problem}"

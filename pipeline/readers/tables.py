@@ -11,6 +11,9 @@ from pipeline.readers.lines import unreadable
 from pipeline.readers.pieces import documents
 from pipeline.readers.streams import READ_ERRORS
 
+TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)
+"""The last where the name of a column is damaged."""
+
 _BATCH_BYTES = 16 * MIB
 _MAX_ROWS = 1024
 
@@ -47,11 +50,12 @@ def read_parquet(
                 yield Failure(reason="no_text_field", source=source, offset=0, message=problem)
                 return
             groups = range(metadata.num_row_groups) if groups is None else groups
-            first = sum(metadata.row_group(group).num_rows for group in range(groups.start))
-            rows.total = sum(metadata.row_group(group).num_rows for group in groups)
+            # Damaged numbers of rows can be negative.
+            sizes = [max(0, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
+            first = sum(sizes[: groups.start])
+            rows.total = sum(sizes[groups.start : groups.stop])
             for group in groups:
-                num_rows = metadata.row_group(group).num_rows
-                mean = max(1, metadata.row_group(group).total_byte_size // max(1, num_rows))
+                mean = max(1, metadata.row_group(group).total_byte_size // max(1, sizes[group]))
                 batch_rows = int(min(_MAX_ROWS, max(1, _BATCH_BYTES // mean)))
                 row = first
                 try:
@@ -59,11 +63,11 @@ def read_parquet(
                         yield from column_records(batch.column(0), source, row, max_bytes)
                         row += batch.num_rows
                         rows.done += batch.num_rows
-                except READ_ERRORS as error:
+                except TABLE_ERRORS as error:
                     message = f"{error} (the rest of row group {group} of {source} is lost)"
                     yield Failure(reason="unreadable", source=source, offset=row, message=message)
-                first += num_rows
-    except READ_ERRORS as error:
+                first += sizes[group]
+    except TABLE_ERRORS as error:
         yield unreadable(error, source, 0)
 
 
@@ -84,7 +88,7 @@ def read_arrow_batches(
             yield from column_records(batch.column(text_field), source, row, max_bytes)
             row += batch.num_rows
             rows.done += 1
-    except READ_ERRORS as error:
+    except TABLE_ERRORS as error:
         yield unreadable(error, source, row)
 
 
@@ -99,7 +103,7 @@ def read_arrow_stream(file: Any, source: str, text_field: str, max_bytes: int) -
             for batch in reader:
                 yield from column_records(batch.column(text_field), source, row, max_bytes)
                 row += batch.num_rows
-    except READ_ERRORS as error:
+    except TABLE_ERRORS as error:
         yield unreadable(error, source, row)
 
 

@@ -102,3 +102,16 @@ def test_a_damaged_row_group_is_lost_alone(tmp_path):
         assert [record.text for record in before] == texts[:10]
         assert (failure.reason, failure.offset) == ("unreadable", 10)
         assert [record.text for record in read_all(files(path), unit_mib)[11:]] == texts[20:]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_column_whose_name_is_damaged_is_a_failure(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    table = pa.table({"textual": ["a"], "text": ["b"]})
+    if suffix == "parquet":
+        pq.write_table(table, path, store_schema=False)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    path.write_bytes(path.read_bytes().replace(b"textual", b"t\xff\xfetual"[:7]))
+    assert [record.reason for record in read_all(files(path))] == ["unreadable"]
