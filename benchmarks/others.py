@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.corpus import normalise
+from pipeline.choosing.whitespace import normalise
 from pipeline.encoder import Encoder, EngineName
 
 _READY, _FIGURES = "declutr ready", "declutr figures: "

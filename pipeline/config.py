@@ -7,7 +7,7 @@ from pydantic import Field
 from common.config import Strict, flat_keys
 from common.storage import hash_json
 from pipeline.choosing.config import ChoosingConfig
-from pipeline.corpus import FilesCorpus
+from pipeline.corpus import FilesCorpus, HubCorpus
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.pydocs import PythonDocs
 from pipeline.session import SessionConfig
@@ -23,7 +23,7 @@ class PipelineConfig(Strict):
 
     output: str
     """Folder of the shards; made when missing."""
-    corpus: Annotated[FilesCorpus | PythonDocs, Field(discriminator="kind")]
+    corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
     tokenizer: TokenizerConfig
     geometry: Geometry = Geometry()
     short_documents: ShortDocuments = "drop"

@@ -102,11 +102,6 @@ class Input:
     """Found in a folder or by a glob, where files of no known format are passed over."""
 
 
-def normalise(text: str) -> str:
-    """The text with whitespace collapsed to single spaces and stripped at both ends. Case is kept."""
-    return " ".join(text.split())
-
-
 def document_id(normalised: bytes) -> bytes:
     """16 bytes that name a document: a hash of its normalised text in UTF-8, so that equal texts have equal names."""
     return hashlib.blake2b(normalised, digest_size=ID_BYTES).digest()

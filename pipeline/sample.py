@@ -7,8 +7,9 @@ from typing import Any
 
 from common.logs import get_logger
 from common.storage import folder_aside
+from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
-from pipeline.corpus import Document, normalise
+from pipeline.corpus import Document
 from pipeline.encoder import EngineName
 from pipeline.engine import choose_engine
 from pipeline.manifest import TOKENIZER

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpus import Document, Failure, FilesCorpus, document_id, normalise
+from pipeline.choosing.whitespace import normalise
+from pipeline.corpus import Document, Failure, FilesCorpus, document_id
 from pipeline.readers.files import rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipeline.corpus import document_id, normalise
+from pipeline.choosing.whitespace import normalise
+from pipeline.corpus import document_id
 from pipeline.duplicates.documents import Documents, number
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.pairs import bucket_pairs
