@@ -49,7 +49,7 @@ golden: setup ## compare with the released code's figures alone
 lock: setup ## pin the dependencies anew (torch stays out: see TORCH)
 	$(BIN)/python -m pip install --quiet pip-tools
 	$(BIN)/pip-compile --quiet --extra dev --constraint constraints.txt --generate-hashes --strip-extras \
-	  --unsafe-package torch --unsafe-package setuptools --no-emit-index-url --no-emit-find-links \
+	  --unsafe-package torch --no-emit-index-url --no-emit-find-links \
 	  --output-file requirements.lock pyproject.toml
 
 clean: ## what demo and tests made; the environment stays
