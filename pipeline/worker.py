@@ -105,23 +105,25 @@ def judged_documents(
     encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
     chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
     for batch in _batches(_judge(record, chooser) for record in records):
-        rows = iter(encoder.encode([judged.text for judged in batch if not judged.entry.fate]))
+        going = [judged for judged in batch if not judged.entry.fate]
+        rows = iter(encoder.encode([judged.text for judged in going]))
+        splits = iter(splits_of([judged.entry.id or b"" for judged in going], config))
         for judged in batch:
             if judged.entry.fate:
                 yield judged, None
                 continue
-            tokens = next(rows)
+            tokens, split = next(rows), next(splits)
             reason = drop_reason(len(tokens), config.geometry, config.short_documents)
-            fate = reason or split_of(judged.entry.id or b"", config)
+            fate = reason or split
             entry = replace(judged.entry, num_tokens=len(tokens), fate=fate)
             yield Judged(entry, judged.text), None if reason else tokens
 
 
-def split_of(identity: bytes, config: PipelineConfig) -> Split:
-    """Which split a document belongs to: a draw keyed by its id, so that equal texts never straddle the splits."""
-    key = np.array([int.from_bytes(identity[:8], "little")], dtype=np.uint64)
-    drawn = seeding.unit(seeding.words(config.seed, "held-out", key, np.zeros_like(key), 1))[0, 0]
-    return "held-out" if drawn < config.held_out_share else "train"
+def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split]:
+    """Which split documents belong to: draws keyed by their ids, so that equal texts never straddle the splits."""
+    keys = np.array([int.from_bytes(identity[:8], "little") for identity in identities], dtype=np.uint64)
+    drawn = seeding.unit(seeding.words(config.seed, "held-out", keys, np.zeros_like(keys), 1))[:, 0]
+    return ["held-out" if held_out else "train" for held_out in (drawn < config.held_out_share).tolist()]
 
 
 def _judge(record: Record, chooser: Chooser) -> Judged:

@@ -55,7 +55,9 @@ def find_duplicates(
     todo = [bucket for bucket in range(num_buckets) if stamp_of(pairs_path(folder, bucket)) != stamp]
     if len(todo) < num_buckets:
         get_logger().info("%d of %d buckets are searched already", num_buckets - len(todo), num_buckets)
-    if todo:
+    if num_buckets == 1 and todo:  # starting tasks would take longer than the search
+        _write_pairs(0, numbering, config, num_buckets, stamp)
+    elif todo:
         session = session or SessionConfig()
         start_ray(session.num_cpus, session.address)
         rows = ray.data.from_items([{"bucket": bucket} for bucket in todo], override_num_blocks=len(todo))

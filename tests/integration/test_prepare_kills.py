@@ -1,4 +1,7 @@
-"""Twenty kills at random points, of workers and of the driver: shards as of the run that nobody disturbed."""
+"""Kills at random points, of workers and of the driver: shards as of the run that nobody disturbed.
+
+DECLUTR_KILLS=20 for many of them; the figure in docs/reliability.md is from such a run.
+"""
 
 import json
 import os
@@ -16,18 +19,20 @@ from common.storage import hash_file
 from pipeline.manifest import load_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
-DRIVER_KILLS, WORKER_KILLS = 5, 15
+KILLS = int(os.environ.get("DECLUTR_KILLS", "8"))
+DRIVER_KILLS = max(2, KILLS // 4)
+WORKER_KILLS = KILLS - DRIVER_KILLS
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """About 12 MB, every tenth document a copy, every thirtieth a near copy of the one before."""
+    """About 5 MB, every tenth document a copy, every thirtieth a near copy of the one before."""
     folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(5000)]
     texts: list[str] = []
-    for number in range(4000):
+    for number in range(1600):
         if number % 10 == 9:
             texts.append(texts[-5])
         elif number % 30 == 18:
@@ -51,7 +56,7 @@ def start(folder: Path, corpus: Path, num_cpus: int) -> subprocess.Popen:
         "geometry": {"num_anchors": 1, "max_tokens": 64},
         "duplicates": {"near": {}},
         "write_rejected": True,
-        "unit_mib": 0.3,
+        "unit_mib": 0.15,
     }
     folder.mkdir(exist_ok=True)
     path = folder / "config.yaml"
@@ -124,7 +129,7 @@ def test_kills_of_workers_change_nothing(corpus, tmp_path, undisturbed):
 def test_kills_of_the_driver_change_nothing_whatever_the_number_of_workers(corpus, tmp_path, undisturbed):
     draw = random.Random(2)
     for kill in range(DRIVER_KILLS):
-        driver = start(tmp_path, corpus, num_cpus=(1, 2, 4)[kill % 3])
+        driver = start(tmp_path, corpus, num_cpus=(1, 4, 2)[kill % 3])
         deadline = time.monotonic() + 120
         while not busy_workers(driver.pid):
             assert driver.poll() is None, "finished before it could be killed"

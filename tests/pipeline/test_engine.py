@@ -121,14 +121,19 @@ def test_ranks_and_pairs_do_differ_where_a_token_is_out_of_reach(folder, tmp_pat
     assert "of a text that begins 'a qxz'" in found
 
 
+def test_the_installed_tables_of_unicode_agree():
+    assert engine.disagreement_of_patterns() is None
+
+
 def test_another_table_of_unicode_is_seen(folder, monkeypatch):
     for name in ("_SINGLE_SPACES", "_ANY_SPACES"):
         monkeypatch.setattr(bytelevel, name, getattr(bytelevel, name).replace(r"\p{N}", r"\p{Nd}"))
-    engine._disagreement_of_patterns.cache_clear()
+    monkeypatch.setattr(engine, "_AGREEING", set())
+    engine.disagreement_of_patterns.cache_clear()
     try:
         choice = choose_engine(folder, "auto")
     finally:
-        engine._disagreement_of_patterns.cache_clear()
+        engine.disagreement_of_patterns.cache_clear()
     assert choice.engine == "tokenizers"
     assert "U+00B2" in choice.reason
 

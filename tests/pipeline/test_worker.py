@@ -9,7 +9,7 @@ from pipeline.manifest import build_manifest
 from pipeline.shards import ShardSet
 from pipeline.unit_writer import finished_sidecar
 from pipeline.units import plan_units
-from pipeline.worker import split_of, write_unit
+from pipeline.worker import splits_of, write_unit
 
 
 @pytest.fixture
@@ -78,14 +78,16 @@ def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_confi
 
 def test_the_split_is_by_content_and_of_the_asked_size(make_config, tmp_path):
     config = make_config(tmp_path, held_out_share=0.2)
-    splits = [split_of(document_id(b"%d" % number), config) for number in range(5000)]
+    ids = [document_id(b"%d" % number) for number in range(5000)]
+    splits = splits_of(ids, config)
     assert 0.18 < splits.count("held-out") / 5000 < 0.22
-    assert splits == [split_of(document_id(b"%d" % number), config) for number in range(5000)]
+    assert splits == [split for identity in ids for split in splits_of([identity], config)]
+    assert splits_of([], config) == []
     assert set(splits) != {"held-out"}
     other = make_config(tmp_path, held_out_share=0.2, seed=1)
-    assert splits != [split_of(document_id(b"%d" % number), other) for number in range(5000)]
+    assert splits != splits_of(ids, other)
     none = make_config(tmp_path, held_out_share=0)
-    assert {split_of(document_id(b"%d" % number), none) for number in range(100)} == {"train"}
+    assert set(splits_of(ids, none)) == {"train"}
 
 
 def test_shards_can_be_read_as_they_were_written(corpus, make_config, output, tokenizer):
