@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import ray
+from ray.exceptions import WorkerCrashedError
 
 from common.logs import get_logger
 from common.storage import fsync_path
@@ -28,6 +29,8 @@ from pipeline.unit_writer import finished_sidecar
 from pipeline.units import Unit, largest_first
 from pipeline.worker import stage_folder, write_unit
 
+_ATTEMPTS = 10
+"""How often a unit is begun anew when its worker dies. An input that crashes a library would do so for ever."""
 Stage = Literal["prepare", "select"]
 
 
@@ -72,14 +75,18 @@ def _run(
         # One block a unit: a task that dies is retried alone. The order in which they end does not matter.
         rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
         arguments = {"stage": stage, "folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": engine}
-        results = rows.map(work_on, fn_kwargs=arguments, num_cpus=1)
+        results = rows.map(work_on, fn_kwargs=arguments, num_cpus=1, max_retries=_ATTEMPTS)
         with Progress(folder, stage, sum(unit.num_bytes for unit in units), done) as progress:
-            for row in results.iter_rows():
-                if row["problem"]:
-                    raise _stopped(stage, folder, row["problem"])
-                sidecar = Sidecar.model_validate_json(row["sidecar"])
-                sidecars[sidecar.unit] = sidecar
-                progress.add(sidecar)
+            try:
+                for row in results.iter_rows():
+                    if row["problem"]:
+                        raise _stopped(stage, folder, row["problem"])
+                    sidecar = Sidecar.model_validate_json(row["sidecar"])
+                    sidecars[sidecar.unit] = sidecar
+                    progress.add(sidecar)
+            except WorkerCrashedError as error:
+                left = [unit for unit in todo if unit.name not in sidecars]
+                raise _stopped(stage, folder, _crashed(left)) from error
     return [sidecars[unit.name] for unit in units]
 
 
@@ -101,6 +108,14 @@ def work_on(
     except (OSError, ShardError) as error:
         return {"sidecar": "", "problem": f"unit {unit.name}: {error}"}
     return {"sidecar": sidecar.model_dump_json(), "problem": ""}
+
+
+def _crashed(left: Sequence[Unit]) -> str:
+    named = ", ".join(f"{unit.name} ({unit.parts[0].source} ...)" for unit in left[:3])
+    return (
+        f"workers died {_ATTEMPTS + 1} times on one unit, one of the {len(left)} that are left: {named}. Memory may "
+        "be short (take fewer session.num_cpus), or an input crashes a library"
+    )
 
 
 def _stopped(stage: str, folder: Path, problem: object) -> ShardError:

@@ -155,13 +155,14 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
     """
     load_encoder(path, encoder)
     stored = load_file(path / _OPTIMIZER)
+    fused = bool(optimizer.defaults.get("fused"))
     for name, parameter in encoder.named_parameters():
         prefix = f"{name}:"
         moments = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
         if moments:
             optimizer.state[parameter] = {
-                # torch keeps AdamW's step counter on the CPU
-                key: value if key == "step" else part_for(value, parameter)
+                # AdamW keeps its step counter on the CPU, but beside the parameter when it is fused
+                key: (value.to(parameter.device) if fused else value) if key == "step" else part_for(value, parameter)
                 for key, value in moments.items()
             }
     device = next(encoder.parameters()).device
