@@ -110,6 +110,7 @@ def write_giant(path: Path, kind: str, mib: int) -> None:
 
 MEASURE = """
 import resource, sys
+from pathlib import Path
 from pipeline.corpus import Document, FilesCorpus
 from pipeline.units import plan_units, read_unit
 path, fixed = sys.argv[1:]
@@ -117,7 +118,12 @@ corpus = FilesCorpus(kind="files", paths=[path], format=fixed)
 units, problems = plan_units(corpus, 1e6)
 records = [(isinstance(r, Document), len(r.text.encode())) for unit in units for r in read_unit(unit, corpus)]
 assert not problems and all(good for good, _ in records)
-print(len(records), sum(size for _, size in records), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+status = Path("/proc/self/status")
+if status.exists():  # Linux: ru_maxrss remembers the process that started this one, too
+    peak_kib = int(status.read_text().partition("VmHWM:")[2].split()[0])
+else:
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+print(len(records), sum(size for _, size in records), peak_kib // 1024)
 """
 
 
