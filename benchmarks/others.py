@@ -13,15 +13,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from pipeline.bytelevel import ByteLevelBPE, parse
 from pipeline.choosing.whitespace import normalise
 from pipeline.encoder import Encoder, EngineName
 
 _READY, _FIGURES = "declutr ready", "declutr figures: "
 _BATCH = 256
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -64,16 +69,24 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit(settings: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizing engine alone on this process's share of the texts, which are in memory."""
+    """The tokenizing engine alone on this process's share of the texts, which are in memory.
+
+    Ours, which chooses its pattern by the text; or, with `stock`, tiktoken with GPT-2's pattern as its users call it.
+    """
     share, workers = settings["share"], settings["workers"]
     texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
     engine: EngineName = settings["engine"]
     encoder = Encoder.load(Path(settings["tokenizer"]), engine)
-    encoder.encode(texts[:_BATCH])
+    encode: Callable[[list[str]], Any] = encoder.encode
+    if settings["stock"]:
+        plain = ByteLevelBPE(parse(Tokenizer.from_file(str(Path(settings["tokenizer"]) / "tokenizer.json"))))
+        encode = plain.engine(GPT2_PATTERN).encode_ordinary_batch
+        encode = partial(encode, num_threads=1)
+    encode(texts[:_BATCH])
     _wait()
     begun = time.perf_counter()
     for start in range(0, len(texts), _BATCH):
-        encoder.encode(texts[start : start + _BATCH])
+        encode(texts[start : start + _BATCH])
     return {"seconds": time.perf_counter() - begun}
 
 

@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--corpus", metavar="GLOB", help="compressed JSONL with the key text")
     options.add_argument("--tokenizer", metavar="FOLDER", help="a saved tokenizer")
     options.add_argument("--engine", choices=("auto", "tiktoken", "tokenizers"), default="auto")
+    options.add_argument("--copies", type=int, default=1, help="times the corpus is taken, each document made another")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--workers", type=int, default=2, help="processes of each side")
     options.add_argument("--max-tokens", type=int, default=512, help="longest span; documents hold four times that")
@@ -64,10 +65,10 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     start_ray(given.workers)
     settings = {"paths": paths, "tokenizer": tokenizer, "workers": given.workers, "min_tokens": 4 * given.max_tokens}
     choice = choose_engine(Path(tokenizer), given.engine)
-    settings |= {"engine": choice.engine, "prefix": Encoder.load(Path(tokenizer)).prefix}
+    settings |= {"stock": False, "engine": choice.engine, "prefix": Encoder.load(Path(tokenizer)).prefix}
     manifest = ours(given, settings, work / "warm-up")[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / MIB
-    rates: dict[str, list[float]] = {name: [] for name in ("warm", "cold", "datasets", "limit")}
+    rates: dict[str, list[float]] = {name: [] for name in ("warm", "cold", "datasets", "limit", "tiktoken")}
     peaks = []
     for number in range(given.rounds):
         where = work / f"round-{number}"
@@ -76,6 +77,8 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         peaks.append(memory.peak_mib)
         rates["cold"].append(mib / command(given, settings, where / "cold"))
         rates["limit"].append(mib / engine_alone(settings, where / "limit"))
+        if choice.engine == "tiktoken":
+            rates["tiktoken"].append(mib / engine_alone(settings | {"stock": True}, where / "limit"))
         if find_spec("datasets"):
             found = others.run("datasets", [settings], where / "datasets")[0]
             if (found["documents"], found["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
@@ -96,6 +99,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "peak_rss_mib": max((peak for peak in peaks if peak is not None), default=None),
         "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
         "share_of_limit_rounds": _ratio(rates["warm"], rates["limit"]),
+        "share_of_tiktoken": _ratio(rates["warm"], rates["tiktoken"]),
         "with_ray_start": {
             "mib_per_s": _median(rates["cold"]),
             "ratio_vs_datasets": _ratio(rates["cold"], rates["datasets"]),
@@ -120,6 +124,9 @@ def inputs(given: argparse.Namespace, work: Path) -> tuple[list[str], str, str]:
     kind = "files given" if given.corpus else "shared corpora"
     if not paths:
         kind, paths = "documentation of the installed packages", _demo_corpus(work / "corpus")
+    if given.copies > 1:
+        paths = _copies(paths, given.copies, work / "copies")
+        kind += f", {given.copies} times, each document with the number of its copy"
     real = _SHARED / "tokenizers" / "roberta-base"
     if given.tokenizer or real.is_dir():
         tokenizer = load_tokenizer(given.tokenizer or str(real))
@@ -142,6 +149,19 @@ def _demo_corpus(folder: Path) -> list[str]:
                 texts = (record_.text for record_ in read_unit(unit, corpus) if isinstance(record_, Document))
                 stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
     return paths
+
+
+def _copies(paths: list[str], count: int, folder: Path) -> list[str]:
+    """The corpus several times, each time with other documents, so that none of them is a duplicate."""
+    folder.mkdir()
+    made = []
+    for copy in range(count):
+        for path in paths:
+            made.append(str(folder / f"{copy}-{Path(path).name}"))
+            with gzip.open(path, "rt", encoding="utf-8") as lines, gzip.open(made[-1], "wt", 1, "utf-8") as stream:
+                for line in lines:
+                    stream.write(json.dumps({"text": f"{json.loads(line)['text']} {copy}"}) + "\n")
+    return made
 
 
 def _config(given: argparse.Namespace, settings: dict[str, Any], output: Path) -> dict[str, Any]:

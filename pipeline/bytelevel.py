@@ -75,7 +75,7 @@ class ByteLevelBPE:
         self._ids = np.array([vocab[token] for token in tokens], np.uint32)
         to_byte = {letter: byte for byte, letter in enumerate(letters)}
         self._ranks = {bytes(map(to_byte.__getitem__, token)): rank for rank, token in enumerate(tokens)}
-        self._single_spaces = self._engine(_SINGLE_SPACES)
+        self._single_spaces = self.engine(_SINGLE_SPACES)
         self._any_spaces: tiktoken.Encoding | None = None
 
     def encode(self, text: str) -> NDArray[np.uint32] | None:
@@ -85,12 +85,13 @@ class ByteLevelBPE:
         elif _LONG_SPACES.search(text):
             return None
         else:
-            self._any_spaces = self._any_spaces or self._engine(_ANY_SPACES)
+            self._any_spaces = self._any_spaces or self.engine(_ANY_SPACES)
             engine = self._any_spaces
         ranks = engine.encode_ordinary(text)
         return self._ids.take(np.array(ranks, np.intp))
 
-    def _engine(self, pattern: str) -> tiktoken.Encoding:
+    def engine(self, pattern: str) -> tiktoken.Encoding:
+        """Tiktoken on this vocabulary; its ids are ranks."""
         return tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={})
 
 

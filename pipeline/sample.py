@@ -23,7 +23,7 @@ from pipeline.tokenization import (
 from pipeline.units import MIB, Unit, read_unit
 
 _SAMPLED_UNITS = 256
-_COMPARED_MIB = 1.0
+_COMPARED_MIB = 0.5
 """Text of the corpus on which tokenizing engines are compared."""
 
 

@@ -7,7 +7,7 @@ written as candidates, copies are found over all units, units are written again 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import WorkerCrashedError
@@ -75,7 +75,7 @@ def _run(
         # One block a unit: a task that dies is retried alone. The order in which they end does not matter.
         rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
         arguments = {"stage": stage, "folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": engine}
-        results = rows.map(work_on, fn_kwargs=arguments, num_cpus=1, max_retries=_ATTEMPTS)
+        results = rows.map(work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=_remote_arguments)
         with Progress(folder, stage, sum(unit.num_bytes for unit in units), done) as progress:
             try:
                 for row in results.iter_rows():
@@ -108,6 +108,10 @@ def work_on(
     except (OSError, ShardError) as error:
         return {"sidecar": "", "problem": f"unit {unit.name}: {error}"}
     return {"sidecar": sidecar.model_dump_json(), "problem": ""}
+
+
+def _remote_arguments() -> dict[str, Any]:
+    return {"max_retries": _ATTEMPTS}
 
 
 def _crashed(left: Sequence[Unit]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -66,13 +67,13 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     Raises:
         ConfigError: there is none of that name, or it has no fast version.
     """
-    # Imported where it is used: it takes seconds, and the tasks that tokenize need only `tokenizers`.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     path = expand(name)
     where = str(path) if path.is_dir() else name
+    files = sorted(path.iterdir()) if path.is_dir() else []
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        tokenizer = _loaded(where, trust_remote_code, tuple(file.stat().st_mtime_ns for file in files))
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         problem = f"tokenizer.name = {name!r} is neither a folder with a tokenizer nor reachable on the hub: {first}"
@@ -80,6 +81,15 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} has no fast version, which this needs"])
     return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _loaded(where: str, trust_remote_code: bool, stamps: tuple[int, ...]) -> Any:  # noqa: ARG001
+    """One tokenizer at a time, because a run asks for the same several times; `stamps` are the times of its files."""
+    # Imported where it is used: it takes seconds, and the tasks that tokenize need only `tokenizers`.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
