@@ -29,17 +29,20 @@ class Encoder:
     Args:
         backend: the tokenizer; this encoder's own from now on.
         engine: what applies it; tiktoken only where `pipeline.engine.choose_engine` found that ids are the same.
+        parsed: `parse` of the tokenizer, where that is at hand.
 
     Attributes:
         prefix: what stands before every text that is not empty.
     """
 
-    def __init__(self, backend: Tokenizer, engine: EngineName = "tokenizers") -> None:
+    def __init__(
+        self, backend: Tokenizer, engine: EngineName = "tokenizers", parsed: dict[str, Any] | None = None
+    ) -> None:
         self._backend = backend
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
-        parsed = parse(backend)
+        parsed = parse(backend) if parsed is None else parsed
         self.prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
         # GPT-2's pattern never matches across a space between two words, except that a match may begin with it: a text
         # cut before such a space gives the same pieces. That holds only if nothing else looks across the cut.

@@ -63,11 +63,12 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
     if setting == "tokenizers":
         return EngineChoice(engine="tokenizers", reason="tokenizer.engine = 'tokenizers'")
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    reason = obstacle(backend, parse(backend))
+    parsed = parse(backend)
+    reason = obstacle(backend, parsed)
     if reason is None and (version("tiktoken"), version("tokenizers")) not in _AGREEING:
         reason = disagreement_of_patterns()
     if reason is None:
-        reference, fast = Encoder.load(folder), Encoder.load(folder, "tiktoken")
+        reference, fast = Encoder(backend, parsed=parsed), Encoder(backend, "tiktoken", parsed)
         reason = disagreement(reference, fast, difficult_texts(backend)) or disagreement(reference, fast, sample)
     if reason is None:
         return EngineChoice(engine="tiktoken", reason="gives the ids of `tokenizers` on every text that was tried")
