@@ -13,7 +13,7 @@ from pipeline.corpus import END, Document, Failure, Record
 from pipeline.readers.pieces import Buffer, character_start, cut, decode
 from pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, ByteStream
 
-MAX_HELD_BYTES = 1 << 30
+MAX_HELD_BYTES = 1 << 29
 """What must be in memory whole (a line of JSON, a Parquet file in an archive) may be this long."""
 
 _BOM = b"\xef\xbb\xbf"
