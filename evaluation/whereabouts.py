@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.describe import DescribeError, span_lines
-from pipeline.ledger import LEDGERS, Entry, find_entries, ledger_entries
+from evaluation.report.examples import entries_at
+from pipeline.duplicates.table import removed
+from pipeline.ledger import find_entries
 from pipeline.manifest import SPLITS, load_manifest
+from pipeline.selection import REASONS
 from pipeline.shards import ShardSet
 from trainer.spans import SpanConfig
 
@@ -43,7 +46,10 @@ def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch:
             yield f"  language: {entry.language}"
         if entry.fate not in SPLITS:
             yield f"  {'dropped' if entry.id else 'failed'}: {entry.fate}{f' ({entry.detail})' if entry.detail else ''}"
-            yield from _kept_copy(folder, entry)
+            if entry.fate in REASONS.values():
+                copy = removed(folder, unit)[ordinal]
+                (kept,) = entries_at(folder, [(int(copy.kept_unit), copy.kept_ordinal)]).values()
+                yield f"  the copy that is kept: {copy.kept_id.hex()}, {kept.source} at {kept.offset}"
             continue
         shard = f"{entry.fate}-{unit}.arrow"
         starts = np.cumsum([0, *(other.num_documents for other in manifest.of_split(entry.fate))])
@@ -60,14 +66,3 @@ def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch:
             f"{folder}: no document answers to {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
             "SOURCE:OFFSET as the ledger has them"
         )
-
-
-def _kept_copy(folder: Path, entry: Entry) -> Iterator[str]:
-    """Where the copy is that was kept instead, when `detail` names one."""
-    place = (entry.detail or "").split(" ")[0].partition(":")
-    if "duplicate" not in entry.fate or not place[2].isdigit():
-        return
-    for ordinal, other in enumerate(ledger_entries(folder / LEDGERS / f"{place[0]}.arrow")):
-        if ordinal == int(place[2]):
-            yield f"  the copy that is kept: {other.id.hex() if other.id else '?'}, {other.source} at {other.offset}"
-            return

@@ -17,7 +17,7 @@ Rows stand in reading order; a document's row number is its ordinal in the unit.
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -132,7 +132,7 @@ def ledger_batches(path: Path) -> Iterator[pa.RecordBatch]:
 def ledger_entries(path: Path) -> Iterator[Entry]:
     """Rows of one ledger in reading order."""
     for batch in ledger_batches(path):
-        yield from map(_entry, batch.to_pylist())
+        yield from (Entry(**row) for row in batch.to_pylist())
 
 
 def find_entries(folder: Path, wanted: str) -> Iterator[tuple[str, int, Entry]]:
@@ -156,7 +156,7 @@ def find_entries(folder: Path, wanted: str) -> Iterator[tuple[str, int, Entry]]:
                 named = pc.starts_with(batch.column("id").cast(pa.binary()), pattern=prefix)
                 found = pc.or_(found, pc.fill_null(named, fill_value=False))
             for index in np.flatnonzero(found.to_numpy(zero_copy_only=False)).tolist():
-                yield path.stem, ordinal + index, _entry(batch.slice(index, 1).to_pylist()[0])
+                yield path.stem, ordinal + index, Entry(**batch.slice(index, 1).to_pylist()[0])
             ordinal += batch.num_rows
 
 
@@ -168,7 +168,3 @@ def _hex_prefix(wanted: str) -> bytes | None:
         return bytes.fromhex(wanted)
     except ValueError:
         return None
-
-
-def _entry(row: dict[str, Any]) -> Entry:
-    return Entry(*(row[column.name] for column in fields(Entry)))

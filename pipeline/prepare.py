@@ -47,7 +47,7 @@ def prepare(config: PipelineConfig) -> Manifest:
     if found or plan is None:
         raise ConfigError("prepare", found)
     folder = expand(config.output).absolute()
-    if (folder / MANIFEST).exists() and _is_finished(folder):
+    if (folder / MANIFEST).exists() and not check_shards(folder):
         get_logger().info("%s is prepared already", folder)
         return load_manifest(folder)
     tokenizer = set_up(config, folder, units, plan)
@@ -102,11 +102,6 @@ def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan | None, list[str]
         except ConfigError as error:
             found += error.problems
     return units, plan, found
-
-
-def _is_finished(folder: Path) -> bool:
-    """Whether every file of a manifest is there in full size."""
-    return not check_shards(folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,18 +27,13 @@ _COMPARED_MIB = 0.5
 """Text of the corpus on which tokenizing engines are compared."""
 
 
-def sample_units(units: Sequence[Unit], seed: int, limit: int) -> list[Unit]:
-    """At most `limit` units, chosen by a hash of seed and name, the smallest first."""
-    chosen = sorted(units, key=lambda unit: hashlib.blake2b(f"{seed}/{unit.name}".encode()).digest())[:limit]
-    return sorted(chosen, key=lambda unit: (unit.num_bytes, unit.name))
-
-
 def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: float) -> Iterator[str]:
     """Normalised texts from the beginning of each unit (of 256 units chosen by hash, when there are more).
 
     What one unit has too little of is taken from the ones after it, so that the sample is full when the corpus is.
     """
-    chosen = sample_units(units, config.seed, _SAMPLED_UNITS)
+    chosen = sorted(units, key=lambda unit: hashlib.blake2b(f"{config.seed}/{unit.name}".encode()).digest())
+    chosen = sorted(chosen[:_SAMPLED_UNITS], key=lambda unit: (unit.num_bytes, unit.name))
     left = sample_mib * MIB
     for index, unit in enumerate(chosen):
         share = left / (len(chosen) - index)

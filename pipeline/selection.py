@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pipeline.config import PipelineConfig
 from pipeline.duplicates.table import removed
 from pipeline.ledger import LEDGERS, ledger_entries
-from pipeline.manifest import SPLITS, Sidecar
+from pipeline.manifest import SPLITS, TOKENIZER, Sidecar
 from pipeline.rejected import REJECTED
 from pipeline.tokenization import TokenizerInfo
 from pipeline.unit_writer import UnitWriter
@@ -43,7 +43,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
     for split in SPLITS:
         tokens[split] = _tokens(candidates / f"{split}-{unit.name}.arrow")
     texts = _rejected_texts(candidates, unit.name) if config.write_rejected else None
-    decoder = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")) if config.write_rejected else None
+    decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json")) if config.write_rejected else None
     writer = UnitWriter(folder, unit, config, tokenizer)
     with writer:
         for ordinal, entry in enumerate(ledger_entries(candidates / LEDGERS / f"{unit.name}.arrow")):

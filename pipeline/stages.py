@@ -43,11 +43,12 @@ def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], toke
     """
     if not config.duplicates.enabled:
         return _run("prepare", config, folder, units, tokenizer)
-    # Once the copies are known, only units whose own files are missing are read again.
-    known = (folder / DUPLICATES).exists()
-    missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
-    _run("prepare", config, folder, missing if known else units, tokenizer)
-    if not known:
+    if (folder / DUPLICATES).exists():
+        # Once the copies are known, only units whose own files are missing are read again.
+        missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
+        _run("prepare", config, folder, missing, tokenizer)
+    else:
+        _run("prepare", config, folder, units, tokenizer)
         try:
             candidates = stage_folder(folder, config)
             found = find_duplicates(candidates, [unit.name for unit in units], config.duplicates, config.session)
