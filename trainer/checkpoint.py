@@ -21,7 +21,7 @@ from trainer.sharding import part_for, whole
 from trainer.state import RunState
 
 _NAME = re.compile(r"step-(\d{8})")
-_ENCODER, _OPTIMIZER, _OBJECTIVE, _STATE = (
+ENCODER, _OPTIMIZER, OBJECTIVE, _STATE = (
     "encoder.safetensors",
     "optimizer.safetensors",
     "objective.safetensors",
@@ -50,9 +50,9 @@ def collect(
         keep: False: take part in the gathering, but answer nothing.
     """
     files: dict[str, Mapping[str, Tensor]] = {
-        _ENCODER: dict(encoder.named_parameters()),
+        ENCODER: dict(encoder.named_parameters()),
         _OPTIMIZER: _moments(encoder, optimizer),
-        _OBJECTIVE: objective.state_dict(),
+        OBJECTIVE: objective.state_dict(),
     }
     return {file: _tensors(named, keep) for file, named in files.items()}
 
@@ -130,6 +130,12 @@ def find_best(folder: Path, score: str, verify: bool = True) -> tuple[Path, RunS
     return best
 
 
+def write_objective(path: Path, objective: Declutr) -> str:
+    """Replaces the objective's state in a checkpoint that is being made; returns the file's checksum."""
+    save_file(_tensors(objective.state_dict(), keep=True), path / OBJECTIVE)
+    return hash_file(path / OBJECTIVE)
+
+
 def prune(folder: Path, keep: Iterable[Path]) -> None:
     """Deletes every checkpoint folder that is not to be kept, and what killed writers left behind."""
     kept = set(keep)
@@ -144,7 +150,7 @@ def load_encoder(path: Path, encoder: nn.Module) -> None:
     Raises:
         CheckpointError: names or shapes differ.
     """
-    _copy(load_file(path / _ENCODER), dict(encoder.named_parameters()), path)
+    _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
 
 
 def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Declutr) -> None:
@@ -166,7 +172,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
                 for key, value in moments.items()
             }
     device = next(encoder.parameters()).device
-    objective.load_state_dict({name: value.to(device) for name, value in load_file(path / _OBJECTIVE).items()})
+    objective.load_state_dict({name: value.to(device) for name, value in load_file(path / OBJECTIVE).items()})
 
 
 def _moments(encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

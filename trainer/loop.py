@@ -1,12 +1,16 @@
 """The page each worker runs: resume, then batch, step, log, validate, save."""
 
 import dataclasses
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
 import ray.train.torch
 import torch
+from ray.util import get_current_placement_group
 
 from common.config import expand
 from common.logs import get_logger, setup_logging
@@ -14,20 +18,23 @@ from common.storage import hash_json
 from pipeline.manifest import Manifest
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.board import Board
 from trainer.config import TrainConfig
 from trainer.feed import Vocabulary
 from trainer.flops import gpu_name, peak_flops
-from trainer.gather import World
 from trainer.metrics import MetricsWriter, Window
 from trainer.microbatch import Microbatch, MicrobatchError
+from trainer.notice import Ear
 from trainer.parts import build_encoder, build_feed, build_stepper, held_out_validator, load_tokenizer, total_steps
 from trainer.plan import Plan
+from trainer.pulse import Pulse, WatchedWorld
 from trainer.state import RunState
 from trainer.step import NonFiniteLossError, Stepper
 from trainer.stream import Ahead, batches, rank_plan
 from trainer.validation import Validator, score_pairs
 
 CHECKPOINTS = "checkpoints"
+STOP = 2  # what ranks agree on after each step
 
 
 def data_hash(manifest: Manifest) -> str:
@@ -41,20 +48,33 @@ def data_hash(manifest: Manifest) -> str:
     )
 
 
-def train_loop(settings: dict[str, Any]) -> str | None:
+def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, again after each failure.
 
     Args:
-        settings: `config`, the TrainConfig as JSON.
+        settings: `config`, the TrainConfig as JSON; `board`, the name of the driver's board.
 
     Returns:
-        None at the end of the run; else why it cannot go on. What would fail again is returned rather than raised, or
-        Ray Train would start the workers again `max_failures` times; every rank sees it alike, so none is left waiting.
+        None at the end of the run; else `given_up`, why it cannot go on, or `stopped`, the notice it was stopped by,
+        with `step`, which is saved. What would fail again is returned rather than raised, so that nobody tries again;
+        every rank sees it alike, so none is left waiting.
     """
     config = TrainConfig.model_validate(settings["config"])
     context = ray.train.get_context()
-    world = World(context.get_world_rank(), context.get_world_size())
-    setup_logging(f"worker {world.rank}/{world.size}")
+    group = get_current_placement_group()
+    pulse = Pulse(
+        context.get_world_rank(),
+        context.get_world_size(),
+        group.id.hex() if group else "",
+        ray.get_runtime_context().get_node_id(),
+    )
+    setup_logging(f"worker {pulse.rank}/{pulse.size}")
+    with Ear(Board(settings["board"]), pulse) as ear:
+        return _train(config, pulse, ear.notice)
+
+
+def _train(config: TrainConfig, pulse: Pulse, notice: Callable[[], str | None]) -> dict[str, Any] | None:
+    world = WatchedWorld(pulse.rank, pulse.size, pulse)
     device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
@@ -66,11 +86,11 @@ def train_loop(settings: dict[str, Any]) -> str | None:
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
     stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
+    worker = Worker(config, run, shards, stepper, plan, vocabulary, device, pulse, notice)
     try:
-        Worker(config, run, shards, stepper, plan, vocabulary, device).run_to_end()
+        return worker.run_to_end()
     except (NonFiniteLossError, MicrobatchError) as error:
-        return str(error)
-    return None
+        return {"given_up": str(error)}
 
 
 @dataclasses.dataclass
@@ -84,11 +104,13 @@ class Worker:
     plan: Plan
     vocabulary: Vocabulary
     device: torch.device
+    pulse: Pulse
+    notice: Callable[[], str | None]
 
-    def run_to_end(self) -> None:
-        """Resumes, trains, validates and saves until the last step."""
-        config, stepper, world = self.config, self.stepper, self.stepper.world
-        done = self.resume()
+    def run_to_end(self) -> dict[str, Any] | None:
+        """Resumes, trains, validates and saves until the last step, or until a notice to any rank."""
+        config, stepper, world, pulse = self.config, self.stepper, self.stepper.world, self.pulse
+        done = pulse.step = self.resume()
         validator = None
         if config.validation.every_steps:
             validator = held_out_validator(config, stepper.encoder, self.vocabulary, world, self.device)
@@ -102,7 +124,10 @@ class Worker:
         peak = peak_flops(gpu_name(self.device), half=config.precision == "bf16")
         peak = None if peak is None else peak * world.size
         window = Window()
+        pulse.turn("data")
         for step, batch in enumerate(ahead, start=done + 1):
+            begun = time.monotonic()
+            pulse.turn("forward")
             measured = stepper.step(batch, step)
             if metrics:
                 rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
@@ -112,11 +137,18 @@ class Worker:
             scores = {}
             if validator is not None and (last or step % config.validation.every_steps == 0):
                 scores = self.score(validator, metrics, step)
-            if last or step % config.checkpoint.every_steps == 0:
+            pulse.finished(step, time.monotonic() - begun)
+            heard = self.notice()
+            stop = not last and world.largest(STOP if heard else 0) == STOP
+            if last or stop or step % config.checkpoint.every_steps == 0:
                 self.save(step, scores)
+            if stop:
+                return {"stopped": heard or "a notice to another worker", "step": step}
             window = Window()
         if metrics:
             metrics.close()
+        pulse.turn("ended")
+        return None
 
     def resume(self) -> int:
         """Loads the newest whole checkpoint, if any; returns the steps done."""
@@ -134,7 +166,8 @@ class Worker:
         Raises:
             NonFiniteLossError: on every rank alike.
         """
-        anchors, positives = validator.embed(self.stepper.encoder)
+        with self.pulse.doing("validating"):
+            anchors, positives = validator.embed(self.stepper.encoder)
         if not (anchors.isfinite().all() and positives.isfinite().all()):
             raise NonFiniteLossError(
                 f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
@@ -147,6 +180,10 @@ class Worker:
 
     def save(self, step: int, scores: dict[str, float]) -> None:
         """Rank 0 writes the checkpoint, all report it, and what need not be kept is deleted."""
+        with self.pulse.doing("saving"):
+            self._save(step, scores)
+
+    def _save(self, step: int, scores: dict[str, float]) -> None:
         folder = self.run / CHECKPOINTS
         saved = None
         stepper = self.stepper

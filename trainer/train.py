@@ -4,40 +4,31 @@ Checks everything that can be checked, builds the TorchTrainer, watches it, expo
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Ray reads these when it starts: reports are otherwise answered every 2 s only, and each costs as much.
-os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-
-import ray
-import ray.train
-from ray.train.torch import TorchConfig, TorchTrainer
-
 from common.config import ConfigError, expand, load_config, print_config
 from common.logs import get_logger, setup_logging
 from common.storage import read_json, write_json, write_text
-from pipeline.session import start_ray
 from pipeline.shards import ShardError, ShardSet
 from trainer import checkpoint
 from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
 from trainer.export import export
-from trainer.loop import CHECKPOINTS, train_loop
+from trainer.fork import fork
+from trainer.lock import RunLock, RunLockedError
+from trainer.loop import CHECKPOINTS
 from trainer.metrics import read_metrics
 from trainer.parts import total_steps
 from trainer.plan import Plan
 from trainer.progress import ProgressBar
+from trainer.signals import Signals
+from trainer.supervisor import RunStoppedError, Supervisor, TrainingFailedError
 
 SUMMARY = "summary.json"
-
-
-class TrainingFailedError(RuntimeError):
-    """The run stopped before its last step; what was saved is kept, the same command continues."""
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -48,11 +39,18 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: with every problem found before Ray starts.
-        TrainingFailedError: the workers failed more often than `scaling.max_failures`, or a loss is not finite.
+        TrainingFailedError: the run cannot go on, with the workers' reason.
+        RunStoppedError: SIGTERM or SIGINT came; what was done is saved.
+        RunLockedError: another command works on the run folder.
     """
     refuse(problems(config))
     run = expand(config.run).absolute()
     run.mkdir(parents=True, exist_ok=True)
+    with Signals() as signals, RunLock(run, lambda: signals.ask("the loss of the run's lock to another command")):
+        return _train(config, run, signals)
+
+
+def _train(config: TrainConfig, run: Path, signals: Signals) -> dict[str, Any]:
     write_text(run / "config.yaml", print_config(config))
     write_json(run / DECISIVE, config.decisive())
     shards = ShardSet(expand(config.data), "train")
@@ -65,8 +63,11 @@ def train(config: TrainConfig) -> dict[str, Any]:
         )
     if latest is None or latest[1].step < steps:
         begun = time.monotonic()
-        fit(config, run, steps)
-        _add_seconds(run, time.monotonic() - begun)
+        try:
+            with ProgressBar(run, steps):
+                Supervisor(located(config), run, steps, signals).run_to_end()
+        finally:
+            _add_seconds(run, time.monotonic() - begun)
     folder = export(config, run)
     validations = [line for line in read_metrics(run) if line["kind"] == "validation"]
     summary = {
@@ -79,49 +80,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
     }
     write_json(run / SUMMARY, summary)
     return summary
-
-
-def fit(config: TrainConfig, run: Path, steps: int) -> None:
-    """Runs the worker group until the last step.
-
-    Raises:
-        TrainingFailedError: with the workers' own error.
-    """
-    scaling = config.scaling
-    # A worker and the tasks that read for it must all find a CPU, or they wait for each other without a word.
-    needed = scaling.workers * scaling.cpus_per_worker + scaling.storage_threads
-    start_ray(max(needed, os.cpu_count() or 1), scaling.address)
-    resources = ray.cluster_resources()
-    if resources.get("CPU", 0) < needed:
-        get_logger().warning("the cluster has %g CPUs, this run needs %d: it waits", resources.get("CPU", 0), needed)
-    gpus = resources.get("GPU", 0)
-    use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.workers)
-    # Ray's own record of checkpoints only knows those of one driver; ours are found by looking at the folder.
-    (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
-    trainer = TorchTrainer(
-        train_loop,
-        train_loop_config={"config": located(config).model_dump(mode="json")},
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=scaling.workers,
-            use_gpu=use_gpu,
-            resources_per_worker={"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})},
-        ),
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
-        run_config=ray.train.RunConfig(
-            name=CHECKPOINTS,
-            storage_path=str(run),
-            failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
-        ),
-    )
-    with ProgressBar(run, steps):
-        try:
-            result = trainer.fit()
-        except ray.train.TrainingFailedError as error:
-            raise TrainingFailedError(
-                f"{error}\nWhat was saved is in {run / CHECKPOINTS}; the same command continues"
-            ) from error
-    if result.return_value is not None:
-        raise TrainingFailedError(f"{result.return_value}. What was saved before is in {run / CHECKPOINTS}")
 
 
 def located(config: TrainConfig) -> TrainConfig:
@@ -148,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train", description="From shards to a sentence encoder.")
     parser.add_argument("config", help="YAML file with a `train` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser.add_argument("--fork", metavar="NEW_RUN", help="begin a new run with the old one's weights and step")
     parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
     arguments = parser.parse_args(argv)
     setup_logging("train")
@@ -156,10 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             sys.stdout.write(print_config(config))
             return 0
+        if arguments.fork:
+            config = fork(config, arguments.fork)
         summary = train(config)
-    except (ConfigError, ShardError, TrainingFailedError) as error:
+    except (ConfigError, ShardError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except RunStoppedError as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return stopped.status
     scores = ", ".join(f"{name} {value:.4f}" for name, value in summary["last_scores"].items())
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
     sys.stdout.write(f"; held-out {scores}" if scores else "")

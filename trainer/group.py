@@ -1,0 +1,93 @@
+"""One start of the worker group on Ray: session, TorchTrainer, and what came of it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+# Ray Train reads these when it starts. Reports are otherwise answered every 2 s only, and each costs as much; a group
+# that does not get its resources otherwise waits a minute before another size is tried. How fast a dead node is noticed
+# is the head's affair: RAY_health_check_period_ms and its like, where `ray start --head` runs (cluster.yaml).
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+
+import ray
+import ray.train
+from ray.train.torch import TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from common.logs import get_logger
+from pipeline.session import start_ray
+from trainer.config import TrainConfig
+from trainer.loop import CHECKPOINTS, train_loop
+from trainer.notice import SignalledTorchConfig
+
+_BACKEND_SECONDS = 1800
+
+
+def start_session(config: TrainConfig) -> None:
+    """Ray, with a CPU for every worker and for the tasks that read for them: they would wait for each other."""
+    scaling = config.scaling
+    needed = scaling.most_workers * scaling.cpus_per_worker + scaling.storage_threads
+    start_ray(max(needed, os.cpu_count() or 1), scaling.address)
+
+
+def build_group(config: TrainConfig, run: Path, board: str) -> TorchTrainer:
+    """The trainer of a run whose paths are absolute. One start: who starts again is trainer/supervisor.py.
+
+    Args:
+        config: of the run, its paths absolute.
+        run: its folder.
+        board: name of the board the workers write to.
+    """
+    scaling = config.scaling
+    resources = ray.cluster_resources()
+    needed = scaling.least_workers * scaling.cpus_per_worker + 1
+    if resources.get("CPU", 0) < needed:
+        get_logger().warning("the cluster has %g CPUs, this run needs %d: it waits", resources.get("CPU", 0), needed)
+    gpus = resources.get("GPU", 0)
+    use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.least_workers)
+    # Ray's own record of checkpoints only knows those of one driver; ours are found by looking at the folder.
+    (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
+    per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+    return TorchTrainer(
+        train_loop,
+        train_loop_config={"config": config.model_dump(mode="json"), "board": board},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=scaling.workers,
+            use_gpu=use_gpu,
+            resources_per_worker=per_worker,
+            elastic_resize_monitor_interval_s=scaling.resize_seconds,
+        ),
+        torch_config=SignalledTorchConfig(
+            backend="nccl" if use_gpu else "gloo", timeout_s=max(_BACKEND_SECONDS, 2 * int(scaling.hang_seconds))
+        ),
+        run_config=ray.train.RunConfig(
+            name=CHECKPOINTS, storage_path=str(run), failure_config=ray.train.FailureConfig(max_failures=0)
+        ),
+    )
+
+
+def kill_worker(pulse: dict[str, Any]) -> None:
+    """Ends a worker's process on its own host, also one that is stopped."""
+    there = NodeAffinitySchedulingStrategy(node_id=pulse["node"], soft=False)
+    ray.get(_kill.options(num_cpus=0, scheduling_strategy=there).remote(pulse["pid"]), timeout=30)
+
+
+@ray.remote  # type: ignore[untyped-decorator]
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def draining(nodes: set[str]) -> str | None:
+    """A sentence if one of these nodes is about to be taken away, with the time that is left.
+
+    Ray's public call, `ray.train.get_preemption_info`, is an exchange between all workers; this asks the same source.
+    """
+    found = {node: at for node, at in ray._private.state.state.get_draining_nodes().items() if node in nodes}
+    if not found:
+        return None
+    node, deadline_ms = min(found.items(), key=lambda item: item[1] or float("inf"))
+    left = f", in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
+    return f"node {node[:8]} is about to be taken away{left}"
