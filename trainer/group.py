@@ -33,13 +33,14 @@ def start_session(config: TrainConfig) -> None:
     start_ray(max(needed, os.cpu_count() or 1), scaling.address)
 
 
-def build_group(config: TrainConfig, run: Path, board: str) -> TorchTrainer:
+def build_group(config: TrainConfig, run: Path, board: str, marks: dict[str, float]) -> TorchTrainer:
     """The trainer of a run whose paths are absolute. One start: who starts again is trainer/supervisor.py.
 
     Args:
         config: of the run, its paths absolute.
         run: its folder.
         board: name of the board the workers write to.
+        marks: what the start has taken so far (trainer/pulse.py, Stopwatch).
     """
     scaling = config.scaling
     resources = ray.cluster_resources()
@@ -53,7 +54,7 @@ def build_group(config: TrainConfig, run: Path, board: str) -> TorchTrainer:
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
         train_loop,
-        train_loop_config={"config": config.model_dump(mode="json"), "board": board},
+        train_loop_config={"config": config.model_dump(mode="json"), "board": board, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=use_gpu,

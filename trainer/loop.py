@@ -27,7 +27,7 @@ from trainer.microbatch import Microbatch, MicrobatchError
 from trainer.notice import Ear
 from trainer.parts import build_encoder, build_feed, build_stepper, held_out_validator, load_tokenizer, total_steps
 from trainer.plan import Plan
-from trainer.pulse import Pulse, WatchedWorld
+from trainer.pulse import Pulse, Stopwatch, WatchedWorld
 from trainer.state import RunState
 from trainer.step import NonFiniteLossError, Stepper
 from trainer.stream import Ahead, batches, rank_plan
@@ -52,13 +52,16 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, again after each failure.
 
     Args:
-        settings: `config`, the TrainConfig as JSON; `board`, the name of the driver's board.
+        settings: `config`, the TrainConfig as JSON; `board`, the name of the driver's board; `marks`, the driver's part
+            of the Stopwatch.
 
     Returns:
         None at the end of the run; else `given_up`, why it cannot go on, or `stopped`, the notice it was stopped by,
         with `step`, which is saved. What would fail again is returned rather than raised, so that nobody tries again;
         every rank sees it alike, so none is left waiting.
     """
+    stopwatch = Stopwatch(settings["marks"])
+    stopwatch.mark("group")
     config = TrainConfig.model_validate(settings["config"])
     context = ray.train.get_context()
     group = get_current_placement_group()
@@ -70,10 +73,12 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     )
     setup_logging(f"worker {pulse.rank}/{pulse.size}")
     with Ear(Board(settings["board"]), pulse) as ear:
-        return _train(config, pulse, ear.notice)
+        return _train(config, pulse, stopwatch, ear.notice)
 
 
-def _train(config: TrainConfig, pulse: Pulse, notice: Callable[[], str | None]) -> dict[str, Any] | None:
+def _train(
+    config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, notice: Callable[[], str | None]
+) -> dict[str, Any] | None:
     world = WatchedWorld(pulse.rank, pulse.size, pulse)
     device = ray.train.torch.get_device()
     if device.type == "cpu":
@@ -86,7 +91,7 @@ def _train(config: TrainConfig, pulse: Pulse, notice: Callable[[], str | None]) 
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
     stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
-    worker = Worker(config, run, shards, stepper, plan, vocabulary, device, pulse, notice)
+    worker = Worker(config, run, shards, stepper, plan, vocabulary, device, pulse, stopwatch, notice)
     try:
         return worker.run_to_end()
     except (NonFiniteLossError, MicrobatchError) as error:
@@ -105,6 +110,7 @@ class Worker:
     vocabulary: Vocabulary
     device: torch.device
     pulse: Pulse
+    stopwatch: Stopwatch
     notice: Callable[[], str | None]
 
     def run_to_end(self) -> dict[str, Any] | None:
@@ -124,11 +130,19 @@ class Worker:
         peak = peak_flops(gpu_name(self.device), half=config.precision == "bf16")
         peak = None if peak is None else peak * world.size
         window = Window()
+        self.stopwatch.mark("model")
         pulse.turn("data")
         for step, batch in enumerate(ahead, start=done + 1):
             begun = time.monotonic()
             pulse.turn("forward")
+            if step == done + 1:
+                self.stopwatch.mark("batch")
             measured = stepper.step(batch, step)
+            if step == done + 1:
+                self.stopwatch.mark("step")
+                pulse.start = self.stopwatch.parts()
+                if metrics:
+                    metrics.start(step, pulse.start)
             if metrics:
                 rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
                 metrics.step(step, measured, rates)

@@ -76,6 +76,10 @@ class MetricsWriter:
         """Writes the numbers of a step."""
         self._write({"kind": "step", "step": step, **asdict(metrics), **extra})
 
+    def start(self, step: int, parts: dict[str, float]) -> None:
+        """Writes where the time went until a group's first step, in seconds."""
+        self._write({"kind": "start", "step": step, **parts})
+
     def scores(self, step: int, scores: dict[str, float]) -> None:
         """Writes held-out scores of the weights after a step."""
         self._write({"kind": "validation", "step": step, **scores})

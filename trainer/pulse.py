@@ -33,6 +33,7 @@ class Pulse:
         phase: what it does now: starting, data, forward, gather, update, validating, saving, ended.
         entered: exchanges between workers that it has begun.
         own_seconds: mean time of a step without waiting for data or others; None before the first.
+        start: where the time went until this group's first step, in seconds; empty before it.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Pulse:
     phase: str = "starting"
     entered: int = 0
     own_seconds: float | None = None
+    start: dict[str, float] = field(default_factory=dict)
     _since: float = field(default_factory=time.monotonic)
     _waited: float = 0.0
     _host: str = field(default_factory=socket.gethostname)
@@ -98,7 +100,34 @@ class Pulse:
             "phase_seconds": round(time.monotonic() - self._since, 3),
             "entered": self.entered,
             "own_seconds": self.own_seconds,
+            "start": self.start,
         }
+
+
+class Stopwatch:
+    """Where the time goes until the first step, from the start of the command on: parts that add up.
+
+    Args:
+        marks: name of a part -> when it ended (Unix time), in order; the first is only a beginning. Those of the driver
+            come first, the worker adds its own: their clocks must agree for the part in which they change over.
+    """
+
+    def __init__(self, marks: dict[str, float]) -> None:
+        self.marks = dict(marks)
+
+    def mark(self, name: str) -> None:
+        """A part ends now."""
+        self.marks[name] = time.time()
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part."""
+        names, times = list(self.marks), list(self.marks.values())
+        return {name: round(end - begin, 2) for name, begin, end in zip(names[1:], times[:-1], times[1:], strict=True)}
+
+
+def describe_start(step: int, parts: dict[str, float]) -> str:
+    """The sentence on a start that a person reads."""
+    return f"step {step} after {sum(parts.values()):.1f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
 
 
 @dataclass(frozen=True)

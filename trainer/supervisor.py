@@ -20,6 +20,7 @@ from trainer.failure import FAILURES, Failure, describe
 from trainer.group import build_group, draining, kill_worker, start_session
 from trainer.loop import CHECKPOINTS
 from trainer.metrics import METRICS, read_last_step
+from trainer.pulse import Stopwatch, describe_start
 from trainer.signals import Signals
 from trainer.watchdog import Watchdog
 
@@ -52,14 +53,17 @@ class Supervisor:
         run: its folder.
         steps: its last step.
         signals: to this process.
+        marks: what the start of this command has done so far, for the Stopwatch.
     """
 
-    def __init__(self, config: TrainConfig, run: Path, steps: int, signals: Signals) -> None:
+    def __init__(self, config: TrainConfig, run: Path, steps: int, signals: Signals, marks: dict[str, float]) -> None:
         self.config, self.run, self.steps, self.signals = config, run, steps, signals
         self.restarts = 0
+        self._started: set[str] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
         self._watchdog = Watchdog(config.scaling.hang_seconds, config.scaling.slow_factor)
         self._hang = ""
+        self._stopwatch = Stopwatch(marks)
 
     def run_to_end(self) -> None:
         """Starts the group until the run is at its last step.
@@ -74,6 +78,7 @@ class Supervisor:
             outcome = self._start_once()
             if outcome is None:
                 return
+            self._stopwatch = Stopwatch({"failure": time.time()})
             if isinstance(outcome, Failure):
                 self._go_on_after(outcome)
             elif outcome.get("given_up"):
@@ -91,8 +96,9 @@ class Supervisor:
         """One start: None at the end of the run, why its workers ended, or what went wrong."""
         start_session(self.config)
         self.signals.listen()  # ray.init has taken SIGTERM
+        self._stopwatch.mark("ray")
         board = Board(secrets.token_hex(8))
-        fit = _Fit(build_group(self.config, self.run, board.name))
+        fit = _Fit(build_group(self.config, self.run, board.name, self._stopwatch.marks))
         fit.start()
         lost = self._watch(fit, board)
         if lost is not None:
@@ -120,7 +126,8 @@ class Supervisor:
             now = time.monotonic()
             reason = self.signals.received
             if asked_at is not None and now - asked_at > self.config.scaling.stop_seconds:
-                get_logger().warning("the workers did not end within %g s", now - asked_at)
+                get_logger().warning("the workers did not end within %.0f s", now - asked_at)
+                self._end_session()
                 raise self._stopped(None)
             try:
                 pulses = board.pulses()
@@ -129,6 +136,7 @@ class Supervisor:
                     asked_at = now
                     board.ask_to_stop(reason)
                     if not pulses:  # there is nobody yet who could save anything
+                        self._end_session()
                         raise self._stopped(None)
                 self._judge(pulses, now)
                 notice = draining({pulse["node"] for pulse in pulses if pulse["group"] == self._watchdog.group})
@@ -143,6 +151,10 @@ class Supervisor:
 
     def _judge(self, pulses: list[dict[str, Any]], now: float) -> None:
         hang = self._watchdog.look(pulses, now)
+        for pulse in pulses:
+            if pulse["rank"] == 0 and pulse["start"] and pulse["group"] not in self._started:
+                self._started.add(pulse["group"])
+                get_logger().info("%s", describe_start(pulse["step"] - pulse["steps"] + 1, pulse["start"]))
         for sentence in self._watchdog.slow():
             get_logger().warning("%s", sentence)
         if hang is None or self._hang:
@@ -173,8 +185,8 @@ class Supervisor:
             )
         if self.restarts >= scaling.max_failures:
             raise TrainingFailedError(
-                f"{where}\nThat was failure {self.restarts + 1}, scaling.max_failures = {scaling.max_failures}: the same "
-                f"command continues. {rest}"
+                f"{where}\nThat was failure {self.restarts + 1}, scaling.max_failures = {scaling.max_failures}: the "
+                f"same command continues. {rest}"
             )
         self.restarts += 1
         pause = 0.0 if times == 1 else min(_MOST_PAUSE_SECONDS, scaling.back_off_seconds * 2 ** (times - 2))

@@ -4,6 +4,7 @@ Checks everything that can be checked, builds the TorchTrainer, watches it, expo
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -31,8 +32,12 @@ from trainer.supervisor import RunStoppedError, Supervisor, TrainingFailedError
 SUMMARY = "summary.json"
 
 
-def train(config: TrainConfig) -> dict[str, Any]:
+def train(config: TrainConfig, begun: float | None = None) -> dict[str, Any]:
     """Trains to the last step, continuing what the run folder holds, and exports the encoder.
+
+    Args:
+        config: of the run.
+        begun: when the command began (Unix time), where it is a command; for the log of its start.
 
     Returns:
         The run's summary, as written to `summary.json`: final and initial scores, steps, seconds, export folder.
@@ -43,14 +48,16 @@ def train(config: TrainConfig) -> dict[str, Any]:
         RunStoppedError: SIGTERM or SIGINT came; what was done is saved.
         RunLockedError: another command works on the run folder.
     """
+    marks = {"command": begun, "imports": time.time()} if begun else {"command": time.time()}
     refuse(problems(config))
+    marks["checks"] = time.time()
     run = expand(config.run).absolute()
     run.mkdir(parents=True, exist_ok=True)
     with Signals() as signals, RunLock(run, lambda: signals.ask("the loss of the run's lock to another command")):
-        return _train(config, run, signals)
+        return _train(config, run, signals, marks)
 
 
-def _train(config: TrainConfig, run: Path, signals: Signals) -> dict[str, Any]:
+def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
     write_text(run / "config.yaml", print_config(config))
     write_json(run / DECISIVE, config.decisive())
     shards = ShardSet(expand(config.data), "train")
@@ -65,7 +72,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals) -> dict[str, Any]:
         begun = time.monotonic()
         try:
             with ProgressBar(run, steps):
-                Supervisor(located(config), run, steps, signals).run_to_end()
+                Supervisor(located(config), run, steps, signals, marks).run_to_end()
         finally:
             _add_seconds(run, time.monotonic() - begun)
     folder = export(config, run)
@@ -101,6 +108,16 @@ def _add_seconds(run: Path, seconds: float) -> None:
     write_json(path, round(before + seconds, 3))
 
 
+def _began() -> float:
+    """When this process began, as Unix time; now, where there is no /proc."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        running_seconds = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except FileNotFoundError:
+        return time.time()
+    return time.time() - running_seconds
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="train", description="From shards to a sentence encoder.")
@@ -117,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.fork:
             config = fork(config, arguments.fork)
-        summary = train(config)
+        summary = train(config, _began())
     except (ConfigError, ShardError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -9,6 +9,7 @@ Pulse = dict[str, Any]
 
 _SLOW_STEPS = 20  # a mean over fewer steps says little
 _SLOW_LOOKS = 20  # how often in a row a worker must be slow: ten seconds
+_START_SECONDS = 60.0  # a group's first step opens the data and compiles: it may take so long in any case
 _SILENT_SECONDS = 10.0  # a worker writes twice a second; one that does not for so long is stopped or cut off
 
 
@@ -79,7 +80,9 @@ class Watchdog:
         if signs != self._progress[0]:
             self._progress = (signs, now)
         still = now - self._progress[1]
-        if still < self.hang_seconds or all(p["phase"] == "ended" for p, _ in current.values()):
+        starting = any(pulse["steps"] == 0 for pulse, _ in current.values())
+        patience = max(self.hang_seconds, _START_SECONDS) if starting else self.hang_seconds
+        if still < patience or all(p["phase"] == "ended" for p, _ in current.values()):
             return None
         return self._blame(current, now, still)
 
