@@ -11,6 +11,8 @@ from typing import Any
 # is the head's affair: RAY_health_check_period_ms and its like, where `ray start --head` runs (cluster.yaml).
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+# The supervisor looks for nodes that are to be taken away itself; Ray's watcher would be one more process for each start.
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 import ray
 import ray.train
@@ -19,9 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.logs import get_logger
 from pipeline.session import start_ray
+from trainer.backend import SignalledTorchConfig
 from trainer.config import TrainConfig
 from trainer.loop import CHECKPOINTS, train_loop
-from trainer.notice import SignalledTorchConfig
 
 _BACKEND_SECONDS = 1800
 

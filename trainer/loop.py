@@ -19,6 +19,7 @@ from pipeline.manifest import Manifest
 from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.board import Board
+from trainer.chunks import rank_plan
 from trainer.config import TrainConfig
 from trainer.feed import Vocabulary
 from trainer.flops import gpu_name, peak_flops
@@ -30,7 +31,7 @@ from trainer.plan import Plan
 from trainer.pulse import Pulse, Stopwatch, WatchedWorld
 from trainer.state import RunState
 from trainer.step import NonFiniteLossError, Stepper
-from trainer.stream import Ahead, batches, rank_plan
+from trainer.stream import Ahead, batches
 from trainer.validation import Validator, score_pairs
 
 CHECKPOINTS = "checkpoints"

@@ -56,7 +56,8 @@ def test_a_stopped_command_still_holds_its_lock(tmp_path, holder):
         take(tmp_path)
 
 
-def test_a_pid_that_is_used_again_is_not_the_holder(tmp_path, holder):
+@pytest.mark.usefixtures("holder")
+def test_a_pid_that_is_used_again_is_not_the_holder(tmp_path):
     record = json.loads((tmp_path / LOCK).read_text())
     (tmp_path / LOCK).write_text(json.dumps(record | {"pid": os.getpid()}))
     take(tmp_path)

@@ -96,10 +96,10 @@ def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
             found += dog.slow()
         return found
 
-    (sentence,) = looks(lambda rank, look: 0.25 if rank == 1 else 0.1)
+    (sentence,) = looks(lambda rank, _: 0.25 if rank == 1 else 0.1)
     assert sentence == "worker 1 (host host-1, pid 101) is slow: 0.25 s of its own a step, the others 0.10 s"
     assert looks(lambda rank, look: 0.25 if rank == 1 and look % 10 < 9 else 0.1) == []
-    assert looks(lambda rank, look: 0.19 if rank == 1 else 0.1) == []
+    assert looks(lambda rank, _: 0.19 if rank == 1 else 0.1) == []
 
 
 def test_a_pulse_tells_a_workers_own_time_from_waiting():
