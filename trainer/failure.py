@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray.train
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 FAILURES = "failures.log"
 # What workers say when another one has left them in the middle of an exchange.
@@ -62,8 +62,9 @@ def _of_workers(failures: dict[int, Exception], account: str) -> Failure:
         rank = min(own)
         return Failure(f"worker {rank}: {_line(own[rank])}", _kind(own[rank]), account)
     if deaths:
-        ranks = ", ".join(map(str, sorted(deaths)))
-        return Failure(f"worker {ranks} died{_why(next(iter(deaths.values())))}", "death", account)
+        rank = min(deaths)
+        also = f" (and {len(deaths) - 1} more)" if len(deaths) > 1 else ""
+        return Failure(f"{_who(rank, deaths[rank])} died{also}{_why(deaths[rank])}", "death", account)
     rank = min(raised)
     return Failure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account)
 
@@ -73,20 +74,21 @@ def _is_death(error: Exception) -> bool:
     return isinstance(inner, RayActorError) or type(error).__name__ == "WorkerHealthCheckFailedError"
 
 
+def _who(rank: int, error: Exception) -> str:
+    """The worker, with its place where Ray tells it."""
+    text = str(error)
+    host, pid = re.search(r"hostname='([^']+)'", text), re.search(r"\bpid[=:] ?(\d+)", text)
+    return f"worker {rank} (host {host[1]}, pid {pid[1]})" if host and pid else f"worker {rank}"
+
+
 def _why(error: Exception) -> str:
-    """What Ray knows of a worker's death, in its words, without pids and addresses."""
-    text = str(getattr(error, "health_check_failure", error))
-    for sign, words in (
-        ("OOM", ": out of memory"),
-        ("node was terminated", ": its node is gone"),
-        ("node was preempted", ": its node was taken away"),
-        ("SIGKILL", " (SIGKILL: killed by hand, by the system, or out of memory)"),
-        ("SIGSEGV", " (SIGSEGV)"),
-        ("node", " or its node is gone"),
-    ):
-        if sign.lower() in text.lower():
-            return words
-    return ""
+    """What Ray knows of a worker's death; mostly only that it is dead."""
+    inner = getattr(error, "health_check_failure", error)
+    if isinstance(inner, OutOfMemoryError):
+        return ": its node ran out of memory"
+    if getattr(inner, "preempted", False) or "its node" in str(inner):
+        return ": its node is gone"
+    return " (killed, crashed, or out of memory: Ray does not know which)"
 
 
 def _line(error: BaseException) -> str:

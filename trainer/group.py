@@ -11,7 +11,7 @@ from typing import Any
 # is the head's affair: RAY_health_check_period_ms and its like, where `ray start --head` runs (cluster.yaml).
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
-# The supervisor looks for nodes that are to be taken away itself; Ray's watcher would be one more process for each start.
+# The supervisor itself looks for nodes that are to be taken away; Ray's watcher would be one more process each start.
 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 import ray
@@ -20,19 +20,11 @@ from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.logs import get_logger
-from pipeline.session import start_ray
 from trainer.backend import SignalledTorchConfig
 from trainer.config import TrainConfig
 from trainer.loop import CHECKPOINTS, train_loop
 
 _BACKEND_SECONDS = 1800
-
-
-def start_session(config: TrainConfig) -> None:
-    """Ray, with a CPU for every worker and for the tasks that read for them: they would wait for each other."""
-    scaling = config.scaling
-    needed = scaling.most_workers * scaling.cpus_per_worker + scaling.storage_threads
-    start_ray(max(needed, os.cpu_count() or 1), scaling.address)
 
 
 def build_group(config: TrainConfig, run: Path, board: str, marks: dict[str, float]) -> TorchTrainer:

@@ -143,7 +143,7 @@ class Worker:
                 self.stopwatch.mark("step")
                 pulse.start = self.stopwatch.parts()
                 if metrics:
-                    metrics.start(step, pulse.start)
+                    metrics.start(step, {**pulse.start, "workers": world.size})
             if metrics:
                 rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
                 metrics.step(step, measured, rates)

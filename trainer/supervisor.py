@@ -14,10 +14,11 @@ import ray
 from ray.exceptions import RaySystemError, RpcError
 
 from common.logs import get_logger
+from pipeline.session import start_ray
 from trainer.board import Board
 from trainer.config import TrainConfig
 from trainer.failure import FAILURES, Failure, describe
-from trainer.group import build_group, draining, kill_worker, start_session
+from trainer.group import build_group, draining, kill_worker
 from trainer.loop import CHECKPOINTS
 from trainer.metrics import METRICS, read_last_step
 from trainer.pulse import Stopwatch, describe_start
@@ -94,7 +95,7 @@ class Supervisor:
 
     def _start_once(self) -> dict[str, Any] | Failure | None:
         """One start: None at the end of the run, why its workers ended, or what went wrong."""
-        start_session(self.config)
+        start_ray(self.config.scaling.num_cpus, self.config.scaling.address)
         self.signals.listen()  # ray.init has taken SIGTERM
         self._stopwatch.mark("ray")
         board = Board(secrets.token_hex(8))
@@ -171,7 +172,7 @@ class Supervisor:
         """
         scaling = self.config.scaling
         line = read_last_step(self.run / METRICS)
-        step = max(self._watchdog.reached, 0) or (line["step"] if line else 0)
+        step = max(0, self._watchdog.reached, line["step"] if line else 0)
         failure.log(self.run, step)
         here = (failure.kind, step)
         before, times = self._streak
