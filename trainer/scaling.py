@@ -45,7 +45,7 @@ class ScalingConfig(Strict):
 
     @property
     def num_cpus(self) -> int:
-        """CPUs of a session on this machine: for the workers and for the tasks that read for them, or both would wait."""
+        """CPUs of a session on this machine: for the workers, and for the tasks that read for them."""
         return max(self.most_workers * self.cpus_per_worker + self.storage_threads, os.cpu_count() or 1)
 
     @property

@@ -43,7 +43,7 @@ def test_a_run_that_another_command_works_on_is_left_alone(data, copied):
 
 def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, finished, copied, tmp_path):
     changed = config_of(data, copied, optim={"lr": 0.0005}, steps=10)
-    with pytest.raises(ConfigError, match="optim.lr was 0.001, now 0.0005; steps was 8, now 10.*--fork NEW_RUN"):
+    with pytest.raises(ConfigError, match=r"optim.lr was 0.001, now 0.0005; steps was 8, now 10.*--fork NEW_RUN"):
         run_training(changed)
     new = tmp_path / "new"
     forked = fork(changed, str(new))
