@@ -41,7 +41,8 @@ class _EarlyRay:
             peek = load_config(name, "train", _Peek, overrides)
         except ConfigError:  # said with all other problems in a moment
             return
-        if not (expand(peek.run) / "summary.json").is_file():
+        session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # somebody else's, in this process
+        if not session and not (expand(peek.run) / "summary.json").is_file():
             self._thread = threading.Thread(target=self._start, args=(peek.scaling,), name="declutr-ray")
 
     @staticmethod

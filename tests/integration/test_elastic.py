@@ -45,7 +45,7 @@ def worlds(run):
     return [(line["workers"], line["step"]) for line in read_metrics(run) if line["kind"] == "start"]
 
 
-def wait_for_world(driver, run, size, further_steps, timeout=240):
+def wait_for_world(driver, run, size, further_steps, timeout=400):
     """Until a group of that size has begun and taken so many steps."""
     deadline = time.monotonic() + timeout
     while True:
