@@ -118,6 +118,10 @@ class Worker:
         """Resumes, trains, validates and saves until the last step, or until a notice to any rank."""
         config, stepper, world, pulse = self.config, self.stepper, self.stepper.world, self.pulse
         done = pulse.step = self.resume()
+        feed = build_feed(config, stepper.encoder, self.vocabulary)
+        mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps)
+        ahead = Ahead(batches(mine, feed, self.device))
+        ahead.begin()  # while the untrained encoder is scored
         validator = None
         if config.validation.every_steps:
             validator = held_out_validator(config, stepper.encoder, self.vocabulary, world, self.device)
@@ -125,9 +129,6 @@ class Worker:
         if done == 0 and validator is not None:
             self.score(validator, metrics, 0)
 
-        feed = build_feed(config, stepper.encoder, self.vocabulary)
-        mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps)
-        ahead = Ahead(batches(mine, feed, self.device))
         peak = peak_flops(gpu_name(self.device), half=config.precision == "bf16")
         peak = None if peak is None else peak * world.size
         window = Window()
@@ -148,16 +149,18 @@ class Worker:
                 rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
                 metrics.step(step, measured, rates)
             ahead.waited_seconds = 0.0
+            pulse.finished(step, time.monotonic() - begun)
             last = step == stepper.total_steps
             scores = {}
             if validator is not None and (last or step % config.validation.every_steps == 0):
                 scores = self.score(validator, metrics, step)
-            pulse.finished(step, time.monotonic() - begun)
             heard = self.notice()
             stop = not last and world.largest(STOP if heard else 0) == STOP
             if last or stop or step % config.checkpoint.every_steps == 0:
                 self.save(step, scores)
             if stop:
+                if metrics:
+                    metrics.close()
                 return {"stopped": heard or "a notice to another worker", "step": step}
             window = Window()
         if metrics:

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +82,23 @@ class Ahead:
 
     items: Iterator[Any]
     waited_seconds: float = 0.0
+    _ready: "queue.Queue[tuple[Any, BaseException | None]]" = field(default_factory=lambda: queue.Queue(_AHEAD_BATCHES))
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Starts the thread before the first item is asked for."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(self._ready, self._stopped), daemon=True)
+            self._thread.start()
 
     def __iter__(self) -> Iterator[Any]:
-        """The items in order; an error of the thread is raised here."""
-        ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD_BATCHES)
-        stopped = threading.Event()
-        thread = threading.Thread(target=self._run, args=(ready, stopped), daemon=True)
-        thread.start()
+        """The items in order, once; an error of the thread is raised here."""
+        self.begin()
         try:
             while True:
                 begun = time.monotonic()
-                item, error = _get(ready)
+                item, error = _get(self._ready)
                 self.waited_seconds += time.monotonic() - begun
                 if error is not None:
                     if isinstance(error, StopIteration):
@@ -100,11 +106,11 @@ class Ahead:
                     raise error
                 yield item
         finally:
-            stopped.set()
-            while thread.is_alive():  # it may be waiting to put what nobody will read
-                while not ready.empty():
-                    ready.get_nowait()
-                thread.join(timeout=0.05)
+            self._stopped.set()
+            while self._thread is not None and self._thread.is_alive():  # it may wait to put what nobody will read
+                while not self._ready.empty():
+                    self._ready.get_nowait()
+                self._thread.join(timeout=0.05)
 
     def _run(self, ready: "queue.Queue[tuple[Any, BaseException | None]]", stopped: threading.Event) -> None:
         try:
