@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,13 @@ from trainer.loop import CHECKPOINTS, train_loop
 _BACKEND_SECONDS = 1800
 
 
-def build_group(config: TrainConfig, run: Path, board: str, marks: dict[str, float]) -> TorchTrainer:
+def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, float]) -> TorchTrainer:
     """The trainer of a run whose paths are absolute. One start: who starts again is trainer/supervisor.py.
 
     Args:
         config: of the run, its paths absolute.
         run: its folder.
-        board: name of the board the workers write to.
+        bulletin: name of the bulletin the workers write to.
         marks: what the start has taken so far (trainer/pulse.py, Stopwatch).
     """
     scaling = config.scaling
@@ -48,7 +47,7 @@ def build_group(config: TrainConfig, run: Path, board: str, marks: dict[str, flo
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
         train_loop,
-        train_loop_config={"config": config.model_dump(mode="json"), "board": board, "marks": marks},
+        train_loop_config={"config": config.model_dump(mode="json"), "bulletin": bulletin, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=use_gpu,
@@ -73,16 +72,3 @@ def kill_worker(pulse: dict[str, Any]) -> None:
 @ray.remote  # type: ignore[untyped-decorator]
 def _kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-
-
-def draining(nodes: set[str]) -> str | None:
-    """A sentence if one of these nodes is about to be taken away, with the time that is left.
-
-    Ray's public call, `ray.train.get_preemption_info`, is an exchange between all workers; this asks the same source.
-    """
-    found = {node: at for node, at in ray._private.state.state.get_draining_nodes().items() if node in nodes}
-    if not found:
-        return None
-    node, deadline_ms = min(found.items(), key=lambda item: item[1] or float("inf"))
-    left = f", in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
-    return f"node {node[:8]} is about to be taken away{left}"

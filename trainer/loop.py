@@ -18,7 +18,7 @@ from common.storage import hash_json
 from pipeline.manifest import Manifest
 from pipeline.shards import ShardSet
 from trainer import checkpoint
-from trainer.board import Board
+from trainer.bulletin import Bulletin
 from trainer.chunks import rank_plan
 from trainer.config import TrainConfig
 from trainer.feed import Vocabulary
@@ -53,8 +53,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, again after each failure.
 
     Args:
-        settings: `config`, the TrainConfig as JSON; `board`, the name of the driver's board; `marks`, the driver's part
-            of the Stopwatch.
+        settings: `config`, the TrainConfig as JSON; `bulletin`, its name; `marks`, the driver's part of the Stopwatch.
 
     Returns:
         None at the end of the run; else `given_up`, why it cannot go on, or `stopped`, the notice it was stopped by,
@@ -73,7 +72,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
         ray.get_runtime_context().get_node_id(),
     )
     setup_logging(f"worker {pulse.rank}/{pulse.size}")
-    with Ear(Board(settings["board"]), pulse) as ear:
+    with Ear(Bulletin(settings["bulletin"]), pulse) as ear:
         return _train(config, pulse, stopwatch, ear.notice)
 
 

@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RaySystemError, RpcError
 
 from common.logs import get_logger
 from pipeline.session import start_ray
-from trainer.board import Board
+from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
 from trainer.config import TrainConfig
 from trainer.failure import FAILURES, Failure, describe
-from trainer.group import build_group, draining, kill_worker
+from trainer.group import build_group, kill_worker
 from trainer.loop import CHECKPOINTS
 from trainer.metrics import METRICS, read_last_step
 from trainer.pulse import Stopwatch, describe_start
 from trainer.signals import Signals
 from trainer.watchdog import Watchdog
 
-_LOOK_SECONDS = 0.5
 _MOST_PAUSE_SECONDS = 60.0
 _LOST_SECONDS = 20.0  # Ray ends a process that has not reached its head for 60 s
 
@@ -98,56 +96,50 @@ class Supervisor:
         start_ray(self.config.scaling.num_cpus, self.config.scaling.address)
         self.signals.listen()  # ray.init has taken SIGTERM
         self._stopwatch.mark("ray")
-        board = Board(secrets.token_hex(8))
-        fit = _Fit(build_group(self.config, self.run, board.name, self._stopwatch.marks))
+        bulletin = Bulletin(secrets.token_hex(8))
+        fit = _Fit(build_group(self.config, self.run, bulletin.name, self._stopwatch.marks))
+        reader = Reader(bulletin)
         fit.start()
-        lost = self._watch(fit, board)
+        reader.start()
+        try:
+            lost = self._watch(fit, reader)
+        finally:
+            reader.end()
         if lost is not None:
-            self._end_session()
+            ray.shutdown()
             return lost
-        if fit.error is not None:
-            if self.signals.received is not None:
-                raise self._stopped(None)
-            failure = describe(fit.error)
-            if self._hang:
-                failure = Failure(self._hang, "hang", failure.account)
-            if failure.lost:
-                self._end_session()
-            return failure
-        self._clear(board)
-        outcome: dict[str, Any] | None = fit.value
-        return outcome
+        if fit.error is None:
+            outcome: dict[str, Any] | None = fit.value
+            return outcome
+        if self.signals.received is not None:
+            raise self._stopped(None)
+        failure = describe(fit.error)
+        if self._hang:
+            failure = Failure(self._hang, "hang", failure.account)
+        if failure.lost:
+            ray.shutdown()
+        return failure
 
-    def _watch(self, fit: "_Fit", board: Board) -> Failure | None:
+    def _watch(self, fit: "_Fit", reader: Reader) -> Failure | None:
         """Looks at the workers until they end; what was lost, if Ray itself does not answer any more."""
-        answered = time.monotonic()
         asked_at: float | None = None
-        told = ""
-        while not fit.wait(_LOOK_SECONDS):
+        while not fit.wait(EVERY_SECONDS):
             now = time.monotonic()
-            reason = self.signals.received
-            if asked_at is not None and now - asked_at > self.config.scaling.stop_seconds:
-                get_logger().warning("the workers did not end within %.0f s", now - asked_at)
-                self._end_session()
+            if self.signals.received is not None and asked_at is None:
+                asked_at = now
+                reader.wish = self.signals.received
+            if asked_at is not None and (not reader.pulses or now - asked_at > self.config.scaling.stop_seconds):
+                if reader.pulses:
+                    get_logger().warning("the workers did not end within %.0f s", now - asked_at)
+                ray.shutdown()  # else nobody is there yet who could save anything
                 raise self._stopped(None)
-            try:
-                pulses = board.pulses()
-                answered = now
-                if reason is not None and asked_at is None:
-                    asked_at = now
-                    board.ask_to_stop(reason)
-                    if not pulses:  # there is nobody yet who could save anything
-                        self._end_session()
-                        raise self._stopped(None)
-                self._judge(pulses, now)
-                notice = draining({pulse["node"] for pulse in pulses if pulse["group"] == self._watchdog.group})
-                if notice and not told:
-                    told = notice
-                    get_logger().warning("%s: saving", notice)
-                    board.ask_to_stop(notice)
-            except (RpcError, RaySystemError) as error:
-                if now - answered > _LOST_SECONDS:
-                    return Failure(f"Ray's head has not answered for {now - answered:.0f} s", "head", repr(error), True)
+            if reader.draining and reader.wish is None:
+                get_logger().warning("%s: saving", reader.draining)
+                reader.wish = reader.draining
+            silent = now - reader.answered
+            if silent > _LOST_SECONDS:
+                return Failure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
+            self._judge(reader.pulses, now)
         return None
 
     def _judge(self, pulses: list[dict[str, Any]], now: float) -> None:
@@ -207,17 +199,6 @@ class Supervisor:
         return RunStoppedError(
             f"{self.config.run}: {where} after {self.signals.received}; the same command continues", self.signals.status
         )
-
-    @staticmethod
-    def _clear(board: Board) -> None:
-        try:
-            board.clear()
-        except (RpcError, RaySystemError) as error:
-            get_logger().debug("the board does not answer: %s", error)
-
-    @staticmethod
-    def _end_session() -> None:
-        ray.shutdown()
 
 
 class _Fit(threading.Thread):
