@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray.train
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 FAILURES = "failures.log"
 # What workers say when another one has left them in the middle of an exchange.
@@ -93,6 +93,9 @@ def _why(error: Exception) -> str:
 
 def _line(error: BaseException) -> str:
     """Type and message, one line."""
+    if isinstance(error, RayTaskError):  # a whole traceback: its last line is the error
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[-1].strip()
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:500]}" if message else type(error).__name__
 
