@@ -7,6 +7,7 @@ that there is one policy for everything that fails: a worker, its node, a hang, 
 import secrets
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,11 @@ class Supervisor:
 
     def _start_once(self) -> dict[str, Any] | Failure | None:
         """One start: None at the end of the run, why its workers ended, or what went wrong."""
-        start_ray(self.config.scaling.num_cpus, self.config.scaling.address)
+        try:
+            start_ray(self.config.scaling.num_cpus, self.config.scaling.address)
+        except Exception as error:  # noqa: BLE001 - Ray raises it bare, for example when a busy machine is slow
+            ray.shutdown()
+            return Failure(f"Ray did not start: {error}", "ray", "".join(traceback.format_exception(error)), lost=True)
         self.signals.listen()  # ray.init has taken SIGTERM
         self._stopwatch.mark("ray")
         bulletin = Bulletin(secrets.token_hex(8))

@@ -49,7 +49,7 @@ class _EarlyRay:
     def _start(scaling: ScalingConfig) -> None:
         from pipeline.session import start_ray
 
-        with contextlib.suppress(ConnectionError, RuntimeError):  # the supervisor tries again, and says why it fails
+        with contextlib.suppress(Exception):  # the supervisor tries again, and says why it fails
             start_ray(scaling.num_cpus, scaling.address)
 
     def begin(self) -> None:
