@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.gather import World
+from trainer.gather import Wish, World
 
 _SMOOTHING = 0.1  # weight of the newest step in the mean of a worker's own time
 
@@ -30,7 +30,7 @@ class Pulse:
         node: Ray's id of the host.
         step: last step that is finished, of this group or of those before; -1 before the checkpoint is loaded.
         steps: steps this group has finished.
-        phase: what it does now: starting, data, forward, gather, update, validating, saving, ended.
+        phase: what it does now: starting, data, forward, gather, update, agree, validating, saving, ended.
         entered: exchanges between workers that it has begun.
         own_seconds: mean time of a step without waiting for data or others; None before the first.
         start: where the time went until this group's first step, in seconds; empty before it.
@@ -154,6 +154,11 @@ class WatchedWorld(World):
         """As `World.largest`."""
         with self.pulse.exchange("gather"):
             return super().largest(number)
+
+    def agree(self, wishes: Wish) -> Wish:
+        """As `World.agree`."""
+        with self.pulse.exchange("agree"):
+            return super().agree(wishes)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """As `World.sum_gradients`."""
