@@ -140,7 +140,7 @@ class Worker:
                 self.stopwatch.mark("batch")
             measured = stepper.step(batch, step)
             if step == done + 1:
-                self.stopwatch.mark("step")
+                self.stopwatch.mark("first")
                 pulse.start = self.stopwatch.parts()
                 if metrics:
                     metrics.start(step, {**pulse.start, "workers": world.size})
