@@ -1,7 +1,7 @@
 """Which of many errors is the reason, and how it is said."""
 
 import pytest
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 
 from trainer.failure import FAILURES, describe
@@ -32,5 +32,5 @@ def test_the_reason_is_the_workers_own(errors, summary, kind, tmp_path):
 
 
 def test_a_dead_coordinator_is_not_a_worker():
-    failure = describe(ActorDiedError("The actor died."))
+    failure = describe(RayActorError(error_msg="The actor died."))
     assert (failure.summary, failure.lost) == ("the process that coordinates the workers died", True)
