@@ -33,7 +33,8 @@ class Pulse:
         phase: what it does now: starting, data, forward, gather, update, agree, validating, saving, ended.
         entered: exchanges between workers that it has begun.
         own_seconds: mean time of a step without waiting for data or others; None before the first.
-        start: where the time went until this group's first step, in seconds; empty before it.
+        start: where the time went until this group's first step, in seconds; empty before it: imports, checks, ray,
+            group, model, batch, first.
     """
 
     rank: int

@@ -34,10 +34,23 @@ def cluster():
     made.shutdown()
 
 
-def start(data, folder, cluster, workers):
+@pytest.fixture
+def drivers():
+    """Commands of a test; those that still run at its end are killed."""
+    started = []
+    yield started
+    for driver in started:
+        driver.kill()
+        driver.wait()
+
+
+def start(drivers, data, folder, cluster, workers):
     values = runs.train_values(data, folder / "run", **CHANGES)
     values["scaling"] = SCALING | {"workers": workers, "address": cluster.address}
-    return runs.start_command("trainer.train", runs.write_config(folder / "train.yaml", train=values), folder / "run")
+    config = runs.write_config(folder / "train.yaml", train=values)
+    driver, _ = runs.start_command("trainer.train", config, folder / "run")
+    drivers.append(driver)
+    return driver
 
 
 def worlds(run):
@@ -66,12 +79,12 @@ def stop(driver):
     return err
 
 
-def test_two_three_one_and_two_workers_take_the_steps_of_a_quiet_run(data, cluster, tmp_path):
+def test_two_three_one_and_two_workers_take_the_steps_of_a_quiet_run(data, cluster, drivers, tmp_path):
     quiet, changing = tmp_path / "quiet", tmp_path / "changing"
     for folder in (quiet, changing):
         folder.mkdir()
     second = cluster.add_node(num_cpus=2)
-    driver, _ = start(data, changing, cluster, [1, 3])
+    driver = start(drivers, data, changing, cluster, [1, 3])
     wait_for_world(driver, changing / "run", 2, 12)
     third = cluster.add_node(num_cpus=2)
     wait_for_world(driver, changing / "run", 3, 12)
@@ -84,7 +97,7 @@ def test_two_three_one_and_two_workers_take_the_steps_of_a_quiet_run(data, clust
     after = runs.steps_of(changing / "run")
     assert list(after) == list(range(1, len(after) + 1))
 
-    driver, _ = start(data, quiet, cluster, 1)
+    driver = start(drivers, data, quiet, cluster, 1)
     wait_for_world(driver, quiet / "run", 1, len(after))
     stop(driver)
     expected = runs.steps_of(quiet / "run")

@@ -74,7 +74,8 @@ def test_a_killed_driver_leaves_nothing_and_the_same_command_continues(data, unt
         assert len(runs.train_workers(driver.pid)) == 2
         os.kill(driver.pid, number)
         _, err = driver.communicate(timeout=60)
-        assert driver.returncode != 0
+        assert driver.returncode == (128 + number if number == signal.SIGTERM else -number)
+        assert ("stopped at step" in err) == (number == signal.SIGTERM)
         assert ("continuing after" in err) == (done > 0)
         agents |= {pid: title for pid, title in everything.items() if title.startswith(RAY_AGENTS)}
         others = {pid: title for pid, title in everything.items() if pid not in agents}
