@@ -88,12 +88,12 @@ class Reader(threading.Thread):
         self.draining: str | None = None
         self.wish: str | None = None
         self._bulletin = bulletin
-        self._stop = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Reads until it is ended."""
         posted = False
-        while not self._stop.is_set():
+        while not self._ended.is_set():
             try:
                 if self.wish is not None and not posted:
                     self._bulletin.ask_to_stop(self.wish)
@@ -103,11 +103,11 @@ class Reader(threading.Thread):
                 self.answered = time.monotonic()
             except UNREACHABLE:
                 pass  # `answered` says it
-            self._stop.wait(EVERY_SECONDS)
+            self._ended.wait(EVERY_SECONDS)
 
     def end(self) -> None:
         """Ends it, and takes the bulletin down."""
-        self._stop.set()
+        self._ended.set()
         self.join(timeout=2 * _CALL_SECONDS)
         with contextlib.suppress(*UNREACHABLE):  # it goes with the head
             self._bulletin.clear()
