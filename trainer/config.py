@@ -97,7 +97,7 @@ class TrainConfig(Strict):
     """What to do when a loss or its gradient is not finite. skip: leave that step's update out and go on with the next
     documents. A run that stopped may be continued with `skip`."""
     max_skipped_steps: int = Field(default=10, ge=1)
-    """With `skip`: stop after so many of them in a row, which is no accident of a batch any more."""
+    """With `skip`: how many in a row. One more stops the run: it is no accident of a batch any more."""
     export: Literal["last", "best"] = "last"
     """Which checkpoint becomes the exported encoder."""
 

@@ -164,9 +164,9 @@ class Worker:
                 raise
             self.skipped += 1
             self.skipped_in_a_row += 1
-            if self.skipped_in_a_row >= self.config.max_skipped_steps:
+            if self.skipped_in_a_row > self.config.max_skipped_steps:
                 raise NonFiniteLossError(
-                    f"{error}. So were all of the last {self.skipped_in_a_row} steps, and max_skipped_steps = "
+                    f"{error}. It is the {self.skipped_in_a_row}th step like this in a row, and max_skipped_steps = "
                     f"{self.config.max_skipped_steps}"
                 ) from error
             get_logger().warning("step %d: loss or gradient not finite, skipped (%d so far)", step, self.skipped)

@@ -57,6 +57,7 @@ class Saver:
         self._job: Job | None = None  # until it is written
         self._memory: Contents | None = None
         self._writing_since: float | None = None
+        self._pausing = False  # between two tries
         self._waited_for: Job | None = None
         self._closed = False
         self._failure: str | None = None
@@ -76,11 +77,11 @@ class Saver:
         if not (by_step or by_clock):
             return False
         with self._changed:
-            if by_step and self._writing_since is not None and self._waited_for is not self._job:
+            if by_step and self._busy() and self._waited_for is not self._job:
                 self._waited_for = self._job
-                if not self._changed.wait_for(lambda: self._writing_since is None, _UNHURRIED_SECONDS):
+                if not self._changed.wait_for(lambda: not self._busy(), _UNHURRIED_SECONDS):
                     get_logger().warning("the checkpoint before step %d is still being written: going on without", step)
-            return self._writing_since is None
+            return not self._busy()
 
     def lend(self) -> Contents | None:
         """Memory for the next copy; what is in it is lost, also to a writer that would have tried again.
@@ -88,7 +89,7 @@ class Saver:
         Raises:
             SaveError: the storage was given up.
         """
-        self._wait(lambda: self._writing_since is None)
+        self._wait(lambda: not self._busy())
         with self._changed:
             self._job = None
             memory, self._memory = self._memory, None
@@ -141,6 +142,10 @@ class Saver:
         while self._thread.is_alive() and not self.failed():
             self._thread.join(_BEAT_SECONDS)
 
+    def _busy(self) -> bool:
+        """Must the copy be left to the writer? Not between two tries: a newer one is better."""
+        return self._job is not None and not self._pausing
+
     def _wait(self, until: Callable[[], bool]) -> None:
         with self._changed:
             while not self._changed.wait_for(lambda: until() or self.failed(), _BEAT_SECONDS):
@@ -169,7 +174,7 @@ class Saver:
         with self._changed:
             self._changed.wait_for(lambda: self._job is not None or self._closed)
             if self._job is not None:
-                self._writing_since = self._clock()
+                self._writing_since, self._pausing = self._clock(), False
             return self._job
 
     def _write(self, job: Job) -> None:
@@ -191,7 +196,7 @@ class Saver:
         """Pauses after a failure, or gives up; answers whether to go on. Meanwhile the copy may be replaced."""
         pause = outage.failed(job, error)
         with self._changed:
-            self._writing_since = None
+            self._writing_since, self._pausing = None, True
             if pause is None:
                 self._failure = outage.words(job, error)
             self._changed.notify_all()
