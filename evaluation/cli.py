@@ -13,6 +13,10 @@ _COMMANDS = {
     ),
     "embed": ("MODEL INPUT --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
     "inspect": ("PATH: what shards, a run or a checkpoint hold", "evaluation.commands.inspect:run"),
+    "checkpoints": (
+        "RUN [--json]: every checkpoint, verified, and why it is kept",
+        "evaluation.commands.checkpoints:run",
+    ),
     "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", "evaluation.commands.report:run"),
     "demo": ("the whole path on a corpus that every machine has", "evaluation.commands.demo:run"),
 }

@@ -24,7 +24,12 @@ BAD = {2, 5}
 
 
 def worker(run, world=None, notice=never, total_steps=6, **changes):
-    values = {"run": str(run), "data": "none", "encoder": {"scratch": {"model_type": "roberta"}}, "on_bad_loss": "skip"} | changes
+    values = {
+        "run": str(run),
+        "data": "none",
+        "encoder": {"scratch": {"model_type": "roberta"}},
+        "on_bad_loss": "skip",
+    } | changes
     config = TrainConfig.model_validate(values)
     encoder = tiny_encoder()
     with torch.no_grad():
@@ -34,7 +39,7 @@ def worker(run, world=None, notice=never, total_steps=6, **changes):
     manifest = types.SimpleNamespace(
         shards=[],
         tokenizer=types.SimpleNamespace(fingerprint="f"),
-        geometry=types.SimpleNamespace(model_dump=lambda mode: {}),
+        geometry=types.SimpleNamespace(model_dump=lambda **_: {}),
     )
     shards = types.SimpleNamespace(manifest=manifest)
     return Worker(config, run, shards, stepper, None, None, torch.device("cpu"), notice)

@@ -92,7 +92,7 @@ def test_a_checkpoint_beyond_the_newest_never_displaces_it(tmp_path, broken):
         (tmp_path / "step-00000008").mkdir()
     retention.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 7)
     assert checkpoint.steps_in(tmp_path) == ([7] if broken else [7, 8])
-    path, state = checkpoint.find_latest(tmp_path)
+    _, state = checkpoint.find_latest(tmp_path)
     assert state.step == (7 if broken else 8)
 
 
