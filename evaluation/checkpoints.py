@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -66,30 +66,19 @@ def rows(run: Path, now: float | None = None) -> list[Row]:
     found = [_row(checkpoint.checkpoint_path(folder, step), step, now) for step in steps]
     scores = {row.step: row.scores.get(config.validation.score) for row in found if row.broken is None}
     why = kept(scores, config.checkpoint)
-    return [Row(**{**asdict(row), "kept": why.get(row.step, [])}) for row in found]
+    return [replace(row, kept=why.get(row.step, [])) for row in found]
 
 
 def _row(path: Path, step: int, now: float) -> Row:
-    files = [file for file in path.iterdir() if file.is_file()]
-    times = [file.stat().st_mtime for file in files]
-    common = {
-        "step": step,
-        "age_seconds": round(now - max(times), 1) if times else None,
-        "size_bytes": sum(file.stat().st_size for file in files),
-        "kept": [],
-    }
+    files = [file.stat() for file in path.iterdir() if file.is_file()]
+    age = round(now - max(file.st_mtime for file in files), 1) if files else None
+    row = Row(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
     try:
         state = checkpoint.read_state(path)
     except checkpoint.CheckpointError as error:
-        why = str(error).removeprefix(f"{path}: ").splitlines()[0]
-        return Row(**common, broken=why, documents=None, world_size=None, skipped=None, scores={})
-    return Row(
-        **common,
-        broken=None,
-        documents=state.documents,
-        world_size=state.world_size,
-        skipped=state.skipped,
-        scores=state.scores,
+        return replace(row, broken=str(error).removeprefix(f"{path}: ").splitlines()[0])
+    return replace(
+        row, documents=state.documents, world_size=state.world_size, skipped=state.skipped, scores=state.scores
     )
 
 
