@@ -79,7 +79,7 @@ def rank_plan(plan: Plan, shards: ShardSet, rank: int, world_size: int, first_st
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan) -> pa.Table:
     """Ray Data task: chunk number in, its documents out, with the epoch in which each is read."""
     if rank_plan.folder not in _shards:
-        _shards[rank_plan.folder] = ShardSet(Path(rank_plan.folder), "train")
+        _shards[rank_plan.folder] = ShardSet(Path(rank_plan.folder), "train", look=False)
     epochs, documents = rank_plan.chunk(int(rows["id"][0]))
     table = _shards[rank_plan.folder].take(documents).select(["id", "tokens", "windows", "num_tokens"])
     return table.append_column("epoch", pa.array(epochs))
