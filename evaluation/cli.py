@@ -13,6 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", _prepare),
         "train": ("CONFIG [key=value ...]: shards to a sentence encoder", _train),
         "verify-gradients": ("CONFIG [key=value ...]: is the gradient the same however it is computed?", _verify),
+        "doctor": ("[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?", _doctor),
         "embed": ("MODEL INPUT --output OUT: texts to embeddings", _embed),
         "inspect": ("PATH: what shards, a run or a checkpoint hold", _inspect),
         "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", _report),
@@ -69,6 +70,12 @@ def _verify(arguments: list[str]) -> int:
         apart += not row.within
     print("the same up to rounding" if not apart else f"{apart} cases differ by more than rounding")
     return int(apart > 0)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from trainer.doctor.examination import main as doctor
+
+    return doctor(arguments)
 
 
 def _embed(arguments: list[str]) -> int:
