@@ -37,7 +37,9 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
     needs, findings = _of_config(config) if config else (None, [])
     if address is None:
         return [*findings, *_alone(config, needs, paths)]
-    return [*findings, *_unanswered(address)] or _cluster(config, needs, address, paths, findings)
+    if closed := _unanswered(address):
+        return [*findings, *closed]
+    return [*findings, *_cluster(config, needs, address, paths)]
 
 
 def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
@@ -87,17 +89,14 @@ def _unanswered(address: str) -> list[Finding]:
     return []
 
 
-def _cluster(
-    config: TrainConfig | None, needs: Needs | None, address: str, paths: Sequence[str], findings: list[Finding]
-) -> list[Finding]:
+def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, paths: Sequence[str]) -> list[Finding]:
     try:
         start_ray(address=address)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "start Ray (`ray start --head`), or give the address of its head; with tokens, set RAY_AUTH_MODE=token"
-        return [*findings, judged("cluster", EVERYWHERE, f"{address}: {why}", fail=True, remedy=remedy)]
-    nodes, found = nodes_of_cluster()
-    findings = [*findings, *found]
+        return [judged("cluster", EVERYWHERE, f"{address}: {why}", fail=True, remedy=remedy)]
+    nodes, findings = nodes_of_cluster()
     examiners = Examiners(nodes)
     try:
         gathered: dict[str, tuple[Facts, Exposure]] = examiners.ask("facts", lambda _, a: a.gather.remote())

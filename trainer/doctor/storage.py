@@ -55,9 +55,9 @@ def located(path: str) -> str:
 
 def standing(path: str) -> str:
     """The path, or the nearest folder above it that exists: a run makes what is missing."""
-    if is_remote(path):
-        return path
     here = expand(path)
+    if is_remote(path) or str(here).startswith("$"):
+        return path
     return str(next(folder for folder in (here, *here.parents) if folder.exists()))
 
 
