@@ -107,7 +107,8 @@ def test_a_shared_folder_and_an_address(tmp_path):
         unseen = {node: storage.seen(place, ".mark", ["n1", "n2/b"], 1.0) for node in written}
         assert storage.judge_shared(place, unseen).status == "ok"
         assert counts(storage.judge(place, written, 1000))["FAIL"] == 0
-        storage.clear(place, ".mark")
+        for node in written:
+            storage.clear(place, ".mark", node)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +116,7 @@ def test_a_disk_that_is_full_or_read_only(small_disk):
     written = {"n1": storage.write(str(small_disk), ".mark", "n1")}
     space = one(storage.judge("run", written, NEEDS.disk_bytes), "space")
     assert (space.status, space.limit) == ("FAIL", "needs 3.35 GiB for the checkpoints")
-    storage.clear(str(small_disk), ".mark")
+    storage.clear(str(small_disk), ".mark", "n1")
     (small_disk / "fill").write_bytes(b"0" * (2**20 - 4096))
     assert "No space left" in storage.write(str(small_disk), ".mark", "n1").error
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

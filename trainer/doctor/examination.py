@@ -71,7 +71,7 @@ def _alone(config: TrainConfig | None, needs: Needs | None, paths: Sequence[str]
             if not written[_HERE].error:
                 findings.append(storage.judge_shared(path, {_HERE: examiner.seen(folder, mark, [_HERE])}))
         finally:
-            _clear(folder, mark)
+            examiner.clear(folder, mark)
     backend = "nccl" if facts.gpus else "gloo"
     return [*findings, collective.judge(backend, collective.alone())]
 
@@ -130,7 +130,7 @@ def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]
             findings.append(storage.judge_shared(path, unseen))
         return findings
     finally:
-        _clear(folder, mark)
+        examiners.ask("clear", lambda _, actor: actor.clear.remote(folder, mark))
 
 
 def of_facts(facts: dict[str, Facts], needs: Needs | None, store_mib: dict[str, int]) -> list[Finding]:
@@ -153,13 +153,6 @@ def _disk_bytes(config: TrainConfig | None, needs: Needs | None, path: str) -> i
 
 def _mark() -> str:
     return f".declutr-doctor-{uuid.uuid4().hex[:12]}"
-
-
-def _clear(folder: str, mark: str) -> None:
-    try:
-        storage.clear(folder, mark)
-    except OSError as error:  # a folder that refuses is a finding already
-        sys.stderr.write(f"{folder}/{mark} is left behind: {error}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,6 +36,14 @@ class Examiner:
         """Which nodes' marks are not seen from here."""
         return storage.seen(folder, mark, nodes)
 
+    def clear(self, folder: str, mark: str) -> str:
+        """Removes what `write` left; answers why it could not, or nothing."""
+        try:
+            storage.clear(folder, mark, self.node)
+        except (OSError, ValueError, ImportError) as error:
+            return str(error)
+        return ""
+
     def open_door(self) -> int:
         """Listens for the other nodes until `close_door`; returns the port."""
         self._door = socket.create_server(("", 0))

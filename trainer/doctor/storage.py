@@ -1,5 +1,6 @@
 """Is a folder one that a run can live in: written by every node, seen by all, whole files, enough space?"""
 
+import contextlib
 import shutil
 import statistics
 import threading
@@ -161,11 +162,14 @@ def _reads(files: Any, path: str, node: str) -> bool:
         return False
 
 
-def clear(path: str, mark: str) -> None:
-    """Removes the marks."""
+def clear(path: str, mark: str, node: str) -> None:
+    """Removes what this node wrote, and the folder of the marks when it was the last: others do the same meanwhile."""
     files, root = _filesystem(path if is_remote(path) else str(expand(path)))
-    if files.exists(f"{root}/{mark}"):
-        files.rm(f"{root}/{mark}", recursive=True)
+    for left in (f"{root}/{mark}/{_safe(node)}", f"{root}/{mark}/of-{_safe(node)}"):
+        if files.exists(left):
+            files.rm(left, recursive=True)
+    with contextlib.suppress(OSError):  # not empty yet, or gone
+        files.rmdir(f"{root}/{mark}")
 
 
 def judge(path: str, found: dict[str, Written], needed_bytes: int) -> list[Finding]:
