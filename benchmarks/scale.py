@@ -11,6 +11,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -118,7 +119,7 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     made = wide.make(folder, given.shards, max(1, given.documents // given.shards))
     shards, index_seconds, index_mib = timed(lambda: ShardSet(made.folder, "train", look=False))
     mine = rank_plan(Plan(given.seed, shards.num_documents, given.batch), shards, 0, given.ranks, 0, 2**20)
-    taken = [timed(lambda number=number: shards.take(mine.chunk(number)[1]))[1] for number in range(given.chunks)]
+    taken = [timed(partial(shards.take, mine.chunk(number)[1]))[1] for number in range(given.chunks)]
     rows = len(mine.chunk(0)[1])
     rss = psutil.Process().memory_info().rss / _MIB
     _, look_seconds, _ = timed(lambda: ShardSet(made.folder, "train"))
@@ -147,7 +148,7 @@ def loss_figures(given: argparse.Namespace) -> dict[str, Any]:
         embeddings = torch.randn(rows, size, generator=generator, requires_grad=True)
 
         def step(embeddings: Tensor = embeddings) -> None:
-            ntxent(embeddings, 0.05).backward()  # type: ignore[no-untyped-call]
+            ntxent(embeddings, 0.05).backward()
 
         step()
         seconds[rows] = min(timed(step)[1] for _ in range(5))  # the least: others use this machine as well
@@ -198,7 +199,6 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
     }
 
 
-@ray.remote(num_cpus=1)  # type: ignore[misc]
 def _nothing() -> None:
     """A task that only costs its overhead."""
 
@@ -207,8 +207,9 @@ def ray_figures(given: argparse.Namespace) -> dict[str, Any]:
     """Tasks a second that a run asks of Ray, and that one session here gives."""
     start_ray(num_cpus=2)
     try:
-        ray.get([_nothing.remote() for _ in range(20)])
-        _, seconds, _ = timed(lambda: ray.get([_nothing.remote() for _ in range(given.tasks)]), elapsed=True)
+        task = ray.remote(_nothing)
+        ray.get([task.remote() for _ in range(20)])
+        _, seconds, _ = timed(lambda: ray.get([task.remote() for _ in range(given.tasks)]), elapsed=True)
     finally:
         ray.shutdown()
     mean_tokens, token_bytes = 3000, 2
@@ -248,13 +249,14 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"benchmark": "scale", "documents": given.documents, "ranks": given.ranks}
     with tempfile.TemporaryDirectory() as folder:
-        for name, part in (
-            ("plan", lambda: plan_figures(given)),
-            ("manifest", lambda: manifest_figures(given, Path(folder) / "shards")),
-            ("loss", lambda: loss_figures(given)),
-            ("checkpoint", lambda: checkpoint_figures(given, Path(folder))),
-            ("ray", lambda: ray_figures(given)),
-        ):
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "plan": partial(plan_figures, given),
+            "manifest": partial(manifest_figures, given, Path(folder) / "shards"),
+            "loss": partial(loss_figures, given),
+            "checkpoint": partial(checkpoint_figures, given, Path(folder)),
+            "ray": partial(ray_figures, given),
+        }
+        for name, part in parts.items():
             figures[name] = part()
             record.progress(f"{name}: {figures[name]}")
     record.publish(figures | record.facts("scale", given.commit), given.json)
