@@ -32,6 +32,7 @@ from trainer.plan import I64, Plan
 from trainer.stream import rank_plan
 
 _MIB = 2**20
+_PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
 _SAMPLE = 200_000  # consecutive places of the permutation looked at in each of four regions
 _SAVED_BYTES = 12  # a parameter and its two moments
 _ANCHORS = 2  # of a document, each with one mean positive
@@ -232,6 +233,7 @@ def ray_figures(given: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints and writes."""
     options = record.parser("scale", __doc__)
+    options.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     options.add_argument("--documents", type=int, default=10**9)
     options.add_argument("--ranks", type=int, default=1024)
     options.add_argument("--shards", type=int, default=100_000)
@@ -256,8 +258,8 @@ def main(arguments: list[str] | None = None) -> None:
             "checkpoint": partial(checkpoint_figures, given, Path(folder)),
             "ray": partial(ray_figures, given),
         }
-        for name, part in parts.items():
-            figures[name] = part()
+        for name in given.parts:
+            figures[name] = parts[name]()
             record.progress(f"{name}: {figures[name]}")
     record.publish(figures | record.facts("scale", given.commit), given.json)
 
