@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import tinyruns as runs
+from prepared import Row, write_prepared
+from transformers import AutoTokenizer
 
 from trainer.doctor import collective, data, examination, exposure, facts, judgement, storage
 from trainer.doctor.examiner import Examiner
@@ -16,6 +18,7 @@ from trainer.doctor.exposure import Exposure, Listener
 from trainer.doctor.facts import Gpu
 from trainer.doctor.finding import Finding, as_text, counts
 from trainer.doctor.needs import Needs
+from trainer.parts import build_encoder
 
 NEEDS = Needs(
     parameters=100_000_000, checkpoints=3, workers=4, cpus_per_worker=2, storage_threads=2, gpus=0, wishes_gpus=True
@@ -82,6 +85,22 @@ def test_a_run_that_would_be_refused_and_its_needs(tmp_path):
     assert needs is None
     assert "holds no manifest.json" in found[0].value
     assert found[0].status == "FAIL"
+
+
+def test_a_run_that_fits(tmp_path):
+    """Its needs are counted without weights, and are those of the encoder that will be built."""
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
+    write_prepared(tmp_path / "data", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
+    projection = {"encoder": {"projection": {"kind": "mlp", "size": 8}}, "checkpoint": {"keep_last": 2}}
+    config = runs.train_config(tmp_path / "data", tmp_path / "run", **projection)
+    needs, found = examination._of_config(config)
+    assert [finding.status for finding in found] == ["ok"], found
+    encoder = build_encoder(config, AutoTokenizer.from_pretrained(tmp_path / "data" / "tokenizer"))
+    assert needs.parameters == sum(parameter.numel() for parameter in encoder.parameters())
+    assert needs.checkpoints == 3
+    seen = data.look(str(tmp_path / "data"))
+    assert (seen.documents, seen.error) == (12, "")
+    assert data.judge("d", {"n1": seen})[0].status == "ok"
 
 
 def test_needs_are_what_a_checkpoint_takes():
