@@ -11,6 +11,10 @@ _COMMANDS = {
         "CONFIG [key=value ...]: is the gradient the same however it is computed?",
         "evaluation.commands.verify_gradients:run",
     ),
+    "doctor": (
+        "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
+        "trainer.doctor.examination:main",
+    ),
     "embed": ("MODEL INPUT --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
     "inspect": ("PATH: what shards, a run or a checkpoint hold", "evaluation.commands.inspect:run"),
     "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", "evaluation.commands.report:run"),
