@@ -36,7 +36,7 @@ def retrieval_paths(folder: Path) -> list[Path]:
     pickles = sorted(path.name for path in folder.glob("*.pkl"))
     if missing and pickles:
         raise DataError(
-            f"{folder}: {', '.join(pickles)} are pickles: they run code when they are read, and are never opened here; "
+            f"{folder}: {', '.join(pickles)} are pickles: they run code when read, and are never opened here; "
             "convert them elsewhere to <split>.npy and <split>.captions.txt (evaluation/senteval/retrieval_files.py)"
         )
     if len(missing) == len(paths):
