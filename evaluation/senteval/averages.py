@@ -1,10 +1,10 @@
 """The number of each task that tables show, and the averages of SentEval, DeCLUTR and SimCSE over them.
 
-DeCLUTR (scripts/run_senteval.py): STS12-16 by the mean of the subsets' Spearman, SICK-R and STS-B by the Spearman of the
-regression on test, MRPC by the mean of accuracy and F1, COCO by the mean of six recalls, everything else by accuracy.
-Its first paper averages downstream (18 tasks) and probing (10) and takes the mean of the two; the second leaves SNLI out.
-SimCSE (evaluation.py): seven STS tasks by one Spearman over all pairs, seven transfer tasks by accuracy; the average is
-taken over values already rounded to two decimals.
+DeCLUTR (scripts/run_senteval.py): STS12-16 by the mean of the subsets' Spearman, SICK-R and STS-B by the Spearman of
+the regression on test, MRPC by the mean of accuracy and F1, COCO by the mean of six recalls, everything else by
+accuracy. Its first paper averages downstream (18 tasks) and probing (10) and takes the mean of the two; the second
+leaves SNLI out. SimCSE (evaluation.py): seven STS tasks by one Spearman over all pairs, seven transfer tasks by
+accuracy; the average is taken over values already rounded to two decimals.
 """
 
 from collections.abc import Collection, Mapping

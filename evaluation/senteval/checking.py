@@ -1,4 +1,4 @@
-"""Is this the published set? Rows, classes, label sequence, encoding, duplicates and swapped files, before any score."""
+"""Is this the published set? Rows, classes, labels, encoding, duplicates, swapped files; before any score."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -95,6 +95,9 @@ def _counts(data: TaskData, figures: Published) -> Iterator[Finding]:
             )
     if data.classes and len(data.classes) != figures.num_classes:
         yield Finding("refuse", f"{data.task.label}: {len(data.classes)} classes, published {figures.num_classes}")
+    elif figures.class_names and set(data.classes) != set(figures.class_names):
+        told = f"{', '.join(data.classes)}, published {', '.join(figures.class_names)}"
+        yield Finding("refuse", f"{data.task.label}: classes are called {told}")
     elif figures.basis == "probing":
         counts = _class_counts(data, data.splits["train"])
         largest = max(counts.values())

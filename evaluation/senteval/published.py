@@ -5,74 +5,67 @@ not change with the tokenisation, the line ends or the encoding of the sentences
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
 import numpy as np
 
+from common.config import Strict
 from evaluation.senteval.data import Split, TaskData
 
 
-@dataclass(frozen=True)
-class PublishedSplit:
-    """Figures of one split or subset.
-
-    Attributes:
-        rows: scored rows.
-        tolerance: how far the number of rows may be off where only a rounded figure is published.
-        unscored: rows without a gold score.
-        classes: rows of each class, by name; empty where unknown or where labels are scores.
-        labels: digest of the label sequence, or "" where the files were not at hand.
-    """
+class PublishedSplit(Strict):
+    """Figures of one split or subset."""
 
     rows: int
+    """Scored rows."""
     tolerance: int = 0
+    """How far the number of rows may be off where only a rounded figure is published."""
     unscored: int = 0
-    classes: Mapping[str, int] = field(default_factory=dict)
+    """Rows without a gold score."""
+    classes: Mapping[str, int] = {}
+    """Rows of each class, by name; empty where unknown or where labels are scores."""
     labels: str = ""
+    """Digest of the label sequence, or "" where the files were not at hand."""
 
 
-@dataclass(frozen=True)
-class Published:
-    """Figures of one task.
-
-    Attributes:
-        basis: a key of `bases()`.
-        splits: by name.
-        num_classes: classes that must occur in train, 0 where labels are scores.
-        files: git's SHA-1 of the published files, as far as known.
-        replacements: U+FFFD characters that the published sentences hold themselves.
-    """
+class Published(Strict):
+    """Figures of one task."""
 
     basis: str
+    """A key of `bases()`."""
     splits: Mapping[str, PublishedSplit]
     num_classes: int = 0
-    files: Mapping[str, str] = field(default_factory=dict)
+    """Classes that must occur in train; 0 where labels are scores."""
+    class_names: tuple[str, ...] = ()
+    """Their names, where only they are known and not how often each occurs."""
+    files: Mapping[str, str] = {}
+    """Git's SHA-1 of the published files, as far as known."""
     replacements: int = 0
+    """U+FFFD characters that the published sentences hold themselves."""
 
 
-@cache
+class _Document(Strict):
+    basis: Mapping[str, str]
+    tasks: Mapping[str, Published]
+
+
 def published() -> Mapping[str, Published]:
     """The figures of every task, by name."""
-    return {
-        name: Published(**{**entry, "splits": {key: PublishedSplit(**split) for key, split in entry["splits"].items()}})
-        for name, entry in _document()["tasks"].items()
-    }
+    return _document().tasks
 
 
 def bases() -> Mapping[str, str]:
     """Where the figures come from, in words."""
-    return dict(_document()["basis"])
+    return _document().basis
 
 
 def label_names(data: TaskData, split: Split) -> list[str]:
     """Labels in file order: class names, or scores as Python writes them."""
     labels = np.empty_like(split.labels)
     labels[split.order] = split.labels
-    return [data.classes[label] if data.classes else repr(float(label)) for label in labels]
+    return [data.classes[int(label)] if data.classes else repr(float(label)) for label in labels]
 
 
 def label_digest(names: Iterable[str]) -> str:
@@ -81,5 +74,5 @@ def label_digest(names: Iterable[str]) -> str:
 
 
 @cache
-def _document() -> dict[str, dict[str, dict[str, object]]]:
-    return json.loads(files("evaluation.senteval").joinpath("published.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+def _document() -> _Document:
+    return _Document.model_validate_json(files("evaluation.senteval").joinpath("published.json").read_bytes())

@@ -63,14 +63,15 @@ class StsScore:
 
 
 def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector:
-    """Cosines `(R,)` of rows of two `(R, D)` arrays, in float64; NaN counts as 0, and so does a pair with a zero vector.
+    """Cosines `(R,)` of rows of two `(R, D)` arrays, in float64; 0 for a pair with a zero vector, and for NaN.
 
     As in SentEval: `nan_to_num` of the embeddings and of the cosine. Infinite values become the largest finite ones.
     """
     one, two = (_finite(side) for side in (first, second))
     products = np.einsum("rd,rd->r", one, two)
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=1)
-    return np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
+    result: Vector = np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
+    return result
 
 
 def correlate(predicted: Vector, gold: Vector) -> Correlation:
@@ -128,5 +129,6 @@ def _gold(split: Split) -> Vector:
 
 
 def _finite(rows: NDArray[np.floating]) -> Vector:
-    limit = np.finfo(np.float32).max  # so that products stay finite in float64
-    return np.nan_to_num(rows.astype(np.float64), nan=0.0, posinf=limit, neginf=-limit)
+    limit = float(np.finfo(np.float32).max)  # so that products stay finite in float64
+    finite: Vector = np.nan_to_num(rows.astype(np.float64), nan=0.0, posinf=limit, neginf=-limit)
+    return finite
