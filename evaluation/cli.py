@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": ("CONFIG [key=value ...]: shards to a sentence encoder", _train),
         "verify-gradients": ("CONFIG [key=value ...]: is the gradient the same however it is computed?", _verify),
         "embed": ("MODEL INPUT --output OUT: texts to embeddings", _embed),
+        "evaluate": ("--data DIR | --download DIR: SentEval's data, fetched and checked", _evaluate),
         "inspect": ("PATH: what shards, a run or a checkpoint hold", _inspect),
         "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", _report),
         "demo": ("the whole path on a corpus that every machine has", _demo),
@@ -88,6 +89,32 @@ def _embed(arguments: list[str]) -> int:
         return 1
     print(f"{given.output}: {number} embeddings")
     return 0
+
+
+def _evaluate(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="declutr evaluate", description="SentEval's data: fetch and check them.")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--data", type=Path, help="folder in SentEval's layout (downstream/, probing/): check it")
+    where.add_argument("--download", type=Path, help="fetch what is missing into this folder, then check it")
+    parser.add_argument("--mirror", help="address that has the same files, instead of the public ones")
+    parser.add_argument("--allow-unchecked", action="store_true", help="own data: mark what differs, do not refuse it")
+    given = parser.parse_args(arguments)
+    from evaluation.senteval.checking import inspect
+    from evaluation.senteval.overview import overview, transfers
+    from evaluation.senteval.tasks import TASKS
+
+    failed = False
+    if given.download:
+        from evaluation.senteval.downloading import download
+        from evaluation.senteval.sources import public_sources, relocated
+
+        sources = relocated(public_sources(), given.mirror) if given.mirror else public_sources()
+        fetched = download(given.download, sources, lambda line: print(line, flush=True))
+        failed = any(file.outcome == "failed" for file in fetched)
+        print("\n".join(transfers(fetched, sources)))
+    inspections = [inspect(task, given.data or given.download, given.allow_unchecked) for task in TASKS]
+    print("\n".join(overview(inspections)))
+    return int(failed or any(inspection.standing == "refused" for inspection in inspections))
 
 
 def _inspect(arguments: list[str]) -> int:

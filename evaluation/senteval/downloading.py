@@ -85,6 +85,8 @@ def _fetch_archive(folder: Path, archive: RemoteArchive, tell: Callable[[str], N
         lacking = [path for path in wanted if not (folder / path).exists()]
         return kept + [Fetched(path, "failed", str(error)) for path in lacking]
     held.unlink()
+    if not any(held.parent.iterdir()):
+        held.parent.rmdir()
     return kept + done
 
 

@@ -89,7 +89,8 @@ def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
     if missing:
         kind = MissingDataError if len(missing) == len(paths) else DataError
         faked = f"a score over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
-        raise kind(f"{folder / task.folder}: no {', '.join(missing)}", faked=faked)
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise kind(f"{folder / task.folder}: no {', '.join(missing[:3])}{more}", faked=faked)
     features: dict[str, NDArray[np.float32]] = {}
     rows = _read(task, folder / task.folder, features)
     classes = _CLASSES.get(task.name, ())

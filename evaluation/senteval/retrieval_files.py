@@ -40,7 +40,7 @@ def retrieval_paths(folder: Path) -> list[Path]:
             "convert them elsewhere to <split>.npy and <split>.captions.txt (evaluation/senteval/retrieval_files.py)"
         )
     if len(missing) == len(paths):
-        raise MissingDataError(f"{folder}: no {', '.join(path.name for path in paths)}")
+        raise MissingDataError(f"{folder}: no <split>.npy and <split>.captions.txt")
     if missing:
         raise DataError(f"{folder}: {', '.join(path.name for path in missing)} missing")
     return paths

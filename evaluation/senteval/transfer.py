@@ -21,8 +21,8 @@ class TransferError(OSError):
 def fetch(url: str, target: Path, max_bytes: int, verify: Callable[[Path], None] | None = None) -> int:
     """Fetches `url` to `target`, whole or not at all; returns the number of bytes that came over the network.
 
-    A connection that breaks is taken up where it broke, three times; then the part is left for the next call. The server
-    is asked to go on only with the very same content (`If-Range`), else it starts anew.
+    A connection that breaks is taken up where it broke, three times; then the part is left for the next call. The
+    server is asked to go on only with the very same content (`If-Range`), else it starts anew.
 
     Args:
         url: http or https.
@@ -40,7 +40,9 @@ def fetch(url: str, target: Path, max_bytes: int, verify: Callable[[Path], None]
         try:
             more, complete = _go_on(url, part, notes, max_bytes)
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, TransferError):
+            if isinstance(error, TransferError):  # too much, or not what was asked for: no part to go on from
+                part.unlink(missing_ok=True)
+                notes.unlink(missing_ok=True)
                 raise
             if isinstance(error, urllib.error.HTTPError) and error.code != 416:
                 raise TransferError(f"{url}: {error.code} {error.reason}") from error
