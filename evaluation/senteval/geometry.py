@@ -75,12 +75,16 @@ def score_geometry(
 
 
 def blockwise_uniformity(embeddings: Tensor) -> float:
-    """`trainer.validation.uniformity` of `(N, D)`, without holding N^2 distances: blocks of B rows at a time."""
+    """`trainer.validation.uniformity` of `(N, D)`, without holding N^2 distances: blocks of B rows at a time.
+
+    In the type of the embeddings, summed in float64; ||x - y||^2 = 2 - 2 x.y on the unit sphere.
+    """
     unit = F.normalize(embeddings, dim=-1)
     number, total = len(unit), 0.0
     for start in range(0, number, _BLOCK):
         block = unit[start : start + _BLOCK]
-        cosine = block @ unit[start:].T  # (B, N - start); ||x - y||^2 = 2 - 2 x.y
-        terms = torch.exp(4 * cosine.clamp(max=1).double() - 4)
-        total += float(torch.triu(terms, diagonal=1).sum())  # column j is row start + j: each pair once
+        terms = (block @ unit[start:].T).clamp_(max=1).mul_(4).sub_(4).exp_()  # (B, N - start)
+        total += float(terms[:, len(block) :].sum(dtype=torch.float64))
+        own = terms[:, : len(block)]  # holds each pair of the block twice, and each row with itself
+        total += float(own.sum(dtype=torch.float64) - own.diagonal().sum(dtype=torch.float64)) / 2
     return math.log(total / (number * (number - 1) / 2))
