@@ -12,7 +12,9 @@ from typing import IO
 
 from common.storage import write_aside
 from evaluation.senteval.lines import git_sha1
-from evaluation.senteval.sources import RemoteArchive, RemoteFile, Sources, known_hashes
+from evaluation.senteval.snli_archive import FILES, SnliError, make_split
+from evaluation.senteval.sources import RemoteArchive, RemoteFile, RemoteSnli, Sources, known_hashes
+from evaluation.senteval.tasks import find
 from evaluation.senteval.transfer import TransferError, fetch
 
 _MAX_FILE_BYTES = 256 << 20
@@ -48,6 +50,8 @@ def download(folder: Path, sources: Sources, tell: Callable[[str], None] = lambd
     outcomes = [_fetch_file(folder, file, tell) for file in sources.files]
     for archive in sources.archives:
         outcomes += _fetch_archive(folder, archive, tell)
+    if sources.snli:
+        outcomes += _make_snli(folder, sources.snli, tell)
     return tuple(outcomes)
 
 
@@ -84,10 +88,36 @@ def _fetch_archive(folder: Path, archive: RemoteArchive, tell: Callable[[str], N
             held.unlink()  # not an archive, or a broken one: the next call fetches it again
         lacking = [path for path in wanted if not (folder / path).exists()]
         return kept + [Fetched(path, "failed", str(error)) for path in lacking]
-    held.unlink()
-    if not any(held.parent.iterdir()):
-        held.parent.rmdir()
+    _discard(held)
     return kept + done
+
+
+def _make_snli(folder: Path, snli: RemoteSnli, tell: Callable[[str], None]) -> Iterator[Fetched]:
+    """The three files of each split; a split of which one is there is left alone."""
+    below = find("SNLI").folder
+    parts = {split: [f"{below}/{name}.{split}" for name in FILES] for split in ("train", "dev", "test")}
+    wanted = {split: paths for split, paths in parts.items() if not any((folder / path).exists() for path in paths)}
+    yield from (Fetched(path, "kept") for split in parts if split not in wanted for path in parts[split])
+    if not wanted:
+        return
+    held = folder / ".downloads" / snli.url.rsplit("/", 1)[-1]
+    tell(f"SNLI from {snli.url}; tokenised here, which takes some minutes")
+    hashes = {path.rsplit("/", 1)[-1]: digest for path, digest in known_hashes().items() if path.startswith(below)}
+    for split, paths in wanted.items():
+        try:
+            if not held.exists():
+                fetch(snli.url, held, _MAX_ARCHIVE_BYTES)
+            make_split(held, split, folder / below, hashes)
+            yield from (Fetched(path, "fetched") for path in paths)
+        except (TransferError, SnliError) as error:
+            yield from (Fetched(path, "failed", str(error)) for path in paths)
+    _discard(held)
+
+
+def _discard(held: Path) -> None:
+    held.unlink(missing_ok=True)
+    if held.parent.exists() and not any(held.parent.iterdir()):
+        held.parent.rmdir()
 
 
 def _take(held: Path, folder: Path, wanted: list[str], below: str) -> Iterator[Fetched]:

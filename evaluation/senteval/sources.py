@@ -50,6 +50,13 @@ class RemoteArchive(Strict):
     """What is taken out of it."""
 
 
+class RemoteSnli(Strict):
+    """SNLI's own zip, from which SentEval's nine files are made."""
+
+    url: str = Field(pattern="^https?://")
+    """Where it comes from."""
+
+
 class Gone(Strict):
     """Tasks that cannot be fetched."""
 
@@ -77,6 +84,8 @@ class Sources(Strict):
     """Single files."""
     archives: tuple[RemoteArchive, ...] = ()
     """Archives."""
+    snli: RemoteSnli | None = None
+    """The corpus of SNLI."""
     gone: tuple[Gone, ...] = ()
     """What cannot be fetched."""
     unused: tuple[Unused, ...] = ()
@@ -108,4 +117,6 @@ def relocated(sources: Sources, address: str) -> Sources:
             for archive in sources.archives
         ],
     }
+    if sources.snli:
+        changed["snli"] = {"url": f"{there}/{sources.snli.url.rsplit('/', 1)[-1]}"}
     return Sources.model_validate({**sources.model_dump(by_alias=True), **changed})

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+import zipfile
 
 import pytest
 from fileserver import file_server
@@ -12,9 +13,11 @@ from evaluation.senteval.downloading import download
 from evaluation.senteval.lines import git_sha1
 from evaluation.senteval.loading import task_files
 from evaluation.senteval.overview import transfers
+from evaluation.senteval.snli_archive import SnliError, make_split
 from evaluation.senteval.sources import Sources, public_sources, relocated
-from evaluation.senteval.tasks import TASKS
+from evaluation.senteval.tasks import TASKS, find
 from evaluation.senteval.transfer import TransferError, fetch
+from evaluation.senteval.treebank import tokenize
 
 TEXT = b"".join(b"%06d a line\n" % number for number in range(5000))
 MEBI = 1 << 20
@@ -145,9 +148,72 @@ def test_a_broken_archive_is_fetched_again_the_next_time(server, tmp_path):
     assert (tmp_path / paths[0]).read_bytes() == b"good\n" * 5000
 
 
+HEADER = (
+    "gold_label sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse sentence1 sentence2 x"
+)
+
+
+def snli_zip(path, header=HEADER):
+    rows = [
+        ("neutral", 'A "man" isn\'t here.', "He can't: no."),
+        ("-", "x", "y"),
+        ("entailment", "A dog.", "Caf\u00e9 (x)!"),
+    ]
+    lines = [header.replace(" ", "\t")] + ["\t".join((label, "", "", "", "", a, b, "z")) for label, a, b in rows]
+    with zipfile.ZipFile(path, "w") as archive:
+        for split in ("train", "dev", "test"):
+            archive.writestr(f"snli_1.0/snli_1.0_{split}.txt", "\n".join(lines) + "\n")
+            archive.writestr(f"__MACOSX/snli_1.0/snli_1.0_{split}.txt", "junk")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ('"Yes," he said.', "`` Yes , '' he said . "),
+        ("I cannot go; it's 5%...", "I can not go ; it 's 5 % ... "),
+        ("Mr. Lee's dogs' bone (big) won't do!", "Mr. Lee 's dogs ' bone ( big ) wo n't do ! "),
+        ("They're gonna -- 'tis so", "They 're gon na -- 't is so "),
+        ("", ""),
+    ],
+)
+def test_treebank_words(raw, words):
+    """Answers of the sed script itself, under GNU sed."""
+    assert tokenize(raw) == words
+
+
+def test_snli_is_made_from_its_zip(tmp_path):
+    archive = snli_zip(tmp_path / "snli_1.0.zip")
+    make_split(archive, "dev", tmp_path / "out", {})
+    made = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()}
+    assert made == {
+        "labels.dev": "neutral\nentailment\n",
+        "s1.dev": "A `` man '' is n't here . \nA dog . \n",
+        "s2.dev": "He ca n't : no . \nCaf\u00e9 ( x ) ! \n",
+    }
+    with pytest.raises(SnliError, match=r"s2.test made from snli_1.0.zip has git SHA-1 \w+, published is 0000"):
+        make_split(archive, "test", tmp_path / "out", {"s2.test": "0000"})
+    with pytest.raises(SnliError, match=r"has columns gold, "):
+        make_split(snli_zip(archive, HEADER.replace("gold_label", "gold")), "test", tmp_path / "out", {})
+    archive.write_bytes(b"no zip")
+    with pytest.raises(SnliError, match="is broken or not SNLI"):
+        make_split(archive, "test", tmp_path / "out", {})
+    assert len(list((tmp_path / "out").iterdir())) == 3  # nothing of test, not even half
+
+
+def test_an_snli_that_is_not_the_published_one_is_not_kept(server, tmp_path):
+    server.files["snli.zip"] = snli_zip(tmp_path / "snli.zip").read_bytes()
+    sources = Sources.model_validate({"snli": {"url": f"{server.address}/snli.zip"}})
+    found = download(tmp_path / "data", sources)
+    assert [file.outcome for file in found] == ["failed"] * 9
+    assert "labels.train made from snli.zip has git SHA-1" in found[0].note
+    assert not any(path.is_file() for path in (tmp_path / "data").rglob("*"))
+
+
 def test_the_public_table_covers_every_task_or_says_why_not():
     sources = public_sources()
     covered = {file.path for file in sources.files} | {path for archive in sources.archives for path in archive.paths}
+    covered |= set(task_files(find("SNLI"))) if sources.snli else set()
     gone = {name for entry in sources.gone for name in entry.tasks}
     for task in TASKS:
         assert (task.name in gone) != set(task_files(task)).issubset(covered), task.name
@@ -171,7 +237,7 @@ def test_the_command(server, tmp_path, capsys):
     arguments = ["evaluate", "--download", str(tmp_path), "--mirror", server.address]
     assert main(arguments) == 1
     said = capsys.readouterr().out
-    assert "files: 1 fetched, 0 were there, 81 failed" in said
+    assert "files: 1 fetched, 0 were there, 90 failed" in said
     assert "404" in said
     assert "cannot be fetched: ImageCaptionRetrieval: published as pickles alone" in said
     assert "no subj.subjective" in said
