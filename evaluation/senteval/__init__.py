@@ -1,1 +1,1 @@
-"""SentEval's 28 tasks: data, its checks, procedures, scores and averages."""
+"""SentEval: its tasks, its protocols, its classifiers."""

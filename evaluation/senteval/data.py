@@ -3,7 +3,7 @@
 Legend: R rows of a split, I images, D features of an image.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,3 +88,12 @@ def sentences(data: TaskData) -> tuple[str, ...]:
         seen.update(dict.fromkeys(split.first))
         seen.update(dict.fromkeys(split.second or ()))
     return tuple(seen)
+
+
+def sentence_rows(tasks: Iterable[TaskData]) -> dict[str, int]:
+    """A row number for each distinct sentence of all tasks: each is embedded once, whatever tasks it occurs in."""
+    rows: dict[str, int] = {}
+    for data in tasks:
+        for text in sentences(data):
+            rows.setdefault(text, len(rows))
+    return rows

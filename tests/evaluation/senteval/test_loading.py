@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sentevaldata import COMPLETE, PROBING, SLICES, write, write_binary, write_rest, write_retrieval, write_sts
 
-from evaluation.senteval.data import DataError, MissingDataError, sentences
+from evaluation.senteval.data import DataError, MissingDataError, sentence_rows, sentences
 from evaluation.senteval.loading import load, task_files
 from evaluation.senteval.tasks import DOWNSTREAM, TASKS, UnknownTaskError, find
 
@@ -125,6 +125,9 @@ def test_each_distinct_sentence_once(folder):
     texts = sentences(load(find("SICK-E"), folder))
     assert len(texts) == len(set(texts)) == 5
     assert set(sentences(load(find("SICK-R"), folder))) == set(texts)
+    rows = sentence_rows(load(find(name), folder) for name in ("SICK-E", "SICK-R", "TREC"))
+    assert list(rows)[:5] == list(texts)
+    assert sorted(rows.values()) == list(range(5 + 3))
 
 
 @pytest.mark.parametrize(
