@@ -88,7 +88,7 @@ def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         kind = MissingDataError if len(missing) == len(paths) else DataError
-        faked = f"a score over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
+        faked = f"one over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise kind(f"{folder / task.folder}: no {', '.join(missing[:3])}{more}", faked=faked)
     features: dict[str, NDArray[np.float32]] = {}

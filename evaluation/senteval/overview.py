@@ -26,7 +26,7 @@ def overview(inspections: Sequence[Inspection]) -> Iterator[str]:
         yield from (f"{'':26s}{finding.what}" for finding in told)
         if inspection.standing == "refused":  # many findings fake the same score
             faked = dict.fromkeys(finding.faked for finding in told if finding.faked)
-            yield from (f"{'':26s}a score would have faked: {what}" for what in faked)
+            yield from (f"{'':26s}a score would be: {what}" for what in faked)
     counts = Counter(inspection.standing for inspection in inspections)
     yield ", ".join(f"{number} {standing}" for standing, number in counts.items())
     if counts["refused"]:

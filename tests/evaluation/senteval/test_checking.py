@@ -73,7 +73,7 @@ def test_nothing_and_half_a_download(tmp_path):
     half = inspect(find("STS14"), tmp_path, allow_unchecked=True)  # what cannot be read cannot be scored
     assert half.standing == "refused"
     assert "no STS.input.deft-forum.txt" in half.reason
-    assert "a score over 1 of 12 files" in half.reason
+    assert "one over 1 of 12 files" in half.reason
 
 
 def test_latin_1_where_utf_8_is_read(tmp_path):
