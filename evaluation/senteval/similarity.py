@@ -63,14 +63,17 @@ class StsScore:
 
 
 def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector:
-    """Cosines `(R,)` of rows of two `(R, D)` arrays, in float64; 0 for a pair with a zero vector, and for NaN.
+    """Cosines `(R,)` of rows of two `(R, D)` arrays; 0 for a pair with a zero vector, and for NaN.
 
-    As in SentEval: `nan_to_num` of the embeddings and of the cosine. Infinite values become the largest finite ones.
+    SentEval's arithmetic to the last bit, pair by pair in the type of the embeddings: cosines that are equal on paper
+    differ by rounding, ranks follow, and another order of the same sums moves a Spearman by up to 0.13 points (hashed
+    words on STS12, float64 instead of float32).
     """
-    one, two = (_finite(side) for side in (first, second))
-    products = np.einsum("rd,rd->r", one, two)
-    norms = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=1)
-    result: Vector = np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
+    one, two = np.nan_to_num(first), np.nan_to_num(second)
+    with np.errstate(all="ignore"):  # a zero vector divides by zero; `nan_to_num` makes it 0
+        pairs = zip(one, two, strict=True)
+        values = [np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)) for u, v in pairs]
+    result: Vector = np.nan_to_num(np.array(values)).astype(np.float64)
     return result
 
 
@@ -126,9 +129,3 @@ def pair_cosines(split: Split, rows: Mapping[str, int], embeddings: NDArray[np.f
 
 def _gold(split: Split) -> Vector:
     return split.labels.astype(np.float64)
-
-
-def _finite(rows: NDArray[np.floating]) -> Vector:
-    limit = float(np.finfo(np.float32).max)  # so that products stay finite in float64
-    finite: Vector = np.nan_to_num(rows.astype(np.float64), nan=0.0, posinf=limit, neginf=-limit)
-    return finite
