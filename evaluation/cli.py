@@ -16,6 +16,10 @@ _COMMANDS = {
         "trainer.doctor.examination:main",
     ),
     "embed": ("MODEL INPUT --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
+    "evaluate": (
+        "--data DIR | --download DIR: SentEval's data, fetched and checked",
+        "evaluation.commands.evaluate:run",
+    ),
     "inspect": ("PATH: what shards, a run or a checkpoint hold", "evaluation.commands.inspect:run"),
     "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", "evaluation.commands.report:run"),
     "demo": ("the whole path on a corpus that every machine has", "evaluation.commands.demo:run"),
