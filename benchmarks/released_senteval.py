@@ -1,11 +1,12 @@
-"""SentEval's classifiers as the released code runs them: one fit after the other, a module, autograd, an optimizer each.
+"""SentEval's classifiers as the released code runs them: one fit after the other, each a module with its optimizer.
 
-Written from the procedure, for machines without a checkout of SentEval: the reference of the tests and the other side of
-`benchmarks.evaluate`. The generators are objects instead of the process's global ones; their numbers are the same.
+Written from the procedure, for machines without a checkout of SentEval: the reference of the tests and the other side
+of `benchmarks.evaluate`. The generators are objects instead of the process's global ones; their numbers are the same.
 Where the released code fits the same thing twice (`split`), so does this.
 """
 
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +56,15 @@ class Classifier:
     def fit(self, x: Array, y: Array, dev: tuple[Array, Array] | None = None) -> "Classifier":
         """Trains until the tenacity is spent; without `dev`, a random 5 % of the rows take its place."""
         config = self.config
-        self.orders = np.random.RandomState(config.seed)  # noqa: NPY002
+        self.orders = np.random.RandomState(config.seed)
         self.model = self._model(x.shape[1])
         if dev is None:
             drawn = self.orders.permutation(len(x))
             count = int(0.05 * len(x))
             x, y, dev = x[drawn[count:]], y[drawn[count:]], (x[drawn[:count]], y[drawn[:count]])
         rows, labels = torch.from_numpy(x).float(), torch.from_numpy(y).long()
-        kind: type[torch.optim.Optimizer] = {"adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop}[config.optimizer]
-        optimizer = kind(self.model.parameters(), **{"lr": config.rate, "weight_decay": self.decay})
+        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.RMSprop
+        optimizer = kind(self.model.parameters(), lr=config.rate, weight_decay=self.decay)
         best, best_model, misses, passes, stopped = -1.0, self.model, 0, 0, False
         while not stopped and passes <= config.max_epoch:
             self.model.train()
@@ -89,7 +90,7 @@ class Classifier:
         hidden = self.config.num_hidden
         widths = [width, hidden, self.num_classes] if hidden else [width, self.num_classes]
         layers = []
-        for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+        for inputs, outputs in itertools.pairwise(widths):
             layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
             weight, bias = linear_start(inputs, outputs, stream)
             layer.weight.data.copy_(weight)
@@ -119,7 +120,7 @@ def inner_kfold(x: Array, y: Array, num_classes: int, config: ClassifierConfig) 
         dev.append(mean)
         refit = Classifier(config, num_classes, decay).fit(x[outside], y[outside])
         test.append(round(100 * refit.score(x[inside], y[inside]), 2))
-    return float(round(np.mean(dev), 2)), float(round(np.mean(test), 2)), test
+    return float(np.round(np.mean(dev), 2)), float(np.round(np.mean(test), 2)), test
 
 
 def kfold(
@@ -150,5 +151,5 @@ def _choose(x: Array, y: Array, num_classes: int, config: ClassifierConfig, seed
         for train, dev in StratifiedKFold(config.num_folds, shuffle=True, random_state=seed).split(x, y):
             fit = Classifier(config, num_classes, decay).fit(x[train], y[train], (x[dev], y[dev]))
             scores.append(fit.score(x[dev], y[dev]))
-        means.append(float(round(100 * np.mean(scores), 2)))
+        means.append(float(np.round(100 * np.mean(scores), 2)))
     return config.decays[int(np.argmax(means))], max(means)

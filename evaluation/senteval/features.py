@@ -4,12 +4,15 @@
 Made for one batch at a time they are read from the processor's cache, and SNLI's 550,000 pairs never take their 6.8 GB.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+
+_BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**30}  # rows taken at once: what a CPU's cache holds, what fills a GPU
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,34 @@ class Table:
         return taken.view(*rows.shape, self.width)
 
 
+class Room:
+    """Memory for the rows of a block of sets, as many as are good for the device.
+
+    Args:
+        features: what is taken.
+        num_sets: sets that there are.
+        batch_size: rows of a set that must fit.
+
+    Attributes:
+        num_sets: sets of a block.
+        num_rows: rows of each of them that fit.
+    """
+
+    def __init__(self, features: Table, num_sets: int, batch_size: int) -> None:
+        fitting = _BLOCK_BYTES[features.first.device.type] // (4 * features.width)
+        self.num_sets = max(1, min(num_sets, fitting // batch_size))
+        self.num_rows = max(batch_size, fitting // self.num_sets)
+        self._features, self._flat = features, features.buffer(self.num_sets * self.num_rows)
+
+    def blocks(self, num_sets: int) -> Iterator[slice]:
+        """Slices of the sets, each of which fits."""
+        return (slice(start, start + self.num_sets) for start in range(0, num_sets, self.num_sets))
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Features of rows (S, B)."""
+        return self._features.take(rows, self._flat)
+
+
 def table(embeddings: ArrayLike, device: torch.device | None = None) -> Table:
     """Single sentences: `(N, size)` embeddings as they are.
 
@@ -68,7 +99,9 @@ def table(embeddings: ArrayLike, device: torch.device | None = None) -> Table:
     return Table(_matrix(embeddings, device))
 
 
-def pair_table(first: ArrayLike, second: ArrayLike, keep_both: bool = False, device: torch.device | None = None) -> Table:
+def pair_table(
+    first: ArrayLike, second: ArrayLike, keep_both: bool = False, device: torch.device | None = None
+) -> Table:
     """Pairs of sentences: [|a-b|, a*b], or [a, b, a*b, |a-b|] with `keep_both`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which rows a fit trains on, which it is stopped by, and in which order it sees them: SentEval's draws, number by number.
+"""Which rows a fit trains on, which it is stopped by, and in which order it sees them: SentEval's draws, one by one.
 
 The official code seeds numpy's and torch's global generators anew with 1111 for every fit and takes its folds from
 scikit-learn. Here every stream is an object of its own: `RandomState(seed)` gives the permutations that
@@ -65,7 +65,7 @@ def stratified_folds(labels: ArrayLike, num_folds: int, seed: int = _FOLD_SEED) 
         )
     ordered = np.sort(codes)
     shares = np.stack([np.bincount(ordered[fold::num_folds], minlength=num_classes) for fold in range(num_folds)])
-    stream = np.random.RandomState(seed)  # noqa: NPY002 - the published folds come from the legacy generator
+    stream = np.random.RandomState(seed)
     fold_of = np.empty(len(codes), np.int64)
     for code in range(num_classes):
         deal = np.arange(num_folds).repeat(shares[:, code])
@@ -76,14 +76,14 @@ def stratified_folds(labels: ArrayLike, num_folds: int, seed: int = _FOLD_SEED) 
 
 def hold_out(rows: Rows, seed: int) -> TrainingSet:
     """Splits `rows` at random: 5 % (rounded down) stop the fit, the others train it."""
-    drawn = np.random.RandomState(seed).permutation(len(rows))  # noqa: NPY002
+    drawn = np.random.RandomState(seed).permutation(len(rows))
     num_dev = int(HELD_OUT * len(rows))
     return TrainingSet(rows[drawn[num_dev:]], rows[drawn[:num_dev]], num_drawn=len(rows))
 
 
 def orders(seed: int, num_drawn: int, num_rows: int) -> Iterator[Rows]:
     """Permutations of `num_rows` positions, one a pass, without end."""
-    stream = np.random.RandomState(seed)  # noqa: NPY002
+    stream = np.random.RandomState(seed)
     if num_drawn:
         stream.permutation(num_drawn)
     while True:

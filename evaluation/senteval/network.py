@@ -84,7 +84,7 @@ def _linear_grad(rows: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> No
 
 
 def linear_start(inputs: int, outputs: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Weight and bias that `torch.nn.Linear(inputs, outputs)` starts from when the global generator is in this state."""
+    """Weight and bias that `torch.nn.Linear(inputs, outputs)` starts from with the global generator in this state."""
     weight = torch.empty(outputs, inputs)
     torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=stream)
     bound = 1 / math.sqrt(inputs)

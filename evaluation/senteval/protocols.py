@@ -49,11 +49,8 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> S
     outer = stratified_folds(labels, config.num_folds)
     inner = [_folds_of(train, labels, config.num_folds) for train, _ in outer]
     fits = fit_many(data, data, [s for sets in inner for s in sets], config.decays, config, num_classes)
-    means = [
-        _means([[fits.accuracy(fold * config.num_folds + i, d) for i in range(config.num_folds)]
-                for d in range(len(config.decays))])  # fmt: skip
-        for fold in range(len(outer))
-    ]
+    each = config.num_folds
+    means = [_means(fits.accuracies(slice(each * fold, each * (fold + 1)))) for fold in range(each)]
     chosen = [int(np.argmax(mean)) for mean in means]
     best = [[config.decays[decay]] for decay in chosen]
     refits = fit_many(data, data, [hold_out(train, config.seed) for train, _ in outer], best, config, num_classes)
@@ -61,8 +58,8 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> S
         _percent(refits.predict(fold, 0, data.features, test) == labels[test]) for fold, (_, test) in enumerate(outer)
     ]
     return Scores(
-        dev_accuracy=float(round(np.mean([max(mean) for mean in means]), 2)),
-        accuracy=float(round(np.mean(tests), 2)),
+        dev_accuracy=float(np.round(np.mean([max(mean) for mean in means]), 2)),
+        accuracy=float(np.round(np.mean(tests), 2)),
         f1=None,
         decays=tuple(config.decays[decay] for decay in chosen),
         fold_accuracies=tuple(tests),
@@ -79,7 +76,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     labels = train.labels.cpu().numpy()
     sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
     fits = fit_many(train, train, sets, config.decays, config, num_classes)
-    means = _means([[fits.accuracy(s, d) for s in range(len(sets))] for d in range(len(config.decays))])
+    means = _means(fits.accuracies())
     chosen = int(np.argmax(means))
     refit = fit_many(
         train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
@@ -107,7 +104,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     """
     only = TrainingSet(np.arange(len(train.labels)), np.arange(len(dev.labels)))
     fits = fit_many(train, dev, [only], config.decays, config, num_classes)
-    scores = [round(100 * fits.accuracy(0, d), 2) for d in range(len(config.decays))]
+    scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies()[0].tolist()]
     chosen = int(np.argmax(scores))
     answers = fits.predict(0, chosen, test.features)
     accuracy = _percent(answers == test.labels.cpu().numpy())
@@ -119,9 +116,9 @@ def _folds_of(rows: NDArray[np.int64], labels: NDArray[np.int64], num_folds: int
     return [TrainingSet(rows[train], rows[dev]) for train, dev in folds]
 
 
-def _means(accuracies: list[list[float]]) -> list[float]:
-    """Mean accuracy of each decay, in percent, as numpy rounds it."""
-    return [float(round(100 * np.mean(own), 2)) for own in accuracies]
+def _means(accuracies: NDArray[np.float64]) -> list[float]:
+    """Mean over sets of the accuracies (S, R) of each decay, in percent, as numpy rounds it."""
+    return [float(np.round(100 * np.mean(own), 2)) for own in accuracies.T.copy()]
 
 
 def _percent(right: NDArray[np.bool_]) -> float:

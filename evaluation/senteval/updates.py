@@ -1,6 +1,7 @@
 """Adam and RMSprop over stacked parameters, with a weight decay of its own for every regularisation.
 
-Weight decay is coupled, as in torch's `Adam(weight_decay=...)`: it is added to the gradient, of weights and biases alike.
+Weight decay is coupled, as in torch's `Adam(weight_decay=...)`: it is added to the gradient, of weights and
+biases alike.
 """
 
 from dataclasses import dataclass, field
@@ -42,9 +43,7 @@ class Updates:
     def start(cls, name: OptimizerName, learning_rate: float, decay: Tensor, parameters: list[Tensor]) -> "Updates":
         """State before the first step."""
         kinds = 2 if name == "adam" else 1
-        return cls(
-            name, learning_rate, decay, [[torch.zeros_like(p) for _ in range(kinds)] for p in parameters]
-        )
+        return cls(name, learning_rate, decay, [[torch.zeros_like(p) for _ in range(kinds)] for p in parameters])
 
     def narrow(self, sets: slice) -> "Updates":
         """A view of some of the sets: its steps change this state's moments, not its `num_steps`."""
