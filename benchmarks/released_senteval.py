@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 
@@ -89,13 +90,7 @@ class Classifier:
         stream = torch.Generator().manual_seed(self.config.seed)
         hidden = self.config.num_hidden
         widths = [width, hidden, self.num_classes] if hidden else [width, self.num_classes]
-        layers = []
-        for inputs, outputs in itertools.pairwise(widths):
-            layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
-            weight, bias = linear_start(inputs, outputs, stream)
-            layer.weight.data.copy_(weight)
-            layer.bias.data.copy_(bias)
-            layers.append(layer)
+        layers = [_linear(inputs, outputs, stream) for inputs, outputs in itertools.pairwise(widths)]
         if not hidden:
             return nn.Sequential(*layers)
         return nn.Sequential(layers[0], _Dropout(self.config.dropout, stream), nn.Sigmoid(), layers[1])
@@ -141,6 +136,53 @@ def split(parts: dict[str, tuple[Array, Array]], num_classes: int, config: Class
         scores.append(round(100 * fit.score(*dev), 2))
     again = Classifier(config, num_classes, config.decays[int(np.argmax(scores))]).fit(*train, dev)
     return max(scores), round(100 * again.score(*test), 2)
+
+
+def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int = 1111) -> tuple[float, float, float]:
+    """Dev Pearson, Pearson, Spearman (SICK-R, STS-B); `parts` are features and scores of train, dev, test.
+
+    Args:
+        parts: (rows, features) and (rows,) scores.
+        targets: (rows, 5) distributions of the training scores.
+        seed: of weights and orders.
+    """
+    x, y = torch.from_numpy(parts["train"][0]).float(), torch.from_numpy(targets).float()
+    orders = np.random.RandomState(seed)
+    layer = _linear(x.shape[1], y.shape[1], torch.Generator().manual_seed(seed))
+    model = nn.Sequential(layer, nn.Softmax(dim=-1))
+    optimizer = torch.optim.Adam(model.parameters())
+    levels = np.arange(1, y.shape[1] + 1)
+
+    def predict(features: Array) -> Array:
+        with torch.no_grad():
+            return np.dot(torch.cat([model(part) for part in torch.from_numpy(features).float().split(64)]), levels)
+
+    best, best_state, misses, passes, stopped = -1.0, copy.deepcopy(model.state_dict()), 0, 0, False
+    while not stopped and passes <= 1000:
+        for _ in range(50):
+            for part in torch.from_numpy(orders.permutation(len(x))).split(64):
+                loss = nn.functional.mse_loss(model(x[part]), y[part])
+                loss.item()  # the released code reads it
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        passes += 50
+        pearson = float(pearsonr(predict(parts["dev"][0]), parts["dev"][1]).statistic)
+        if pearson > best:
+            best, best_state = pearson, copy.deepcopy(model.state_dict())
+        else:
+            stopped = misses >= 3
+            misses += 1
+    model.load_state_dict(best_state)
+    found, gold = predict(parts["test"][0]), parts["test"][1]
+    return best, float(pearsonr(found, gold).statistic), float(spearmanr(found, gold).statistic)
+
+
+def _linear(inputs: int, outputs: int, stream: torch.Generator) -> nn.Linear:
+    """A layer as `nn.Linear` starts it, from a generator of its own."""
+    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
+    layer.weight.data, layer.bias.data = linear_start(inputs, outputs, stream)
+    return layer
 
 
 def _choose(x: Array, y: Array, num_classes: int, config: ClassifierConfig, seed: int) -> tuple[float, float]:

@@ -26,6 +26,7 @@ _MAX_PASSES = 1000
 _BATCH = 64
 _TENACITY = 3
 _SCORING_ROWS = 1024
+_FLAT = 1e-6  # predictions that differ by less are equal but for float32's rounding, which can correlate with anything
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Relatedness:
 
     Attributes:
         dev_pearson: best on the dev set.
-        pearson: on the test set, as `spearman`.
+        pearson: on the test set, as `spearman`; all predictions equal to within 1e-6 have none.
         spearman: ties averaged.
         mse: mean squared error on the test set.
         predicted: (N,) scores of the test pairs.
@@ -139,6 +140,6 @@ def _pass(features: Table, target: Tensor, order: Tensor, network: Network, upda
 
 
 def _correlation(kind: Callable[..., Any], predicted: NDArray[np.float64], gold: NDArray[np.float64]) -> float:
-    if np.ptp(predicted) == 0 or np.ptp(gold) == 0:
+    if np.ptp(predicted) < _FLAT or np.ptp(gold) == 0:
         return 0.0
     return float(kind(predicted, gold).statistic)

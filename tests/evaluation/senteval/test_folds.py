@@ -32,13 +32,13 @@ def test_more_folds_than_rows_of_any_class_are_refused(num_folds):
 
 def test_held_out_rows_and_orders_are_those_of_the_global_generator():
     """What the official fit draws: once the split, then an order for each pass."""
-    state = np.random.get_state()
+    state = np.random.get_state()  # noqa: NPY002
     try:
-        np.random.seed(1111)
-        split = np.random.permutation(53)
-        passes = [np.random.permutation(51) for _ in range(3)]
+        np.random.seed(1111)  # noqa: NPY002
+        split = np.random.permutation(53)  # noqa: NPY002
+        passes = [np.random.permutation(51) for _ in range(3)]  # noqa: NPY002
     finally:
-        np.random.set_state(state)
+        np.random.set_state(state)  # noqa: NPY002
     rows = np.arange(100, 153)
     held = hold_out(rows, 1111)
     np.testing.assert_array_equal(held.dev, rows[split[:2]])
@@ -48,11 +48,11 @@ def test_held_out_rows_and_orders_are_those_of_the_global_generator():
 
 
 def test_the_global_generator_is_neither_read_nor_moved():
-    before = np.random.get_state()[1].copy()
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
     stratified_folds([0, 1] * 10, 2)
     hold_out(np.arange(40), 1)
     next(orders(1, 0, 9))
-    np.testing.assert_array_equal(np.random.get_state()[1], before)
+    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
 
 
 def test_too_few_rows_to_hold_any_out_are_refused():
