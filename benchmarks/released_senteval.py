@@ -155,7 +155,9 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
 
     def predict(features: Array) -> Array:
         with torch.no_grad():
-            return np.dot(torch.cat([model(part) for part in torch.from_numpy(features).float().split(64)]), levels)
+            shares = torch.cat([model(part) for part in torch.from_numpy(features).float().split(64)])
+        scores: Array = shares.numpy() @ levels
+        return scores
 
     best, best_state, misses, passes, stopped = -1.0, copy.deepcopy(model.state_dict()), 0, 0, False
     while not stopped and passes <= 1000:
