@@ -8,7 +8,7 @@ Where the released code fits the same thing twice (`split`), so does this.
 import copy
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +17,55 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 
-from evaluation.senteval.network import linear_start
-from evaluation.senteval.settings import ClassifierConfig
-
 Array = NDArray[Any]
+
+
+class Settings(Protocol):
+    """What a fit is told: `evaluation.senteval.settings.ClassifierConfig` is one such."""
+
+    @property
+    def num_hidden(self) -> int:
+        """Hidden units, 0 for logistic regression."""
+
+    @property
+    def dropout(self) -> float:
+        """Of the hidden layer."""
+
+    @property
+    def optimizer(self) -> str:
+        """Adam or rmsprop."""
+
+    @property
+    def rate(self) -> float:
+        """Learning rate."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step."""
+
+    @property
+    def tenacity(self) -> int:
+        """Misses that a fit survives."""
+
+    @property
+    def epoch_size(self) -> int:
+        """Passes between dev scores."""
+
+    @property
+    def max_epoch(self) -> int:
+        """Passes after which none is begun."""
+
+    @property
+    def num_folds(self) -> int:
+        """Of cross-validations."""
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """Weight decays to choose from."""
+
+    @property
+    def seed(self) -> int:
+        """Of everything but InnerKFold's folds."""
 
 
 class _Dropout(nn.Module):
@@ -50,7 +95,7 @@ class Classifier:
         decay: coupled weight decay.
     """
 
-    config: ClassifierConfig
+    config: Settings
     num_classes: int
     decay: float
 
@@ -87,10 +132,9 @@ class Classifier:
         return self
 
     def _model(self, width: int) -> nn.Module:
-        stream = torch.Generator().manual_seed(self.config.seed)
         hidden = self.config.num_hidden
         widths = [width, hidden, self.num_classes] if hidden else [width, self.num_classes]
-        layers = [_linear(inputs, outputs, stream) for inputs, outputs in itertools.pairwise(widths)]
+        layers, stream = _layers(widths, self.config.seed)
         if not hidden:
             return nn.Sequential(*layers)
         return nn.Sequential(layers[0], _Dropout(self.config.dropout, stream), nn.Sigmoid(), layers[1])
@@ -107,7 +151,7 @@ class Classifier:
         return int((self.predict(x) == y).sum()) / len(x)
 
 
-def inner_kfold(x: Array, y: Array, num_classes: int, config: ClassifierConfig) -> tuple[float, float, list[float]]:
+def inner_kfold(x: Array, y: Array, num_classes: int, config: Settings) -> tuple[float, float, list[float]]:
     """Dev accuracy, accuracy, accuracies of the folds (MR, CR, SUBJ, MPQA)."""
     dev, test = [], []
     for outside, inside in StratifiedKFold(config.num_folds, shuffle=True, random_state=1111).split(x, y):
@@ -119,7 +163,7 @@ def inner_kfold(x: Array, y: Array, num_classes: int, config: ClassifierConfig) 
 
 
 def kfold(
-    x: Array, y: Array, x_test: Array, y_test: Array, num_classes: int, config: ClassifierConfig
+    x: Array, y: Array, x_test: Array, y_test: Array, num_classes: int, config: Settings
 ) -> tuple[float, float, Array]:
     """Dev accuracy, accuracy, answers on the test rows (TREC, MRPC)."""
     decay, mean = _choose(x, y, num_classes, config, config.seed)
@@ -127,7 +171,7 @@ def kfold(
     return mean, round(100 * refit.score(x_test, y_test), 2), refit.predict(x_test)
 
 
-def split(parts: dict[str, tuple[Array, Array]], num_classes: int, config: ClassifierConfig) -> tuple[float, float]:
+def split(parts: dict[str, tuple[Array, Array]], num_classes: int, config: Settings) -> tuple[float, float]:
     """Dev accuracy, accuracy (SST, SICK-E, SNLI, probing); `parts` are train, dev, test."""
     train, dev, test = parts["train"], parts["dev"], parts["test"]
     scores = []
@@ -148,8 +192,7 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
     """
     x, y = torch.from_numpy(parts["train"][0]).float(), torch.from_numpy(targets).float()
     orders = np.random.RandomState(seed)
-    layer = _linear(x.shape[1], y.shape[1], torch.Generator().manual_seed(seed))
-    model = nn.Sequential(layer, nn.Softmax(dim=-1))
+    model = nn.Sequential(*_layers([x.shape[1], y.shape[1]], seed)[0], nn.Softmax(dim=-1))
     optimizer = torch.optim.Adam(model.parameters())
     levels = np.arange(1, y.shape[1] + 1)
 
@@ -180,14 +223,17 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
     return best, float(pearsonr(found, gold).statistic), float(spearmanr(found, gold).statistic)
 
 
-def _linear(inputs: int, outputs: int, stream: torch.Generator) -> nn.Linear:
-    """A layer as `nn.Linear` starts it, from a generator of its own."""
-    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
-    layer.weight.data, layer.bias.data = linear_start(inputs, outputs, stream)
-    return layer
+def _layers(widths: list[int], seed: int) -> tuple[list[nn.Linear], torch.Generator]:
+    """Layers as `torch.manual_seed(seed)` starts them, and the generator as it then is; the global one stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]
+        stream = torch.Generator()
+        stream.set_state(torch.get_rng_state())
+    return layers, stream
 
 
-def _choose(x: Array, y: Array, num_classes: int, config: ClassifierConfig, seed: int) -> tuple[float, float]:
+def _choose(x: Array, y: Array, num_classes: int, config: Settings, seed: int) -> tuple[float, float]:
     """The decay with the best mean dev accuracy over folds, and that accuracy in percent."""
     means = []
     for decay in config.decays:

@@ -6,6 +6,9 @@ where the official code runs on a GPU, whose generator is another one.
 
 Sets of a task whose passes have the same number of batches are fitted side by side, all decays of a set on the same
 rows (`network.py`). After every dev score the fits that have stopped are taken out of the arrays.
+
+Steps are many and small: on a CPU that others use too, give a process one thread (OMP_NUM_THREADS=1, which Ray sets for
+a task with one CPU) and run tasks side by side. With two, every step waits for the later of them.
 """
 
 import itertools
