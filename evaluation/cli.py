@@ -11,7 +11,15 @@ _COMMANDS = {
         "CONFIG [key=value ...]: is the gradient the same however it is computed?",
         "evaluation.commands.verify_gradients:run",
     ),
+    "doctor": (
+        "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
+        "trainer.doctor.examination:main",
+    ),
     "embed": ("MODEL INPUT --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
+    "evaluate": (
+        "--data DIR | --download DIR: SentEval's data, fetched and checked",
+        "evaluation.commands.evaluate:run",
+    ),
     "inspect": ("PATH: what shards, a run or a checkpoint hold", "evaluation.commands.inspect:run"),
     "checkpoints": (
         "RUN [--json]: every checkpoint, verified, and why it is kept",
