@@ -26,7 +26,7 @@ Contents = dict[str, dict[str, Tensor]]
 """The tensors of a checkpoint by file and name, on the CPU."""
 
 _NAME = re.compile(r"step-(\d{8})")
-ENCODER, _OPTIMIZER, OBJECTIVE, _STATE = (
+ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
     "encoder.safetensors",
     "optimizer.safetensors",
     "objective.safetensors",
@@ -67,11 +67,11 @@ def collect(
     memory = memory or {}
     files: dict[str, Mapping[str, Tensor]] = {
         ENCODER: dict(encoder.named_parameters()),
-        _OPTIMIZER: _moments(encoder, optimizer),
+        OPTIMIZER: _moments(encoder, optimizer),
         OBJECTIVE: objective.state_dict(),
     }
     contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
-    if torch.cuda.is_available():
+    if next(encoder.parameters()).is_cuda:
         torch.cuda.synchronize()  # copies from a GPU were only asked for
     return contents
 
@@ -94,7 +94,7 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
         files = {name: write_tensors(aside / name, contents[name]) for name in sorted(contents)}
         sizes = {name: (aside / name).stat().st_size for name in files}
         done = state.model_copy(update={"files": files, "sizes": sizes})
-        write_json(aside / _STATE, done.model_dump(mode="json"))
+        write_json(aside / STATE, done.model_dump(mode="json"))
     return path
 
 
@@ -117,9 +117,9 @@ def read_state(path: Path, verify: bool = True) -> RunState:
         CheckpointError: with what is missing or altered.
         UnreadableError: the storage failed.
     """
-    name = _STATE
+    name = STATE
     try:
-        state = RunState.model_validate(read_json(path / _STATE))
+        state = RunState.model_validate(read_json(path / STATE))
         for name, expected in state.files.items():
             size = (path / name).stat().st_size
             if size != state.sizes.get(name, size):
@@ -129,12 +129,12 @@ def read_state(path: Path, verify: bool = True) -> RunState:
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        word = "missing or unreadable" if name == _STATE else "missing"
+        word = "missing or unreadable" if name == STATE else "missing"
         raise CheckpointError(f"{path}: {name} is {word} ({error.strerror})") from error
     except OSError as error:
         raise UnreadableError(f"{path}: {name} cannot be read ({error.strerror})") from error
     except (ValueError, ValidationError) as error:
-        raise CheckpointError(f"{path}: {_STATE} is missing or unreadable ({error})") from error
+        raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({error})") from error
     return state
 
 
@@ -168,9 +168,7 @@ def find_latest(folder: Path, expected: Mapping[str, str] | None = None) -> tupl
             for field, value in (expected or {}).items():
                 found = getattr(read_state(path, verify=False), field)
                 if found != value:
-                    raise CheckpointError(
-                        f"{path}: {_STATE} is of another run ({field} {found[:16]}, not {value[:16]})"
-                    )
+                    raise CheckpointError(f"{path}: {STATE} is of another run ({field} {found[:16]}, not {value[:16]})")
             return path, read_state(path)
         except CheckpointError as error:
             get_logger().warning("passing over a broken checkpoint: %s", error)
@@ -197,6 +195,7 @@ def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
 
 def write_objective(path: Path, objective: Declutr) -> str:
     """Replaces the objective's state in a checkpoint that is being made; returns the file's checksum."""
+    (path / OBJECTIVE).unlink()
     return write_tensors(path / OBJECTIVE, _copies(objective.state_dict(), keep=True, memory={}))
 
 
@@ -216,7 +215,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
         CheckpointError: names or shapes differ.
     """
     load_encoder(path, encoder)
-    stored = load_file(path / _OPTIMIZER)
+    stored = load_file(path / OPTIMIZER)
     fused = bool(optimizer.defaults.get("fused"))
     for name, parameter in encoder.named_parameters():
         prefix = f"{name}:"

@@ -58,10 +58,10 @@ def rank_plan(plan: Plan, shards: ShardSet, rank: int, world_size: int, first_st
     return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps)
 
 
-def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan) -> pa.Table:
-    """Ray Data task: chunk number in, its documents out, with the epoch in which each is read."""
+def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
+    """Ray Data task: a chunk's number after `first` in, its documents out, with the epoch in which each is read."""
     if rank_plan.folder not in _shards:
-        _shards[rank_plan.folder] = ShardSet(Path(rank_plan.folder), "train")
-    epochs, documents = rank_plan.chunk(int(rows["id"][0]))
+        _shards[rank_plan.folder] = ShardSet(Path(rank_plan.folder), "train", look=False)
+    epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
     table = _shards[rank_plan.folder].take(documents).select(["id", "tokens", "windows", "num_tokens"])
     return table.append_column("epoch", pa.array(epochs))

@@ -73,6 +73,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
                 "documents": state.step * config.batch_documents,
                 "scores": state.scores if same_data else {},
                 "files": files,
+                "sizes": {name: (folder / name).stat().st_size for name in files},
             }
         )
         write_json(folder / "state.json", renewed.model_dump(mode="json"))

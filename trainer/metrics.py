@@ -76,7 +76,7 @@ class MetricsWriter:
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._lines = Journal(folder / METRICS)
         path = board.board_path(folder)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(board.header(after_step + 1))
         self._events = Journal(path)
         self._added = threading.Event()

@@ -47,7 +47,7 @@ class ProgressBar:
             self.bar.initial = line["step"]
             self.bar.unpause()
         self.bar.n = line["step"]
-        if line["skipped"]:
+        if line.get("skipped"):
             self.bar.set_postfix_str("loss not finite, skipped")
             return
         self.bar.set_postfix_str(

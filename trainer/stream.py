@@ -25,6 +25,7 @@ from trainer.chunks import RankPlan, read_chunk
 from trainer.feed import Feed
 from trainer.step import RankBatch
 
+_MOST_CHUNKS = 512  # of one Dataset: before its first block comes, Ray Data takes about a millisecond for each
 _AHEAD_BATCHES = 4
 _PATIENCE_SECONDS = 30
 
@@ -39,11 +40,8 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    dataset = ray.data.range(rank_plan.num_chunks, override_num_blocks=rank_plan.num_chunks).map_batches(
-        read_chunk, fn_kwargs={"rank_plan": rank_plan}, batch_size=1, batch_format="numpy"
-    )
     held: list[pa.Table] = []
-    for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+    for block in _blocks(rank_plan):
         held.append(block)
         available = sum(len(table) for table in held)
         if available >= per_step:
@@ -52,6 +50,16 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
                 yield joined.slice(at, per_step)
                 at += per_step
             held = [joined.slice(at)] if available > at else []
+
+
+def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
+    """The blocks of all chunks in order, from one Dataset after the other."""
+    for first in range(0, rank_plan.num_chunks, _MOST_CHUNKS):
+        number = min(_MOST_CHUNKS, rank_plan.num_chunks - first)
+        dataset = ray.data.range(number, override_num_blocks=number).map_batches(
+            read_chunk, fn_kwargs={"rank_plan": rank_plan, "first": first}, batch_size=1, batch_format="numpy"
+        )
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
 
 
 def _no_documents(rank_plan: RankPlan) -> pa.Table:

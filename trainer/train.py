@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if early:
         early.begin()
     from pipeline.shards import ShardError
+    from trainer.checkpoint import CheckpointError
     from trainer.config import TrainConfig
     from trainer.fork import fork
     from trainer.lock import RunLockedError
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.fork:
             config = fork(config, arguments.fork)
         summary = run_training(config, _began(), early.wait if early else None)
-    except (ConfigError, ShardError, TrainingFailedError, RunLockedError) as error:
+    except (ConfigError, ShardError, CheckpointError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except RunStoppedError as stopped:

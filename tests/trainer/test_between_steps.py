@@ -39,7 +39,7 @@ def worker(run, world=None, notice=never, total_steps=6, **changes):
     manifest = types.SimpleNamespace(
         shards=[],
         tokenizer=types.SimpleNamespace(fingerprint="f"),
-        geometry=types.SimpleNamespace(model_dump=lambda mode: {}),
+        geometry=types.SimpleNamespace(model_dump=lambda **_: {}),
     )
     shards = types.SimpleNamespace(manifest=manifest)
     return Worker(config, run, shards, stepper, None, None, torch.device("cpu"), notice)

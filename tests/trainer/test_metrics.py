@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_null(tmp_path):
     assert shown(tmp_path, "step/skipped") == [(1, 1.0)]
 
 
-def test_a_full_and_a_read_only_storage_lose_nothing(tmp_path, log):
+def test_a_full_and_a_read_only_storage_lose_nothing(tmp_path):
     with small_volume(tmp_path / "small", 2) as volume:
         run = volume.path / "run"
         run.mkdir()

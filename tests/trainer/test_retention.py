@@ -92,7 +92,7 @@ def test_a_checkpoint_beyond_the_newest_never_displaces_it(tmp_path, broken):
         (tmp_path / "step-00000008").mkdir()
     retention.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 7)
     assert checkpoint.steps_in(tmp_path) == ([7] if broken else [7, 8])
-    path, state = checkpoint.find_latest(tmp_path)
+    _, state = checkpoint.find_latest(tmp_path)
     assert state.step == (7 if broken else 8)
 
 
@@ -116,3 +116,18 @@ def test_an_old_state_without_sizes_is_read(tmp_path):
     assert state.sizes == {"encoder.safetensors": (path / "encoder.safetensors").stat().st_size}
     fields = state.model_dump(exclude={"sizes", "skipped", "skipped_in_a_row"})
     assert RunState.model_validate(fields).sizes == {}
+
+
+def test_what_cannot_be_read_is_not_what_is_broken(tmp_path, log):
+    """A storage that fails: an older checkpoint is taken if there is one, but nothing begins at step 0."""
+    write(tmp_path, 4)
+    newest = write(tmp_path, 6) / "state.json"
+    newest.unlink()
+    newest.mkdir()
+    assert checkpoint.find_latest(tmp_path)[1].step == 4
+    assert "state.json cannot be read (Is a directory)" in log[0]
+    shutil.rmtree(tmp_path / "step-00000004")
+    with pytest.raises(checkpoint.UnreadableError, match="cannot be read"):
+        checkpoint.find_latest(tmp_path)
+    retention.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 6)
+    assert checkpoint.steps_in(tmp_path) == [6], "it may be whole"

@@ -56,7 +56,7 @@ def test_checkpoints_are_written_verified_and_pruned(tmp_path, opened):
         give(one, step)
     one.wait()
     assert checkpoint.steps_in(one.folder) == [3, 4]
-    path, state = checkpoint.find_latest(one.folder)
+    _, state = checkpoint.find_latest(one.folder)
     assert state.step == 4
     assert state.sizes["encoder.safetensors"] > MIB
     assert not one.failed()
@@ -84,7 +84,7 @@ def test_a_full_disk_is_waited_out(volume, opened, log):
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
-def test_patience_ends_with_one_reason(volume, opened, log, fault):
+def test_patience_ends_with_one_reason(volume, opened, fault):
     one = opened(volume.path / "run" / "checkpoints", patience_seconds=0.7)
     give(one, 1)
     one.wait()
@@ -143,7 +143,7 @@ def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeyp
     go, now = threading.Event(), [0.0]
     one = opened(
         tmp_path,
-        before=lambda: None if go.wait() else None,
+        before=go.wait,
         clock=lambda: now[0],
         every_steps=2,
         every_seconds=60,
