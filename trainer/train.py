@@ -33,24 +33,32 @@ class _Peek(Strict):
 
 
 class _EarlyRay:
-    """Starts Ray in a thread while the rest is loaded and checked, for a run that is not finished."""
+    """Starts Ray in a thread while the rest is loaded and checked, for a run that is not finished.
+
+    The thread stays for as long as this process does: Ray has Linux kill its head when the parent dies, and to Linux
+    the parent is the thread that started it.
+    """
 
     def __init__(self, name: str, overrides: Sequence[str]) -> None:
         self._thread: threading.Thread | None = None
+        self._tried = threading.Event()
         try:
             peek = load_config(name, "train", _Peek, overrides)
         except ConfigError:  # said with all other problems in a moment
             return
         session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # somebody else's, in this process
         if not session and not (expand(peek.run) / "summary.json").is_file():
-            self._thread = threading.Thread(target=self._start, args=(peek.scaling,), name="declutr-ray")
+            self._thread = threading.Thread(target=self._start, args=(peek.scaling,), name="declutr-ray", daemon=True)
 
-    @staticmethod
-    def _start(scaling: ScalingConfig) -> None:
+    def _start(self, scaling: ScalingConfig) -> None:
         from pipeline.session import start_ray
 
-        with contextlib.suppress(Exception):  # the supervisor tries again, and says why it fails
-            start_ray(scaling.num_cpus, scaling.address)
+        try:
+            with contextlib.suppress(Exception):  # the supervisor tries again, and says why it fails
+                start_ray(scaling.num_cpus, scaling.address)
+        finally:
+            self._tried.set()
+        threading.Event().wait()
 
     def begin(self) -> None:
         """Starts it."""
@@ -60,12 +68,12 @@ class _EarlyRay:
     def wait(self) -> None:
         """Until Ray is there, or has failed to start."""
         if self._thread:
-            self._thread.join()
+            self._tried.wait()
 
     def end(self) -> None:
         """Leaves nothing behind, also where the run was refused."""
         if self._thread:
-            self._thread.join()
+            self._tried.wait()
             import ray
 
             ray.shutdown()
