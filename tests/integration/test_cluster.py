@@ -11,8 +11,8 @@ from hosts import Lab, missing
 from safetensors.numpy import load_file
 
 ADDRESSES = {"head": "10.77.0.1", "worker1": "10.77.0.2", "worker2": "10.77.0.3", "laptop": "10.77.0.9"}
-STEPS, KILLED_AT = 120, 50
-CHANGES = {"steps": STEPS, "checkpoint": {"every_steps": 20, "keep_last": 2}, "validation": {"every_steps": 60}}
+STEPS, KILLED_AT = 60, 25
+CHANGES = {"steps": STEPS, "checkpoint": {"every_steps": 10, "keep_last": 2}, "validation": {"every_steps": 30}}
 SCALING = {"workers": 2, "cpus_per_worker": 2}
 
 # In place of `pip install`: a virtual environment that sees the packages of this one, and the code that came along.
@@ -23,7 +23,7 @@ INSTALL = (
     " && chmod +x ~/venv/bin/ray"
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def local_copy(cluster):
@@ -133,7 +133,7 @@ def test_three_hosts_prepare_and_train_and_survive_one_of_them(lab, data, tmp_pa
             stderr=subprocess.STDOUT,
         )
         runs_file = shared / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 200
         while not runs_file.is_file() or f'"step": {KILLED_AT},' not in runs_file.read_text():
             assert training.poll() is None, (tmp_path / "train.log").read_text()
             assert time.monotonic() < deadline, (tmp_path / "train.log").read_text()
@@ -141,7 +141,7 @@ def test_three_hosts_prepare_and_train_and_survive_one_of_them(lab, data, tmp_pa
         busy = [lab.hosts[name] for name in ("worker1", "worker2") if "RayTrainWorker" in str(lab.hosts[name].titles())]
         busy[0].kill()
         diary(f"{busy[0].name} is gone, while it trains")
-        assert training.wait(timeout=150) == 0, (tmp_path / "train.log").read_text()
+        assert training.wait(timeout=240) == 0, (tmp_path / "train.log").read_text()
     diary("ray submit trainer/train.py: exit status 0", (tmp_path / "train.log").read_text())
 
     down = ray("down", "-y", cluster)

@@ -34,10 +34,13 @@ mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /dev/shm
 mkdir -p /run/sshd
 hostname "$(basename "$host")"
+printf '127.0.0.1 localhost\n%s %s\n' "$address" "$(hostname)" > "$host/hosts"
+mount --bind "$host/hosts" /etc/hosts  # Gloo listens where a host's own name leads
 ip link set lo up
 until ip link show eth0 > /dev/null 2>&1; do sleep 0.05; done
 ip address add "$address/24" dev eth0
 ip link set eth0 up
+ip route add default dev eth0  # leads nowhere; Ray asks it which address is its own
 /usr/sbin/sshd -D -e -f "$host/sshd_config" 2> "$host/sshd.log" &
 touch "$host/ready"
 while :; do wait || true; sleep 1; done
