@@ -155,7 +155,12 @@ def push_file(local: Path, url: str, patience: Patience = Patience()) -> None:  
         RemoteError: as `push_folder`.
     """
     files, place = _open(url)
-    _persist(url, patience, lambda: files.put_file(str(local), place))  # makes the folders above it, too
+
+    def send() -> None:
+        files.makedirs(posixpath.dirname(place), exist_ok=True)
+        files.put_file(str(local), place)
+
+    _persist(url, patience, send)
 
 
 def pull_folder(url: str, local: Path, patience: Patience = Patience()) -> None:  # noqa: B008
