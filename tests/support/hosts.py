@@ -131,7 +131,7 @@ class Host:
         enter = ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--uts", f"--wdns={folder}"]
         return [*enter, "env", "-i", *(f"{key}={value}" for key, value in variables.items()), *command]
 
-    def run(self, *command, timeout=120, **options):
+    def run(self, *command, timeout=300, **options):
         """Runs it to its end; returns the finished process with its output."""
         return subprocess.run(
             self.command(*command, **options),
