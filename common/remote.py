@@ -1,14 +1,16 @@
-"""Folders in object stores: sent whole, fetched whole, both with checksums. What the addresses mean, for all readers too.
+"""Folders in object stores: sent whole, fetched whole, with checksums. What addresses mean, for all readers too.
 
 An object store has no rename. So the list of a folder's files with their SHA-256 is written last: a folder without it,
 or whose files do not agree with it, was not sent to its end.
 """
 
+import argparse
 import fcntl
 import hashlib
 import posixpath
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +24,8 @@ import pyarrow.fs
 from fsspec.core import url_to_fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 
-from common.logs import get_logger
+from common.config import expand
+from common.logs import get_logger, setup_logging
 from common.storage import folder_aside, fsync_path, hash_file
 
 LISTING = ".files.json"
@@ -120,7 +123,7 @@ def network_errors() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def push_folder(local: Path, url: str, patience: Patience = Patience()) -> None:  # noqa: B008 - frozen
+def push_folder(local: Path, url: str, patience: Patience = Patience()) -> None:
     """Sends a folder, its list of files last; files that lie there with the same content are not sent again.
 
     Args:
@@ -148,7 +151,7 @@ def push_folder(local: Path, url: str, patience: Patience = Patience()) -> None:
         _persist(url, patience, lambda name=name: files.rm_file(f"{place}/{name}"))
 
 
-def push_file(local: Path, url: str, patience: Patience = Patience()) -> None:  # noqa: B008
+def push_file(local: Path, url: str, patience: Patience = Patience()) -> None:
     """Sends one file; in an object store the new content is there as a whole or not at all.
 
     Raises:
@@ -163,7 +166,7 @@ def push_file(local: Path, url: str, patience: Patience = Patience()) -> None:  
     _persist(url, patience, send)
 
 
-def pull_folder(url: str, local: Path, patience: Patience = Patience()) -> None:  # noqa: B008
+def pull_folder(url: str, local: Path, patience: Patience = Patience()) -> None:
     """Fetches a folder; it takes its name when all of it is here and agrees with its checksums.
 
     Processes of one host that ask for the same folder at the same time fetch it once: the others wait.
@@ -194,7 +197,7 @@ def pull_folder(url: str, local: Path, patience: Patience = Patience()) -> None:
                     raise RemoteError(f"{child(url, name)} is truncated or altered (checksum differs)")
 
 
-def is_whole(url: str, patience: Patience = Patience()) -> bool:  # noqa: B008
+def is_whole(url: str, patience: Patience = Patience()) -> bool:
     """Whether a folder was sent there to its end; its files are not read.
 
     Raises:
@@ -203,7 +206,7 @@ def is_whole(url: str, patience: Patience = Patience()) -> bool:  # noqa: B008
     return _read_listing(url, patience) is not None
 
 
-def names(url: str, patience: Patience = Patience()) -> list[str]:  # noqa: B008
+def names(url: str, patience: Patience = Patience()) -> list[str]:
     """Names of the files and folders directly in a folder, in order; none if there is no such folder.
 
     Raises:
@@ -222,7 +225,7 @@ def names(url: str, patience: Patience = Patience()) -> list[str]:  # noqa: B008
     return _persist(url, patience, look)
 
 
-def remove_folder(url: str, patience: Patience = Patience()) -> None:  # noqa: B008
+def remove_folder(url: str, patience: Patience = Patience()) -> None:
     """Takes a folder away, its list first: what is left of it if this is stopped is no whole folder.
 
     Raises:
@@ -330,3 +333,31 @@ def _persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answ
             if told:
                 get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
             return answer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `push FOLDER ADDRESS` or `pull ADDRESS FOLDER`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="remote", description="Folders to and from object stores, whole, with checksums."
+    )
+    parser.add_argument("direction", choices=("push", "pull"))
+    parser.add_argument("source", help="push: a folder; pull: s3://..., gs://... or what else fsspec knows")
+    parser.add_argument("target", help="push: s3://...; pull: the folder it becomes; nothing is done if it is there")
+    arguments = parser.parse_args(argv)
+    setup_logging(arguments.direction)
+    try:
+        if arguments.direction == "push":
+            folder = expand(arguments.source)
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder} is no folder")
+            push_folder(folder, arguments.target)
+        else:
+            pull_folder(arguments.source, expand(arguments.target))
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -64,7 +64,9 @@ def _find_remote(given: str) -> Iterator[Input]:
             except FileNotFoundError:
                 return
             if entry["type"] == "file":
-                yield Input(address_of(files, path, given, query), path.rsplit("/", 1)[-1], entry["size"], searched=False)
+                yield Input(
+                    address_of(files, path, given, query), path.rsplit("/", 1)[-1], entry["size"], searched=False
+                )
                 return
             found = files.find(path, detail=True)
         for name in sorted(found):

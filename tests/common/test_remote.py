@@ -1,4 +1,4 @@
-"""Folders in object stores, on a real S3 server of this machine and on a plain folder: whole or not there, and patient."""
+"""Folders in object stores, on an S3 server of this machine and on a plain folder: whole or not there, and patient."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from common.remote import (
     child,
     filesystem,
     is_whole,
+    main,
     names,
     pull_folder,
     push_file,
@@ -113,7 +114,11 @@ def test_what_is_there_already_is_not_sent_again(place, folder):
         (LISTING, b"{", "no list of files"),
         (LISTING, json.dumps({"files": {"../x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
         (LISTING, json.dumps({"files": {"/etc/x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
-        (LISTING, json.dumps({"files": {"gone": {"sha256": "0", "num_bytes": 1}}}).encode(), "gone|does not exist|No such"),
+        (
+            LISTING,
+            json.dumps({"files": {"gone": {"sha256": "0", "num_bytes": 1}}}).encode(),
+            "gone|does not exist|No such",
+        ),
     ],
 )
 def test_what_is_not_whole_is_never_taken_for_whole(place, folder, tmp_path, name, data, wrong):
@@ -170,3 +175,13 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, caplog):
     assert "answers again" in told[1]
     pull_folder(f"file://{gate}/run", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(folder)
+
+
+def test_commands(folder, tmp_path, capsys):
+    url = f"file://{tmp_path}/there"
+    assert main(["push", str(folder), url]) == 0
+    assert main(["pull", url, str(tmp_path / "back")]) == 0
+    assert contents(tmp_path / "back") == contents(folder)
+    assert main(["pull", f"{url}/nothing", str(tmp_path / "none")]) == 1
+    assert main(["push", str(tmp_path / "none"), url]) == 1
+    assert "is no folder" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Hosts of their own on this machine: network, process and mount namespaces, an SSH server and a home folder each.
 
-Everything hangs on one process: when it ends, however the tests ended, the kernel ends every process, network device and
-mount of every host. Nothing has a name outside: no `ip netns`, no device on this machine, no mount that others see.
+Everything hangs on one process: when it ends, however the tests ended, the kernel ends every process, network device
+and mount of every host. Nothing has a name outside: no `ip netns`, no device on this machine, no mount others see.
 """
 
 import os
@@ -196,14 +196,14 @@ class Lab:
         subprocess.run(["nsenter", "-t", str(self.pid), "--net", *command], check=True)
 
     def _note(self, pid):
-        self.seen |= {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in NAMESPACES}
+        self.seen |= {str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in NAMESPACES}
 
     def left(self):
         """What of it is still there: processes in its namespaces, mounts and devices that this machine sees."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if {os.readlink(folder / "ns" / kind) for kind in NAMESPACES} & self.seen:
+                if {str((folder / "ns" / kind).readlink()) for kind in NAMESPACES} & self.seen:
                     found.append(f"process {folder.name}: {(folder / 'cmdline').read_bytes()!r}")
             except OSError:  # it ended while we looked
                 continue
