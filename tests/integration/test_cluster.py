@@ -1,6 +1,10 @@
 """The promise of cluster.yaml, for real: three hosts, `ray up`, `ray submit`, a host that dies, `ray down`."""
 
 import json
+import os
+import site
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +21,7 @@ SCALING = {"workers": 2, "cpus_per_worker": 2}
 
 # In place of `pip install`: a virtual environment that sees the packages of this one, and the code that came along.
 INSTALL = (
-    "python3 -m venv --without-pip ~/venv"
+    "{python} -m venv --without-pip ~/venv"
     " && printf '%s\\n' $HOME/declutr {packages} > ~/venv/lib/python{version}/site-packages/declutr.pth"
     " && printf '#!/bin/sh\\nexec ~/venv/bin/python -m ray.scripts.scripts \"$@\"\\n' > ~/venv/bin/ray"
     " && chmod +x ~/venv/bin/ray"
@@ -28,11 +32,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.cluster, pytest.mar
 
 def local_copy(cluster):
     """cluster.yaml for hosts that are there already: another provider, addresses, the install and CPUs of a test."""
-    import site
-    import sys
-
-    packages = site.getsitepackages()[0]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = os.path.realpath(sys.executable)
     changed = {key: value for key, value in cluster.items() if key not in ("available_node_types", "head_node_type")}
     workers = [ADDRESSES["worker1"], ADDRESSES["worker2"]]
     changed["provider"] = {"type": "local", "head_ip": ADDRESSES["head"], "worker_ips": workers}
@@ -40,7 +41,7 @@ def local_copy(cluster):
     changed["auth"] = {"ssh_user": "root", "ssh_private_key": "~/.ssh/id_ed25519"}
     changed["initialization_commands"] = []  # packages of the distribution, and the mount of the shared folder
     install = [line for line in cluster["setup_commands"] if "-m venv" in line or "-m pip" in line]
-    changed["setup_commands"] = [INSTALL.format(packages=packages, version=version)]
+    changed["setup_commands"] = [INSTALL.format(python=python, packages=site.getsitepackages()[0], version=version)]
     changed["setup_commands"] += [line for line in cluster["setup_commands"] if line not in install]
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         changed[key] = [f"{line} --num-cpus=3" if "ray start" in line else line for line in cluster[key]]
@@ -119,30 +120,27 @@ def test_three_hosts_prepare_and_train_and_survive_one_of_them(lab, data, tmp_pa
         refused = laptop.run(*status, env=environment)
         diary(f"ray status with {environment}: exit status {refused.returncode}", refused.stdout[-600:])
         assert refused.returncode != 0
-        assert "token" in refused.stdout.lower(), refused.stdout
+        assert "InvalidAuthToken" in refused.stdout, refused.stdout
 
     # A host dies in the middle.
     submit = ("ray", "submit", str(cluster), str(runs.ROOT / "trainer" / "train.py"), "--", str(shared / "tiny.yaml"))
-    with (tmp_path / "train.log").open("w") as log:
-        import subprocess
-
+    shown = tmp_path / "train.log"
+    with shown.open("w") as log:
         training = subprocess.Popen(
-            laptop.command(*submit, folder=runs.ROOT, env={"RAY_UP_enable_autoscaler_v2": "0"}),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            laptop.command(*submit, folder=runs.ROOT), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
-        runs_file = shared / "run" / "metrics.jsonl"
+        metrics = shared / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 400
-        while not runs_file.is_file() or f'"step": {KILLED_AT},' not in runs_file.read_text():
-            assert training.poll() is None, (tmp_path / "train.log").read_text()
-            assert time.monotonic() < deadline, (tmp_path / "train.log").read_text()
+        while not metrics.is_file() or f'"step": {KILLED_AT},' not in metrics.read_text():
+            assert training.poll() is None, shown.read_text()
+            assert time.monotonic() < deadline, shown.read_text()
             time.sleep(0.02)
-        busy = [lab.hosts[name] for name in ("worker1", "worker2") if "RayTrainWorker" in str(lab.hosts[name].titles())]
-        busy[0].kill()
-        diary(f"{busy[0].name} is gone, while it trains")
-        assert training.wait(timeout=600) == 0, (tmp_path / "train.log").read_text()
-    diary("ray submit trainer/train.py: exit status 0", (tmp_path / "train.log").read_text())
+        workers = [lab.hosts["worker1"], lab.hosts["worker2"]]
+        trains = [host for host in workers if any("RayTrainWorker" in title for title in host.titles())]
+        trains[0].kill()
+        diary(f"step {KILLED_AT} is done; {trains[0].name}, which trains, is gone")
+        assert training.wait(timeout=600) == 0, shown.read_text()
+    diary("ray submit cluster.yaml trainer/train.py: exit status 0", shown.read_text())
 
     down = ray("down", "-y", cluster)
     assert down.returncode == 0, down.stdout
@@ -152,7 +150,7 @@ def test_three_hosts_prepare_and_train_and_survive_one_of_them(lab, data, tmp_pa
 def same_as_on_one_machine(run, data, tmp_path):
     """The same batches, the same losses, and, as the world had the same size all the time, the same bits."""
     values = runs.train_values(data, tmp_path / "alone", **CHANGES, scaling=SCALING)
-    done = runs.run_command("trainer.train", runs.write_config(tmp_path / "alone.yaml", train=values))
+    done = runs.run_command("trainer.train", runs.write_config(tmp_path / "alone.yaml", train=values), timeout=600)
     assert done.returncode == 0, done.stderr
     here, there = runs.steps_of(tmp_path / "alone"), runs.steps_of(run)
     assert len(there) == STEPS
