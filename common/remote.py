@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -148,7 +148,7 @@ def push_folder(local: Path, url: str, patience: Patience = Patience()) -> None:
     listing = msgspec.json.encode(_Listing(new))
     _persist(url, patience, lambda: _write(files, f"{place}/{LISTING}", listing))
     for name in sorted(set(old or ()) - set(new)):
-        _persist(url, patience, lambda name=name: files.rm_file(f"{place}/{name}"))
+        _persist(url, patience, partial(files.rm_file, f"{place}/{name}"))
 
 
 def push_file(local: Path, url: str, patience: Patience = Patience()) -> None:
@@ -192,7 +192,7 @@ def pull_folder(url: str, local: Path, patience: Patience = Patience()) -> None:
             for name, record in listing.items():
                 target = aside / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                found = _persist(url, patience, lambda name=name, target=target: _fetch(child(url, name), target))
+                found = _persist(url, patience, partial(_fetch, child(url, name), target))
                 if found != record:
                     raise RemoteError(f"{child(url, name)} is truncated or altered (checksum differs)")
 

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 TOOLS = {"sshd": "openssh-server", "rsync": "rsync", "ip": "iproute2", "unshare": "util-linux", "ss": "iproute2"}
-NAMESPACES = ("net", "pid", "mnt")
 
 # $1 the host's folder, $2 its address, then the folders that stay visible below what is covered. As process 1 of its
 # namespace it takes in what Ray's daemons leave, as a real init does.
@@ -159,7 +158,6 @@ class Lab:
     def __init__(self, folder, keep):
         self.folder = folder
         self.hosts = {}
-        self.seen = set()
         # what hosts must see although it lies below /root or /tmp, outermost first
         real = {os.path.realpath(path) for path in (folder, *keep, sys.prefix, sys.base_prefix)}
         self.kept = sorted(real | {sys.prefix, sys.base_prefix}, key=len)
@@ -169,14 +167,14 @@ class Lab:
         self.key = self.folder / "key"
         for path in (self.key, self.folder / "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
-        script = "ip link set lo up; ip link add switch type bridge; ip link set switch up; exec sleep infinity"
+        script = f"mount --bind '{self.folder}' '{self.folder}'; ip link set lo up"
+        script += "; ip link add switch type bridge; ip link set switch up; exec sleep infinity"
         unshare = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
         self.process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", script], stdin=subprocess.DEVNULL
         )
         self.pid = _wait(lambda: _child(self.process.pid), "the switch")
         _wait(lambda: Path(f"/proc/{self.pid}/comm").read_text() == "sleep\n", "the switch")
-        self._note(self.pid)
         return self
 
     def __exit__(self, *_):
@@ -188,26 +186,24 @@ class Lab:
     def add(self, name, address):
         """Starts a host."""
         self.hosts[name] = Host(self, name, address)
-        self._note(self.hosts[name].pid)
         return self.hosts[name]
 
     def run(self, *command):
         """Runs a command beside the switch."""
         subprocess.run(["nsenter", "-t", str(self.pid), "--net", *command], check=True)
 
-    def _note(self, pid):
-        self.seen |= {str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in NAMESPACES}
-
     def left(self):
-        """What of it is still there: processes in its namespaces, mounts and devices that this machine sees."""
+        """What of it is still there: processes that see its mounts, and devices that this machine sees.
+
+        Numbers of namespaces say nothing: the kernel gives them to others as soon as they are free.
+        """
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if {str((folder / "ns" / kind).readlink()) for kind in NAMESPACES} & self.seen:
+                if str(self.folder) in (folder / "mountinfo").read_text():
                     found.append(f"process {folder.name}: {(folder / 'cmdline').read_bytes()!r}")
             except OSError:  # it ended while we looked
                 continue
-        found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(self.folder) in line]
         links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
         found += [line for line in links.splitlines() if " switch" in line or " v-" in line]
         return found
