@@ -109,7 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = options.parse_args(sys.argv[1:] if arguments is None else arguments)
     settings = {key: value for key, value in vars(given).items() if key not in ("json", "commit")}
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (settings, folder), nprocs=given.processes, start_method="spawn")
+        # as trainer/verify.py does, and for its reason
+        start_processes(_rank, (settings, folder), nprocs=given.processes, start_method="forkserver")
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(given.processes)]
     first = ranks[0]
     figures = {

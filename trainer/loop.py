@@ -60,7 +60,7 @@ def train_loop(settings: dict[str, Any]) -> str | None:
         torch.set_num_threads(config.scaling.cpus_per_worker)
     run = expand(config.run).absolute()
 
-    shards = ShardSet(expand(config.data), "train")
+    shards = ShardSet(expand(config.data), "train", look=False)  # the driver has looked
     tokenizer, vocabulary = load_tokenizer(shards.folder)
     encoder = build_encoder(config, tokenizer).to(device).train()
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)

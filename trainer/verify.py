@@ -109,7 +109,9 @@ def _group(config: TrainConfig, size: int, cases: list[Case]) -> list[dict[str, 
     """Every case by one group of processes."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (config.model_dump(mode="json"), size, [dataclasses.asdict(case) for case in cases], folder)
-        start_processes(_rank, arguments, nprocs=cases[0].processes, start_method="spawn")
+        # Not "spawn": gloo's threads may be at work while such an interpreter takes itself apart, which aborts one
+        # sharded process in ten ("terminate called without an active exception"). The server's children just end.
+        start_processes(_rank, arguments, nprocs=cases[0].processes, start_method="forkserver")
         return [load_file(_result(folder, number)) for number in range(len(cases))]
 
 

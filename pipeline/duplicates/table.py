@@ -15,11 +15,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from common.storage import write_aside
 from pipeline.duplicates.clusters import Decisions
@@ -44,18 +43,6 @@ class Duplicate:
     kind: Literal["exact", "near"]
     similarity: float
     cluster_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A document that stays, and those that are dropped for it."""
-
-    unit: str
-    ordinal: int
-    size: int
-    """Documents of the cluster, the kept one included."""
-    members: list[Duplicate]
-    """The first of those that are dropped, in the order of the corpus."""
 
 
 def write_duplicates(path: Path, decisions: Decisions, documents: Documents, stamp: str) -> None:
@@ -108,42 +95,6 @@ def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
     codes = column.indices.to_numpy(zero_copy_only=True)
     start, stop = np.searchsorted(codes, [place, place + 1])
     return {duplicate.ordinal: duplicate for duplicate in _rows(batch.slice(start, stop - start))}
-
-
-def count_kinds(folder: Path) -> dict[str, int]:
-    """Documents to drop by kind.
-
-    Raises:
-        FileNotFoundError: the search has not been finished.
-    """
-    codes = _open(folder).column("kind").indices.to_numpy(zero_copy_only=True)
-    return {kind: int(np.count_nonzero(codes == code)) for code, kind in enumerate(KINDS)}
-
-
-def clusters(folder: Path, limit: int = 20, members: int = 20) -> list[Cluster]:
-    """The `limit` largest clusters, largest first, each with its first `members` dropped documents.
-
-    Raises:
-        FileNotFoundError: the search has not been finished.
-    """
-    batch = _open(folder)
-    kept = _position(batch, "kept_unit", "kept_ordinal")
-    names, first = np.unique(kept, return_index=True)
-    sizes = batch.column("cluster_size").to_numpy(zero_copy_only=True)[first]
-    found = []
-    for index in np.lexsort((names, -sizes))[:limit]:
-        rows = np.flatnonzero(kept == names[index])[:members]
-        dropped = list(_rows(batch.take(pa.array(rows))))
-        found.append(Cluster(dropped[0].kept_unit, dropped[0].kept_ordinal, int(sizes[index]), dropped))
-    return found
-
-
-def _position(batch: pa.RecordBatch, unit: str, ordinal: str) -> NDArray[np.int64]:
-    """(unit, ordinal) as one number, in the order of the corpus."""
-    codes = batch.column(unit).indices.to_numpy(zero_copy_only=True).astype(np.int64)
-    ordinals: NDArray[Any] = batch.column(ordinal).to_numpy(zero_copy_only=True)
-    position: NDArray[np.int64] = codes << 32 | ordinals
-    return position
 
 
 def _open(folder: Path) -> pa.RecordBatch:

@@ -21,6 +21,19 @@ from trainer.step import RankBatch, Stepper
 VOCAB_SIZE = 64
 VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))
 _SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+# What an objective can be, for those who try them all.
+HALF: dict[str, Any] = {"select_share": 0.5}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "both": {"masking": HALF},
+    "unmasked anchors": {"masking": HALF, "contrast_unmasked_anchors": True},
+    "mlm": {"terms": "mlm", "masking": HALF},
+    "contrastive": {"terms": "contrastive"},
+    "queue": {"masking": HALF, "queue_size": 13},
+    "by name": {
+        "masking": HALF,
+        "loss": {"kind": "pytorch_metric_learning", "loss": "NTXentLoss", "loss_arguments": {"temperature": 0.05}},
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "roberta": {"model_type": "roberta", "max_position_embeddings": 40, "type_vocab_size": 1, **_SHAPE},
     "bert": {"model_type": "bert", "max_position_embeddings": 40, **_SHAPE},

@@ -3,6 +3,7 @@
 import numpy as np
 import pyarrow as pa
 import pytest
+import tiny
 import torch
 from groups import run_group
 from hypothesis import given
@@ -144,14 +145,7 @@ def test_a_document_that_the_mode_would_not_keep_is_an_error(mode, num_tokens, g
 # Two anchors of up to 12 tokens fit 48 tokens; the lengths are mixed, and both ranks of two get some of each.
 LENGTHS = {"fewer_anchors": [30, 48, 24, 131, 47], "shrink_spans": [20, 48, 12, 131, 47]}
 TRAINED = Geometry(num_anchors=2, max_tokens=12, min_tokens=3)
-HALF = {"select_share": 0.5}
-OBJECTIVES = {
-    "both": {"masking": HALF},
-    "unmasked anchors": {"masking": HALF, "contrast_unmasked_anchors": True},
-    "mlm": {"terms": "mlm", "masking": HALF},
-    "contrastive": {"terms": "contrastive"},
-    "queue": {"masking": HALF, "queue_size": 13},
-}
+OBJECTIVES = {name: values for name, values in tiny.OBJECTIVES.items() if name != "by name"}
 
 
 def shard_rows(mode, rows=None):

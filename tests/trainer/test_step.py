@@ -8,7 +8,7 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import HALF, OBJECTIVES, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
 from common import seeding
 from trainer.gather import World
@@ -18,18 +18,6 @@ from trainer.plan import Plan
 from trainer.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
-HALF = {"select_share": 0.5}
-OBJECTIVES = {
-    "both": {"masking": HALF},
-    "unmasked anchors": {"masking": HALF, "contrast_unmasked_anchors": True},
-    "mlm": {"terms": "mlm", "masking": HALF},
-    "contrastive": {"terms": "contrastive"},
-    "queue": {"masking": HALF, "queue_size": 13},
-    "by name": {
-        "masking": HALF,
-        "loss": {"kind": "pytorch_metric_learning", "loss": "NTXentLoss", "loss_arguments": {"temperature": 0.05}},
-    },
-}
 PROJECTION = {"projection": {"kind": "mlp", "size": 6}}
 
 

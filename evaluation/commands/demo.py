@@ -1,0 +1,26 @@
+"""`declutr demo`."""
+
+import argparse
+import sys
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr demo", description="From a corpus to a measured encoder.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
+    parser.add_argument("--config", default="configs/demo.yaml")
+    given = parser.parse_args(arguments)
+    from common.config import ConfigError
+    from common.logs import setup_logging
+    from evaluation.demo import demo
+    from pipeline.shards import ShardError
+    from trainer.train import TrainingFailedError
+
+    setup_logging("demo")
+    try:
+        for line in demo(given.config, given.overrides):
+            print(line, flush=True)
+    except (ConfigError, ShardError, TrainingFailedError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
