@@ -73,7 +73,7 @@ def test_cluster_file_that_was_not_filled_in_starts_nothing(capsys):
     unfilled = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     with pytest.raises((AssertionError, click.ClickException)):
         bootstrap(unfilled)
-    assert "Failed to detect" in capsys.readouterr().out
+    assert "Failed to detect a security group" in capsys.readouterr().err
     assert boto3.client("ec2").describe_instances()["Reservations"] == []
 
 
