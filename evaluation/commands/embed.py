@@ -43,5 +43,5 @@ def run(arguments: list[str]) -> int:
         return 1
     for reason, number in note.skipped.items():
         print(f"left out: {number:,} {reason}")
-    print(f"{config.output}: {note.rows:,} embeddings of {note.size} numbers ({note.shape.dtype})")
+    print(f"{config.output}: {note.rows:,} embeddings of {note.size} numbers ({config.shape.dtype})")
     return 0

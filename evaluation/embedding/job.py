@@ -54,13 +54,12 @@ def embed(config: EmbedConfig) -> Note:
         EmbedError: inputs that cannot be read, settings that do not go together, a worker that keeps dying.
         EncoderError: the model cannot be loaded.
     """
+    config = located(config)
     units = plan(config)
     encoder = encoder_of(config.choice)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has {encoder.size}")
-    settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
-    settings |= {"version": _VERSION, "fingerprint": encoder.fingerprint, "suffix": config.output.suffix}
-    identities = [hash_json([settings, hash_unit(unit), _times(unit)]) for unit in units]
+    identities = identify(config, units, encoder.fingerprint)
     job = hash_json(identities)
     if done := _done(config.output, job):
         get_logger().info("%s is embedded already", config.output)
@@ -70,22 +69,36 @@ def embed(config: EmbedConfig) -> Note:
     sidecars = _run(config, units, identities, folder, encoder)
     num_rows = assemble(folder, sidecars, config, encoder.size)
     note = Note(
-        encoder=encoder.name,
+        config=config,
         fingerprint=encoder.fingerprint,
-        shape=config.shape,
         size=config.shape.dimensions or encoder.size,
         rows=num_rows,
         skipped={
             reason: sum(sidecar.skipped.get(reason, 0) for sidecar in sidecars)
             for reason in sorted({reason for sidecar in sidecars for reason in sidecar.skipped})
         },
-        inputs=config.inputs,
         job=job,
         num_bytes=config.output.stat().st_size,
     )
     write_note(note, config.output)
     shutil.rmtree(folder)
     return note
+
+
+def located(config: EmbedConfig) -> EmbedConfig:
+    """The job with absolute paths: workers run in a folder of their own, and the note is read from anywhere."""
+    inputs = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
+    choice = config.choice
+    if Path(choice.model).exists():
+        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
+    return config.model_copy(update={"inputs": inputs, "choice": choice, "output": config.output.absolute()})
+
+
+def identify(config: EmbedConfig, units: list[Unit], fingerprint: str) -> list[str]:
+    """For each unit SHA-256 of its input, the encoder and the settings that decide its embeddings."""
+    settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
+    settings |= {"version": _VERSION, "fingerprint": fingerprint, "suffix": config.output.suffix}
+    return [hash_json([settings, hash_unit(unit), _times(unit)]) for unit in units]
 
 
 def plan(config: EmbedConfig) -> list[Unit]:
@@ -220,15 +233,11 @@ def _on_ray(
     workers = config.workers or gpus or max(1, cpus // _CPUS_PER_WORKER)
     if config.workers and not gpus:
         share = {"num_cpus": max(1, cpus // workers)}
-    local = config.choice
-    if Path(local.model).exists():  # workers run in a folder of their own
-        local = local.model_copy(update={"model": str(expand(local.model).absolute())})
-    settings = config.model_copy(update={"choice": local, "output": config.output.absolute()})
     items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
     sizes = {unit.name: unit.num_bytes for unit, _ in todo}
     rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
         UnitEmbedder,
-        fn_constructor_kwargs={"config": settings, "folder": str(folder)},
+        fn_constructor_kwargs={"config": config, "folder": str(folder)},
         concurrency=min(workers, len(items)),
         **share,
     )

@@ -10,24 +10,22 @@ from pydantic import ValidationError
 
 from common.config import Strict
 from common.storage import write_aside, write_text
-from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
+from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.units import UnitSidecar, part_schema
 
 
 class Note(Strict):
     """What made a file of embeddings; lies beside it as OUT.json."""
 
-    encoder: str
+    config: EmbedConfig
     fingerprint: str
     """Of the encoder and its treatment of long texts."""
-    shape: Shape
     size: int
     """Numbers in a written embedding."""
     rows: int
     """Embeddings in the file."""
     skipped: dict[str, int]
     """Records that could not be read and were left out, by reason."""
-    inputs: list[str]
     job: str
     """SHA-256 of inputs, encoder and settings."""
     num_bytes: int

@@ -80,9 +80,8 @@ def embed_unit(
     read = written = seen_bytes = 0
     with write_aside(folder / f"{unit.name}.arrow") as aside:
         reading = read_unit(unit, corpus_of(config, config.text_field))
-        keys = read_unit(unit, corpus_of(config, config.id_field)) if config.id_field else None
         with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for window in _windows(_keyed(reading, keys)):
+            for window in _windows(keyed(unit, reading, config)):
                 rows, ids, texts = [], [], []
                 for record, key in window:
                     problem = record if isinstance(record, Failure) else key if isinstance(key, Failure) else None
@@ -153,12 +152,12 @@ def _batch(schema: pa.Schema, rows: list[int], ids: list[str], values: NDArray[A
 Keyed = tuple[Record, Record | None]
 
 
-def _keyed(records: Iterator[Record], keys: Iterator[Record] | None) -> Iterator[Keyed]:
-    """Each record with its id, which a second pass over the same unit reads."""
-    if keys is None:
+def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterator[Keyed]:
+    """Each record of a unit with its id, which a second pass over the same unit reads."""
+    if config.id_field is None:
         yield from ((record, None) for record in records)
         return
-    for record, key in itertools.zip_longest(records, keys):
+    for record, key in itertools.zip_longest(records, read_unit(unit, corpus_of(config, config.id_field))):
         if record is None or key is None or (record.source, record.offset) != (key.source, key.offset):
             place = record or key
             raise EmbedError(f"{place.source} at {place.offset}: texts and ids do not pair")
