@@ -87,6 +87,9 @@ class TransformerEncoder:
 
     @cached_property
     def _engine(self) -> Tokenizer:
+        return self.engine()
+
+    def engine(self) -> Tokenizer:
         """The tokenizer without what transformers wraps around it, which takes as long again for short texts."""
         engine = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         engine.no_padding()
