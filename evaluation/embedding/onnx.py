@@ -1,7 +1,7 @@
 """An encoder as ONNX: a folder with `model.onnx`, its `tokenizer.json`, and what else is needed to use them.
 
-Inputs `input_ids` and `attention_mask`, int64 `(texts, tokens)`, padded on the right; output `embedding`, float32
-`(texts, size)`. Pooling, dense layers and normalisation are inside the graph.
+Inputs `input_ids` and `attention_mask`, int64 `(texts, tokens)`, padded on the right; output `sentence_embedding`,
+float32 `(texts, size)`. Pooling, dense layers and normalisation are inside the graph.
 """
 
 import warnings
@@ -65,7 +65,7 @@ def export_onnx(encoder: SentenceEncoder, output: Path) -> None:
                 "prompt": encoder.prompt,
                 "fingerprint": encoder.fingerprint,
                 "inputs": ["input_ids", "attention_mask"],
-                "output": "embedding",
+                "output": "sentence_embedding",
                 "opset": OPSET,
             }
             write_json(aside / SETTINGS, settings)
@@ -86,7 +86,7 @@ def _write_graph(graph: nn.Module, path: Path, device: torch.device) -> None:
             (torch.ones_like(mask), mask),
             path,
             input_names=["input_ids", "attention_mask"],
-            output_names=["embedding"],
+            output_names=["sentence_embedding"],
             dynamic_shapes=(shape, shape),
             opset_version=OPSET,
             dynamo=True,

@@ -26,7 +26,9 @@ def test_parity(tmp_path, family, pooling, after):
     for size in (1, 7, len(TEXTS)):
         rows = tokenizer.encode_batch(TEXTS[:size])
         inputs = {"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}
-        (found,) = session.run(["embedding"], {name: np.array(value, np.int64) for name, value in inputs.items()})
+        (found,) = session.run(
+            ["sentence_embedding"], {name: np.array(value, np.int64) for name, value in inputs.items()}
+        )
         np.testing.assert_allclose(found, expected[:size], atol=1e-4, rtol=0)
     settings = json.loads((tmp_path / "onnx/declutr_onnx.json").read_text())
     assert settings["size"] == expected.shape[1]
