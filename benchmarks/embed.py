@@ -96,18 +96,24 @@ def compare(
     for encode in sides.values():
         encode(texts[:: max(1, len(texts) // 64)])
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
     vectors: dict[str, NDArray[np.float32]] = {}
     for number in range(rounds):
         # who begins changes, so that neither always meets a machine that the other has warmed
         for name in sorted(sides, reverse=bool(number % 2)):
-            begun = time.perf_counter()
+            begun, cpu_begun = time.perf_counter(), time.process_time()
             vectors[name] = sides[name](texts)
             seconds[name].append(round(time.perf_counter() - begun, 4))
+            cpu_seconds[name].append(round(time.process_time() - cpu_begun, 4))
             record.progress(f"round {number} {name} {len(texts)} texts {seconds[name][-1]:.2f} s")
     ratios = [theirs / own for theirs, own in zip(seconds["sentence_transformers"], seconds["ours"], strict=True)]
     return {
         "texts": len(texts),
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "ratio_cpu_median": round(
+            statistics.median(cpu_seconds["sentence_transformers"]) / statistics.median(cpu_seconds["ours"]), 4
+        ),
         "ratios": [round(ratio, 4) for ratio in ratios],
         "ratio_median": round(statistics.median(ratios), 4),
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
