@@ -26,6 +26,8 @@ SMALL_MIB = 16
 _MIB = 2**20
 _MAX_UNITS = 4096
 _CPUS_PER_WORKER = 4
+_RESTARTS = 10
+"""How often a worker that dies begins anew. An input that crashes a library would do so for ever."""
 _VERSION = 1
 
 
@@ -221,24 +223,24 @@ def _on_ray(
 ) -> Iterator[UnitSidecar]:
     if not todo:
         return
-    import ray
+    from pipeline.session import start_ray
+
+    start_ray()
+    import ray  # after the session, which keeps it quiet
     from ray.exceptions import RayActorError, WorkerCrashedError
 
-    from pipeline.session import start_ray  # starts nothing, but importing Ray takes a second
-
-    start_ray(None, None)
     resources = ray.cluster_resources()
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-    share = {"num_gpus": 1} if gpus else {"num_cpus": min(_CPUS_PER_WORKER, cpus)}
-    workers = config.workers or gpus or max(1, cpus // _CPUS_PER_WORKER)
-    if config.workers and not gpus:
-        share = {"num_cpus": max(1, cpus // workers)}
+    workers = min(config.workers or gpus or max(1, cpus // _CPUS_PER_WORKER), gpus or cpus)
+    share: dict[str, int] = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(_CPUS_PER_WORKER, cpus // workers))}
     items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
     sizes = {unit.name: unit.num_bytes for unit, _ in todo}
     rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
         UnitEmbedder,
         fn_constructor_kwargs={"config": config, "folder": str(folder)},
         concurrency=min(workers, len(items)),
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
         **share,
     )
     try:
