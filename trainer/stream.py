@@ -27,6 +27,7 @@ from trainer.step import RankBatch
 
 _CHUNK_DOCUMENTS = 1024  # a task of fewer is mostly overhead
 _CHUNK_TOKENS = 16 * 1024 * 1024  # but a chunk of long documents must fit the object store with room to spare
+_MOST_CHUNKS = 512  # of one Dataset: before its first block comes, Ray Data takes about a millisecond for each
 _AHEAD_BATCHES = 4
 _PATIENCE_SECONDS = 30
 
@@ -76,11 +77,11 @@ def rank_plan(plan: Plan, shards: ShardSet, rank: int, world_size: int, first_st
     return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps)
 
 
-def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan) -> pa.Table:
-    """Ray Data task: chunk number in, its documents out, with the epoch in which each is read."""
+def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
+    """Ray Data task: a chunk's number after `first` in, its documents out, with the epoch in which each is read."""
     if rank_plan.folder not in _shards:
-        _shards[rank_plan.folder] = ShardSet(Path(rank_plan.folder), "train")
-    epochs, documents = rank_plan.chunk(int(rows["id"][0]))
+        _shards[rank_plan.folder] = ShardSet(Path(rank_plan.folder), "train", look=False)
+    epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
     table = _shards[rank_plan.folder].take(documents).select(["id", "tokens", "windows", "num_tokens"])
     return table.append_column("epoch", pa.array(epochs))
 
@@ -95,11 +96,8 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    dataset = ray.data.range(rank_plan.num_chunks, override_num_blocks=rank_plan.num_chunks).map_batches(
-        read_chunk, fn_kwargs={"rank_plan": rank_plan}, batch_size=1, batch_format="numpy"
-    )
     held: list[pa.Table] = []
-    for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+    for block in _blocks(rank_plan):
         held.append(block)
         available = sum(len(table) for table in held)
         if available >= per_step:
@@ -108,6 +106,16 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
                 yield joined.slice(at, per_step)
                 at += per_step
             held = [joined.slice(at)] if available > at else []
+
+
+def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
+    """The blocks of all chunks in order, from one Dataset after the other."""
+    for first in range(0, rank_plan.num_chunks, _MOST_CHUNKS):
+        number = min(_MOST_CHUNKS, rank_plan.num_chunks - first)
+        dataset = ray.data.range(number, override_num_blocks=number).map_batches(
+            read_chunk, fn_kwargs={"rank_plan": rank_plan, "first": first}, batch_size=1, batch_format="numpy"
+        )
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
 
 
 def _no_documents(rank_plan: RankPlan) -> pa.Table:

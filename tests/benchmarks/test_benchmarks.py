@@ -13,12 +13,14 @@ import ray
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, embed, feed, memory, models, prepare, sharding, step
+from benchmarks import batch, documents, embed, feed, memory, models, prepare, saving, scale, sharding, step, wide
 from pipeline.schema import shard_schema
+from pipeline.shards import ShardSet, check_shards
 from pipeline.tokenization import train_tokenizer
 from pipeline.windows import Geometry, window_starts
 from trainer import flops
 from trainer.masking import MaskingConfig
+from trainer.plan import permute
 from trainer.spans import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,17 +99,64 @@ def test_embed(tmp_path):
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
 
 
+@pytest.mark.dist
+def test_saving(tmp_path):
+    short = ["--documents", "2", "--every-seconds", "0.05", "--stretches", "2", "--folder", str(tmp_path)]
+    found = figures(saving.main, tmp_path, *TINY, *short)
+    low, high = found["overhead_range"]
+    assert low <= found["overhead"] <= high
+    assert len(found["step_seconds"]["with"]) == len(found["step_seconds"]["without"]) == 2
+    assert len(found["copy_seconds"]) == 4
+    assert found["checkpoint_mib"] > 0.1
+    assert found["agree_share"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
 def test_feed(tmp_path):
     found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
     assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
     assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]
 
 
+@pytest.mark.ray
+def test_scale(tmp_path):
+    """Small, but every part; every figure says what it is worth."""
+    sizes = ("--documents", "20000", "--ranks", "16", "--shards", "40", "--batch", "256", "--sample", "300")
+    few = ("--chunks", "1", "--rows", "32", "64", "--model", "tiny", "--tasks", "10")
+    try:
+        found = figures(scale.main, tmp_path, *sizes, *few)
+    finally:
+        ray.shutdown()
+    parts = [found[name] for name in ("plan", "manifest", "loss", "checkpoint", "ray")]
+    kinds = {one["kind"] for part in parts for one in part.values() if "kind" in one}
+    assert kinds == {"measured", "computed", "assumed"}
+    assert found["manifest"]["shards"] | {"value": 40, "how": "20000 documents"} == found["manifest"]["shards"]
+    assert found["checkpoint"]["size"]["value"] == pytest.approx(67750 * 12 / 2**30, rel=1e-3)
+    assert found["loss"]["rows"]["value"] == 1024
+
+
+def test_the_order_of_a_billion_runs_backwards():
+    """Exact where an epoch ends and another begins, too; and the check is able to fail."""
+    size = 10**9
+    items = np.concatenate([np.arange(500), np.arange(size - 500, size)])
+    epochs = np.repeat([1, 0], 500)
+    images = permute(7, epochs, items, size)
+    assert np.array_equal(scale.inverse(7, epochs, images, size), items)
+    assert not np.array_equal(scale.inverse(8, epochs, images, size), items)
+
+
+def test_a_wide_folder_is_what_prepare_would_leave(tmp_path):
+    made = wide.make(tmp_path / "wide", 3, 20)
+    assert made.num_documents == ShardSet(made.folder, "train").num_documents == 60
+    assert all("ledger" in problem for problem in check_shards(made.folder))
+    assert ShardSet(made.folder, "train").take(np.array([59, 0])).column("offset").to_pylist() == [19, 0]
+
+
 def test_needs_neither_ray_nor_data(tmp_path):
     """With Ray refused, in an empty folder: imports, and a whole run."""
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "import benchmarks.batch, benchmarks.feed, benchmarks.step\n"
+        "import benchmarks.batch, benchmarks.feed, benchmarks.saving, benchmarks.step\n"
         "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
         f"benchmarks.step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
     )

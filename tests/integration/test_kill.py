@@ -12,15 +12,15 @@ from trainer.checkpoint import steps_in
 from trainer.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-STEPS = 300  # a driver that is told to end takes seconds over it, in which its workers go on
+STEPS = 800  # a driver that is told to end takes seconds over it, in which its workers go on
 # After SIGKILL of the driver these look for their dead head for about a minute, then end by themselves.
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 CHANGES = {
     "encoder": {"dropout": 0.1},
     "objective": {"queue_size": 24},
     "steps": STEPS,
-    "validation": {"every_steps": 100},
-    "checkpoint": {"every_steps": 5},  # each report takes a moment: time to kill between two,
+    "validation": {"every_steps": 200},
+    "checkpoint": {"every_steps": 5, "every_seconds": None},
     "scaling": {"workers": 2},
 }
 
@@ -69,7 +69,7 @@ def test_a_killed_driver_leaves_nothing_and_the_same_command_continues(data, unt
     agents = {}
     for number in (signal.SIGTERM, signal.SIGKILL):
         driver, before = start(data, tmp_path)
-        runs.wait_for_step(driver, before, run, done + 12)
+        runs.wait_for_step(driver, before, run, done + 16)  # at done + 15 the one of done + 10 was waited for
         everything = runs.descendants(driver.pid)
         assert len(runs.train_workers(driver.pid)) == 2
         os.kill(driver.pid, number)

@@ -165,3 +165,22 @@ def test_a_manifest_that_is_absent_or_of_another_version(tmp_path):
     (folder / "manifest.json").write_text(json.dumps(tree | {"schema_version": 2}))
     with pytest.raises(ShardError, match="version 2"):
         load_manifest(folder)
+
+
+def test_more_shards_than_may_be_open(tmp_path, monkeypatch):
+    """Few are open at a time, in whatever order they are asked; also when the folder was not looked through."""
+    monkeypatch.setattr("pipeline.shards._MOST_OPEN", 2)
+    shards = ShardSet(write(tmp_path / "out"), "train", look=False)
+    rows = np.random.default_rng(0).integers(0, 57, 200)
+    for part in np.split(rows, 20):
+        assert shards.take(part).column("offset").to_pylist() == part.tolist()
+        assert len(shards._open) <= 2
+
+
+def test_a_shard_that_is_not_looked_for_is_missed_when_it_is_used(tmp_path):
+    folder = write(tmp_path / "out")
+    (folder / "train-00001.arrow").unlink()
+    shards = ShardSet(folder, "train", look=False)
+    assert shards.take(np.array([0, 18, 38])).num_rows == 3
+    with pytest.raises(ShardError, match=r"train-00001\.arrow is missing"):
+        shards.take(np.array([19]))

@@ -1,0 +1,245 @@
+"""SentEval's classifiers as the released code runs them: one fit after the other, each a module with its optimizer.
+
+Written from the procedure, for machines without a checkout of SentEval: the reference of the tests and the other side
+of `benchmarks.evaluate`. The generators are objects instead of the process's global ones; their numbers are the same.
+Where the released code fits the same thing twice (`split`), so does this.
+"""
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
+from sklearn.model_selection import StratifiedKFold
+from torch import Tensor, nn
+
+Array = NDArray[Any]
+
+
+class Settings(Protocol):
+    """What a fit is told: `evaluation.senteval.settings.ClassifierConfig` is one such."""
+
+    @property
+    def num_hidden(self) -> int:
+        """Hidden units, 0 for logistic regression."""
+
+    @property
+    def dropout(self) -> float:
+        """Of the hidden layer."""
+
+    @property
+    def optimizer(self) -> str:
+        """Adam or rmsprop."""
+
+    @property
+    def rate(self) -> float:
+        """Learning rate."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step."""
+
+    @property
+    def tenacity(self) -> int:
+        """Misses that a fit survives."""
+
+    @property
+    def epoch_size(self) -> int:
+        """Passes between dev scores."""
+
+    @property
+    def max_epoch(self) -> int:
+        """Passes after which none is begun."""
+
+    @property
+    def num_folds(self) -> int:
+        """Of cross-validations."""
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """Weight decays to choose from."""
+
+    @property
+    def seed(self) -> int:
+        """Of everything but InnerKFold's folds."""
+
+
+class _Dropout(nn.Module):
+    """torch's dropout from a generator of its own."""
+
+    def __init__(self, p: float, stream: torch.Generator) -> None:
+        super().__init__()
+        self.p, self.stream = p, stream
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Dropout":
+        return _Dropout(self.p, self.stream)  # a generator cannot be copied, and a copy is only scored
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drops while training."""
+        if not self.training or self.p == 0:
+            return x
+        return x * torch.empty_like(x).bernoulli_(1 - self.p, generator=self.stream).div_(1 - self.p)
+
+
+@dataclass
+class Classifier:
+    """One fit.
+
+    Attributes:
+        config: its settings.
+        num_classes: C.
+        decay: coupled weight decay.
+    """
+
+    config: Settings
+    num_classes: int
+    decay: float
+
+    def fit(self, x: Array, y: Array, dev: tuple[Array, Array] | None = None) -> "Classifier":
+        """Trains until the tenacity is spent; without `dev`, a random 5 % of the rows take its place."""
+        config = self.config
+        self.orders = np.random.RandomState(config.seed)
+        self.model = self._model(x.shape[1])
+        if dev is None:
+            drawn = self.orders.permutation(len(x))
+            count = int(0.05 * len(x))
+            x, y, dev = x[drawn[count:]], y[drawn[count:]], (x[drawn[:count]], y[drawn[:count]])
+        rows, labels = torch.from_numpy(x).float(), torch.from_numpy(y).long()
+        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.RMSprop
+        optimizer = kind(self.model.parameters(), lr=config.rate, weight_decay=self.decay)
+        best, best_model, misses, passes, stopped = -1.0, self.model, 0, 0, False
+        while not stopped and passes <= config.max_epoch:
+            self.model.train()
+            for _ in range(config.epoch_size):
+                for part in torch.from_numpy(self.orders.permutation(len(rows))).split(config.batch_size):
+                    loss = nn.functional.cross_entropy(self.model(rows[part]), labels[part])
+                    loss.item()  # the released code reads it
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+            passes += config.epoch_size
+            accuracy = self.score(*dev)
+            if accuracy > best:
+                best, best_model = accuracy, copy.deepcopy(self.model)
+            else:
+                stopped = misses >= config.tenacity
+                misses += 1
+        self.model = best_model
+        return self
+
+    def _model(self, width: int) -> nn.Module:
+        hidden = self.config.num_hidden
+        widths = [width, hidden, self.num_classes] if hidden else [width, self.num_classes]
+        layers, stream = _layers(widths, self.config.seed)
+        if not hidden:
+            return nn.Sequential(*layers)
+        return nn.Sequential(layers[0], _Dropout(self.config.dropout, stream), nn.Sigmoid(), layers[1])
+
+    def predict(self, x: Array) -> Array:
+        """Classes of `x`, a batch at a time."""
+        self.model.eval()
+        with torch.no_grad():
+            parts = torch.from_numpy(x).float().split(self.config.batch_size)
+            return torch.cat([self.model(part).max(1)[1] for part in parts]).numpy()
+
+    def score(self, x: Array, y: Array) -> float:
+        """Accuracy in [0, 1]."""
+        return int((self.predict(x) == y).sum()) / len(x)
+
+
+def inner_kfold(x: Array, y: Array, num_classes: int, config: Settings) -> tuple[float, float, list[float]]:
+    """Dev accuracy, accuracy, accuracies of the folds (MR, CR, SUBJ, MPQA)."""
+    dev, test = [], []
+    for outside, inside in StratifiedKFold(config.num_folds, shuffle=True, random_state=1111).split(x, y):
+        decay, mean = _choose(x[outside], y[outside], num_classes, config, 1111)
+        dev.append(mean)
+        refit = Classifier(config, num_classes, decay).fit(x[outside], y[outside])
+        test.append(round(100 * refit.score(x[inside], y[inside]), 2))
+    return float(np.round(np.mean(dev), 2)), float(np.round(np.mean(test), 2)), test
+
+
+def kfold(
+    x: Array, y: Array, x_test: Array, y_test: Array, num_classes: int, config: Settings
+) -> tuple[float, float, Array]:
+    """Dev accuracy, accuracy, answers on the test rows (TREC, MRPC)."""
+    decay, mean = _choose(x, y, num_classes, config, config.seed)
+    refit = Classifier(config, num_classes, decay).fit(x, y)
+    return mean, round(100 * refit.score(x_test, y_test), 2), refit.predict(x_test)
+
+
+def split(parts: dict[str, tuple[Array, Array]], num_classes: int, config: Settings) -> tuple[float, float]:
+    """Dev accuracy, accuracy (SST, SICK-E, SNLI, probing); `parts` are train, dev, test."""
+    train, dev, test = parts["train"], parts["dev"], parts["test"]
+    scores = []
+    for decay in config.decays:
+        fit = Classifier(config, num_classes, decay).fit(*train, dev)
+        scores.append(round(100 * fit.score(*dev), 2))
+    again = Classifier(config, num_classes, config.decays[int(np.argmax(scores))]).fit(*train, dev)
+    return max(scores), round(100 * again.score(*test), 2)
+
+
+def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int = 1111) -> tuple[float, float, float]:
+    """Dev Pearson, Pearson, Spearman (SICK-R, STS-B); `parts` are features and scores of train, dev, test.
+
+    Args:
+        parts: (rows, features) and (rows,) scores.
+        targets: (rows, 5) distributions of the training scores.
+        seed: of weights and orders.
+    """
+    x, y = torch.from_numpy(parts["train"][0]).float(), torch.from_numpy(targets).float()
+    orders = np.random.RandomState(seed)
+    model = nn.Sequential(*_layers([x.shape[1], y.shape[1]], seed)[0], nn.Softmax(dim=-1))
+    optimizer = torch.optim.Adam(model.parameters())
+    levels = np.arange(1, y.shape[1] + 1)
+
+    def predict(features: Array) -> Array:
+        with torch.no_grad():
+            shares = torch.cat([model(part) for part in torch.from_numpy(features).float().split(64)])
+        scores: Array = shares.numpy() @ levels
+        return scores
+
+    best, best_state, misses, passes, stopped = -1.0, copy.deepcopy(model.state_dict()), 0, 0, False
+    while not stopped and passes <= 1000:
+        for _ in range(50):
+            for part in torch.from_numpy(orders.permutation(len(x))).split(64):
+                loss = nn.functional.mse_loss(model(x[part]), y[part])
+                loss.item()  # the released code reads it
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        passes += 50
+        pearson = float(pearsonr(predict(parts["dev"][0]), parts["dev"][1]).statistic)
+        if pearson > best:
+            best, best_state = pearson, copy.deepcopy(model.state_dict())
+        else:
+            stopped = misses >= 3
+            misses += 1
+    model.load_state_dict(best_state)
+    found, gold = predict(parts["test"][0]), parts["test"][1]
+    return best, float(pearsonr(found, gold).statistic), float(spearmanr(found, gold).statistic)
+
+
+def _layers(widths: list[int], seed: int) -> tuple[list[nn.Linear], torch.Generator]:
+    """Layers as `torch.manual_seed(seed)` starts them, and the generator as it then is; the global one stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]
+        stream = torch.Generator()
+        stream.set_state(torch.get_rng_state())
+    return layers, stream
+
+
+def _choose(x: Array, y: Array, num_classes: int, config: Settings, seed: int) -> tuple[float, float]:
+    """The decay with the best mean dev accuracy over folds, and that accuracy in percent."""
+    means = []
+    for decay in config.decays:
+        scores = []
+        for train, dev in StratifiedKFold(config.num_folds, shuffle=True, random_state=seed).split(x, y):
+            fit = Classifier(config, num_classes, decay).fit(x[train], y[train], (x[dev], y[dev]))
+            scores.append(fit.score(x[dev], y[dev]))
+        means.append(float(np.round(100 * np.mean(scores), 2)))
+    return config.decays[int(np.argmax(means))], max(means)

@@ -1,0 +1,268 @@
+"""What a run of 10**9 documents on 1,024 ranks asks of memory, time, disk and network, as far as one machine can tell.
+
+    python -m benchmarks.scale --json OUT [--documents 1000000000] [--ranks 1024] [--shards 100000] [--batch 16384]
+
+The plan, the manifest and the reading of documents run for real at that size (the shards are links to the same bytes);
+the loss, checkpoints and Ray's tasks are measured at sizes that fit here and carried on by their formulas. Every figure
+says which: measured, computed from measured ones, or assumed.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import psutil
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks import models, record, wide
+from common import seeding
+from common.storage import hash_file
+from pipeline.session import start_ray
+from pipeline.shards import ShardSet, check_shards, load_manifest
+from trainer.objectives.ntxent import ntxent
+from trainer.plan import I64, Plan
+from trainer.stream import rank_plan
+
+_MIB = 2**20
+_PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
+_SAMPLE = 200_000  # consecutive places of the permutation looked at in each of four regions
+_SAVED_BYTES = 12  # a parameter and its two moments
+_ANCHORS = 2  # of a document, each with one mean positive
+_CHUNK_DOCUMENTS = 1024  # of a reading task, as trainer/stream.py has it
+# Assumptions about a cluster; change them with the options.
+_STEP_SECONDS, _DISK_GB, _GPU_TFLOPS, _NETWORK_GB = 1.0, 10.0, 100.0, 10.0
+
+Kind = Literal["measured", "computed", "assumed"]
+T = TypeVar("T")
+
+
+def figure(value: float, unit: str, kind: Kind, how: str) -> dict[str, Any]:
+    """A number with what it is worth."""
+    return {"value": float(f"{value:.4g}"), "unit": unit, "kind": kind, "how": how}
+
+
+def timed(work: Callable[[], T], elapsed: bool = False) -> tuple[T, float, float]:
+    """The result, seconds, and MiB by which this process grew.
+
+    Seconds are the processor's, of one thread: what others do on the machine costs nothing. Where a disk or another
+    process is waited for, they are elapsed ones.
+    """
+    process, clock = psutil.Process(), time.perf_counter if elapsed else time.process_time
+    before, begun = process.memory_info().rss, clock()
+    result = work()
+    return result, clock() - begun, (process.memory_info().rss - before) / _MIB
+
+
+def inverse(seed: int, epochs: I64, images: I64, size: int) -> I64:
+    """The item of each image under `trainer.plan.permute`, by its network run backwards."""
+    half = max(1, -(-(size - 1).bit_length() // 2))
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    values, result = images.astype(np.uint64), np.empty(len(images), np.int64)
+    pending, epoch = np.arange(len(images)), epochs.astype(np.uint64)
+    while len(pending):
+        left, right = values >> shift, values & mask
+        for turn in reversed(range(8)):
+            drawn = seeding.blocks(seed, "order", left, epoch, np.full_like(left, turn))[:, 0]
+            left, right = right ^ (drawn.astype(np.uint64) & mask), left
+        values = (left << shift) | right
+        inside = values < np.uint64(size)
+        result[pending[inside]] = values[inside].astype(np.int64)
+        pending, values, epoch = pending[~inside], values[~inside], epoch[~inside]
+    return result
+
+
+def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
+    """The order at full size: exact, and what it costs.
+
+    Raises:
+        RuntimeError: a document twice in a batch or a region, or a number that the inverse does not give back.
+    """
+    plan = Plan(given.seed, given.documents, given.batch)
+    steps = given.documents // given.batch
+    whole = plan.documents(0, 1)[1]
+    ranks = [plan.slice(rank, given.ranks) for rank in range(given.ranks)]
+    slices, all_ranks, _ = timed(lambda: [plan.documents(0, 1, *places)[1] for places in ranks])
+    if not np.array_equal(np.concatenate(slices), whole) or len(np.unique(whole)) != given.batch:
+        raise RuntimeError("the ranks' slices are not the batch, or a document is twice in it")
+    for first in (0, steps // 3, steps // 2, max(0, steps - 1)):
+        number = min(given.sample, given.documents)
+        index = first * given.batch + np.arange(number, dtype=np.int64)
+        epochs = index // given.documents
+        _, found = plan.documents(first, first + -(-number // given.batch))
+        found = found[:number]
+        if not np.array_equal(inverse(given.seed, epochs, found, given.documents), index % given.documents):
+            raise RuntimeError(f"step {first}: the permutation is not one-to-one")
+    _, one, grown = timed(
+        lambda: plan.documents(steps // 2, steps // 2 + 1, *plan.slice(given.ranks // 2, given.ranks))
+    )
+    chunk_steps = max(1, _CHUNK_DOCUMENTS // max(1, given.batch // given.ranks))
+    _, chunk, _ = timed(lambda: plan.documents(steps // 2, steps // 2 + chunk_steps, *plan.slice(0, given.ranks)))
+    return {
+        "first_batch_of_a_rank": figure(1000 * one, "ms", "measured", "numbers of one rank's documents of a step"),
+        "memory_of_a_rank": figure(max(0.0, grown), "MiB", "measured", "growth of the process; no table is held"),
+        "first_batch_of_all_ranks": figure(1000 * all_ranks, "ms", "measured", "all slices, one after the other"),
+        "chunk": figure(1000 * chunk, "ms", "measured", f"numbers of a chunk, {chunk_steps} steps of a rank"),
+        "checked_places": figure(4 * min(given.sample, given.documents), "places", "measured", "the inverse agrees"),
+        "steps_an_epoch": figure(steps, "steps", "computed", "documents / batch"),
+    }
+
+
+def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Manifest and shards of that many documents, opened and read as a run does."""
+    made = wide.make(folder, given.shards, max(1, given.documents // given.shards))
+    shards, index_seconds, index_mib = timed(lambda: ShardSet(made.folder, "train", look=False))
+    mine = rank_plan(Plan(given.seed, shards.num_documents, given.batch), shards, 0, given.ranks, 0, 2**20)
+    taken = [timed(partial(shards.take, mine.chunk(number)[1]))[1] for number in range(given.chunks)]
+    rows = len(mine.chunk(0)[1])
+    rss = psutil.Process().memory_info().rss / _MIB
+    _, look_seconds, _ = timed(lambda: ShardSet(made.folder, "train"))
+    manifest, whole_seconds, whole_mib = timed(lambda: load_manifest(made.folder))
+    _, check_seconds, _ = timed(lambda: check_shards(made.folder))
+    return {
+        "shards": figure(len(manifest.shards), "shards", "measured", f"{shards.num_documents} documents"),
+        "manifest_size": figure((made.folder / "manifest.json").stat().st_size / _MIB, "MiB", "measured", "on disk"),
+        "reader_opens": figure(index_seconds, "s", "measured", "every process that reads: names and sizes only"),
+        "reader_memory": figure(index_mib, "MiB", "measured", "growth of the process, once opened"),
+        "worker_opens": figure(whole_seconds, "s", "measured", "every training process: the whole manifest"),
+        "worker_memory": figure(whole_mib, "MiB", "measured", "growth of the process by the whole manifest"),
+        "sizes_of_all_shards": figure(look_seconds, "s", "measured", "driver, once: a stat of each shard"),
+        "driver_checks": figure(check_seconds, "s", "measured", "driver, once: each footer, cached disk"),
+        "chunk_read": figure(float(np.median(taken)), "s", "measured", f"{rows} documents from as many shards, cached"),
+        "reader_after_chunks": figure(rss, "MiB", "measured", f"resident after {given.chunks} chunks"),
+        "files_opened_a_step": figure(given.batch, "files", "computed", "a document each, over all ranks"),
+    }
+
+
+def loss_figures(given: argparse.Namespace) -> dict[str, Any]:
+    """NT-Xent and the gather against the batch."""
+    size, generator = 768, torch.Generator().manual_seed(given.seed)
+    seconds = {}
+    for rows in given.rows:
+        embeddings = torch.randn(rows, size, generator=generator, requires_grad=True)
+
+        def step(embeddings: Tensor = embeddings) -> None:
+            ntxent(embeddings, 0.05).backward()
+
+        step()
+        seconds[rows] = min(timed(step)[1] for _ in range(5))  # the least: others use this machine as well
+    largest = max(seconds)
+    per_score = seconds[largest] / largest**2
+    rows = 2 * _ANCHORS * given.batch
+    # Scores once in the forward, for half the pairs; again, and two products, in the backward.
+    flops = 2 * size * rows**2 * (0.5 + 0.5 + 1.0)
+    bytes_ = rows * size * 4
+    return {
+        "measured": {str(r): figure(s, "s", "measured", f"{r} rows, forward and backward") for r, s in seconds.items()},
+        "per_score": figure(1e9 * per_score, "ns", "computed", f"time / rows^2 at {largest} rows, width {size}"),
+        "rows": figure(rows, "rows", "computed", "2 anchors and 2 mean positives a document; the same on every rank"),
+        "gathered": figure(bytes_ / _MIB, "MiB", "computed", "rows x 768 x 4, on every rank; gradients too"),
+        "gather_seconds": figure(2 * bytes_ / (given.network_gb * 1e9), "s", "computed", "ring: 2 x bytes / link"),
+        "loss_here": figure(per_score * rows**2, "s", "computed", "per_score x rows^2, this CPU"),
+        "loss_on_gpu": figure(
+            flops / (given.gpu_tflops * 1e12), "s", "computed", "2 x 768 x 2 x rows^2 / assumed rate"
+        ),
+        "network": figure(given.network_gb, "GB/s", "assumed", "of a rank's link"),
+        "gpu": figure(given.gpu_tflops, "TFLOP/s", "assumed", "reached in float32/TF32 products of the loss"),
+    }
+
+
+def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Size, writing and loading of a checkpoint."""
+    encoder = models.encoder(given.model, 0.0, given.seed)
+    number = sum(parameter.numel() for parameter in encoder.parameters())
+    size = number * _SAVED_BYTES
+    contents = {str(part): torch.zeros(number) for part in range(3)}
+    path = folder / "probe.safetensors"
+    _, written, _ = timed(lambda: save_file(contents, path), elapsed=True)
+    _, hashed, _ = timed(lambda: hash_file(path))
+    _, loaded, _ = timed(lambda: [tensor.clone() for tensor in load_file(path).values()], elapsed=True)
+    path.unlink()
+    total = size * given.ranks
+    return {
+        "parameters": figure(number, "parameters", "measured", given.model),
+        "size": figure(size / 2**30, "GiB", "computed", "parameters x 12"),
+        "written": figure(written, "s", "measured", "safetensors to this disk, without fsync"),
+        "hashed": figure(hashed, "s", "measured", "SHA-256, once written and by every rank that loads"),
+        "loaded": figure(loaded, "s", "measured", "from the page cache"),
+        "read_by_all_ranks": figure(total / 1e9, "GB", "computed", "size x ranks: each loads for itself"),
+        "restart_reads": figure(
+            2 * total / (given.disk_gb * 1e9), "s", "computed", "verified and loaded: 2 x total / disk"
+        ),
+        "disk": figure(given.disk_gb, "GB/s", "assumed", "shared disk, all ranks together, nothing cached"),
+    }
+
+
+def _nothing() -> None:
+    """A task that only costs its overhead."""
+
+
+def ray_figures(given: argparse.Namespace) -> dict[str, Any]:
+    """Tasks a second that a run asks of Ray, and that one session here gives."""
+    start_ray(num_cpus=2)
+    try:
+        task = ray.remote(_nothing)
+        ray.get([task.remote() for _ in range(20)])
+        _, seconds, _ = timed(lambda: ray.get([task.remote() for _ in range(given.tasks)]), elapsed=True)
+    finally:
+        ray.shutdown()
+    mean_tokens, token_bytes = 3000, 2
+    return {
+        "tasks_wanted": figure(
+            given.batch / _CHUNK_DOCUMENTS / given.step_seconds, "tasks/s", "computed", "batch / 1,024"
+        ),
+        "tasks_here": figure(given.tasks / seconds, "tasks/s", "measured", "empty tasks, one driver, 2 CPUs"),
+        "read_at_the_start": figure(given.ranks * 2, "tasks", "computed", "2 a rank at once, whatever the step takes"),
+        "chunk_size": figure(
+            _CHUNK_DOCUMENTS * mean_tokens * token_bytes / _MIB, "MiB", "computed", "1,024 x 3,000 tokens x 2 bytes"
+        ),
+        "bytes_read": figure(
+            given.batch * mean_tokens * token_bytes / given.step_seconds / 1e9, "GB/s", "computed", "of the shared disk"
+        ),
+        "step": figure(given.step_seconds, "s", "assumed", "16 documents a rank"),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    options = record.parser("scale", __doc__)
+    options.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    options.add_argument("--documents", type=int, default=10**9)
+    options.add_argument("--ranks", type=int, default=1024)
+    options.add_argument("--shards", type=int, default=100_000)
+    options.add_argument("--batch", type=int, default=16_384, help="documents of a step, over all ranks")
+    options.add_argument("--sample", type=int, default=_SAMPLE, help="places to check, in each of four regions")
+    options.add_argument("--chunks", type=int, default=20, help="chunks to read")
+    options.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the loss")
+    options.add_argument("--model", choices=models.SIZES, default="roberta-base")
+    options.add_argument("--tasks", type=int, default=2000, help="empty tasks of Ray")
+    options.add_argument("--step-seconds", type=float, default=_STEP_SECONDS, help="assumed")
+    options.add_argument("--disk-gb", type=float, default=_DISK_GB, help="assumed GB/s of the shared disk")
+    options.add_argument("--network-gb", type=float, default=_NETWORK_GB, help="assumed GB/s of a rank's link")
+    options.add_argument("--gpu-tflops", type=float, default=_GPU_TFLOPS, help="assumed")
+    given = options.parse_args(arguments)
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {"benchmark": "scale", "documents": given.documents, "ranks": given.ranks}
+    with tempfile.TemporaryDirectory() as folder:
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "plan": partial(plan_figures, given),
+            "manifest": partial(manifest_figures, given, Path(folder) / "shards"),
+            "loss": partial(loss_figures, given),
+            "checkpoint": partial(checkpoint_figures, given, Path(folder)),
+            "ray": partial(ray_figures, given),
+        }
+        for name in given.parts:
+            figures[name] = parts[name]()
+            record.progress(f"{name}: {figures[name]}")
+    record.publish(figures | record.facts("scale", given.commit), given.json)
+
+
+if __name__ == "__main__":
+    main()

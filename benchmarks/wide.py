@@ -1,0 +1,98 @@
+"""A made-up folder of very many shards: a manifest of the real schema, and real files that share their bytes."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.storage import write_text
+from pipeline.corpus import document_id
+from pipeline.ledger import LedgerFile
+from pipeline.manifest import MANIFEST, Counts, Shard, Sidecar, build_manifest
+from pipeline.schema import shard_schema
+from pipeline.tokenization import TokenizerInfo
+from pipeline.windows import Geometry
+from pipeline.writer import ShardWriter
+
+_GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
+_TOKENS = 8
+_LINKS = 60_000  # names that one file may have: ext4 allows 65,000
+_INFO = TokenizerInfo(
+    kind="train",
+    fingerprint="made up",
+    vocab_size=1000,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=1,
+    mask_token_id=4,
+    unk_token_id=3,
+    special_ids=[0, 1, 2, 3, 4],
+)
+
+
+@dataclass(frozen=True)
+class Wide:
+    """What was made.
+
+    Attributes:
+        folder: of the shards.
+        num_shards: names of shards.
+        num_documents: documents that they hold together.
+    """
+
+    folder: Path
+    num_shards: int
+    num_documents: int
+
+
+def make(folder: Path, num_shards: int, shard_documents: int) -> Wide:
+    """Writes one shard of short documents and gives it many names; the manifest lists them as `prepare` would.
+
+    Names are links to the same bytes, so that 10**9 documents need megabytes, and opening, finding and copying them is
+    what it is on a real folder whose files are cached.
+    """
+    folder.mkdir(parents=True)
+    shard = _write(folder, shard_documents)
+    first = folder / shard.name
+    sidecars = []
+    for number in range(num_shards):
+        name = f"train-{number:06d}.arrow"
+        if number and number % _LINKS == 0:
+            fresh = folder / name
+            fresh.write_bytes(first.read_bytes())
+            first = fresh
+        elif number:
+            os.link(first, folder / name)
+        else:
+            first = first.rename(folder / name)
+        sidecars.append(_sidecar(shard.model_copy(update={"name": name}), number))
+    manifest = build_manifest(sidecars, _INFO, _GEOMETRY, {}, "made up")
+    write_text(folder / MANIFEST, manifest.model_dump_json(indent=1))
+    return Wide(folder, num_shards, num_shards * shard_documents)
+
+
+def _write(folder: Path, documents: int) -> Shard:
+    schema = shard_schema(_INFO.vocab_size, _GEOMETRY, _INFO.fingerprint)
+    tokens = np.arange(_TOKENS, dtype=np.uint32)
+    with ShardWriter(folder, "original", "train", schema, 1000) as writer:
+        for number in range(documents):
+            writer.add(document_id(b"%d" % number), tokens, "made up", number)
+    (shard,) = writer.result()
+    return shard
+
+
+def _sidecar(shard: Shard, number: int) -> Sidecar:
+    rows = shard.num_documents
+    ledger = LedgerFile(name=f"ledger/{number:06d}.arrow", num_rows=rows, num_bytes=1, sha256="0" * 64)
+    counts = Counts(read=rows, kept=rows, dropped={}, failed={}, text_bytes=0, longest_tokens=_TOKENS)
+    return Sidecar(
+        unit=f"{number:06d}",
+        unit_hash="",
+        config_hash="",
+        num_bytes=1,
+        counts=counts,
+        failures=[],
+        shards=[shard],
+        ledger=ledger,
+    )

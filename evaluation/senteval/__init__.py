@@ -1,0 +1,1 @@
+"""SentEval: its tasks, its protocols, its classifiers."""

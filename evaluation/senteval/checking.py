@@ -1,0 +1,158 @@
+"""Is this the published set? Rows, classes, labels, encoding, duplicates, swapped files; before any score."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from evaluation.senteval.data import DataError, MissingDataError, Split, TaskData
+from evaluation.senteval.findings import Finding, Inspection, worst_first
+from evaluation.senteval.loading import load
+from evaluation.senteval.published import Published, PublishedSplit, label_digest, label_names, published
+from evaluation.senteval.tasks import Task
+from evaluation.senteval.wording import check_duplicates, check_encoding
+
+_MAX_IMBALANCE = 1.5  # "balanced across the target classes", says the README of the probing data
+
+UNCHECKED = "--allow-unchecked scores own data; the scores are marked and not comparable with published ones"
+
+
+def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspection:
+    """Loads and checks a task; never raises for what is wrong with the data.
+
+    Args:
+        task: which.
+        folder: holds `downstream` and `probing`.
+        allow_unchecked: data that are not the published ones get the standing "unpublished" instead of "refused". What
+            cannot be read is refused all the same.
+    """
+    try:
+        data = load(task, folder)
+    except MissingDataError as error:
+        return Inspection(task, "missing", (Finding("refuse", str(error)),))
+    except DataError as error:
+        return Inspection(task, "refused", (Finding("refuse", str(error), error.faked),))
+    findings = check(data)
+    if not any(finding.level == "refuse" for finding in findings):
+        figures = published()[task.name]
+        return Inspection(task, "identical" if _identical(data, figures) else "published", findings, data)
+    return Inspection(task, "unpublished" if allow_unchecked else "refused", findings, data)
+
+
+def check(data: TaskData) -> tuple[Finding, ...]:
+    """Everything that there is to say of the data, the worst first."""
+    figures = published()[data.task.name]
+    findings = list(_swapped(data))
+    if not _identical(data, figures):
+        findings += [*_counts(data, figures), *_labels(data, figures), *check_encoding(data, figures)]
+        if figures.files and not any(finding.level == "refuse" for finding in findings):
+            others = sum(data.files[name] != digest for name, digest in figures.files.items())
+            findings.append(
+                Finding("info", f"{others} of {len(figures.files)} files differ in some bytes from known ones")
+            )
+    findings += check_duplicates(data)
+    if data.num_empty:
+        findings.append(Finding("info", f"{data.num_empty} lines without a word; a full stop is embedded for them"))
+    findings += [Finding("warn", note) for note in data.notes]
+    return worst_first(findings)
+
+
+def _identical(data: TaskData, figures: Published) -> bool:
+    return bool(figures.files) and dict(data.files) == dict(figures.files)
+
+
+def _swapped(data: TaskData) -> Iterator[Finding]:
+    """Files whose content is that of another published file."""
+    owners = {digest: name for figures in published().values() for name, digest in figures.files.items()}
+    for name, digest in data.files.items():
+        owner = owners.get(digest, name)
+        if owner != name:
+            yield Finding(
+                "refuse",
+                f"{name} holds what is published as {owner}: files are swapped or copied over each other",
+                "rows would be scored against other rows' labels",
+            )
+
+
+def _counts(data: TaskData, figures: Published) -> Iterator[Finding]:
+    for name, expected in figures.splits.items():
+        split = data.splits[name]
+        where = f"{data.task.label} {name}" if len(figures.splits) > 1 else data.task.label
+        classes = _class_counts(data, split)
+        if expected.classes and classes != dict(expected.classes):
+            told = ", ".join(
+                f"{classes.get(key, 0):,} {key} (published {number:,})" for key, number in expected.classes.items()
+            )
+            yield Finding(
+                "refuse", f"{where}: {len(split):,} rows, published {expected.rows:,}: {told}", _majority(data)
+            )
+        elif abs(len(split) - expected.rows) > expected.tolerance:
+            about = "about " if expected.tolerance else ""
+            whole = f"{where}: {len(split):,} rows, published {about}{expected.rows:,}"
+            yield Finding("refuse", whole, _majority(data) if data.classes else _fewer(data, split, expected))
+        elif split.num_unscored != expected.unscored:
+            yield Finding(
+                "refuse", f"{where}: {split.num_unscored:,} rows without a score, published {expected.unscored:,}"
+            )
+    if data.classes and len(data.classes) != figures.num_classes:
+        yield Finding("refuse", f"{data.task.label}: {len(data.classes)} classes, published {figures.num_classes}")
+    elif figures.class_names and set(data.classes) != set(figures.class_names):
+        told = f"{', '.join(data.classes)}, published {', '.join(figures.class_names)}"
+        yield Finding("refuse", f"{data.task.label}: classes are called {told}")
+    elif figures.basis == "probing":
+        counts = _class_counts(data, data.splits["train"])
+        largest = max(counts.values())
+        if largest * len(counts) > _MAX_IMBALANCE * sum(counts.values()):
+            yield Finding(
+                "refuse", f"{data.task.label}: classes are not balanced, as published ones are", _majority(data)
+            )
+
+
+def _labels(data: TaskData, figures: Published) -> Iterator[Finding]:
+    """Label sequences; only where the numbers are right, since they explain themselves otherwise."""
+    known = {
+        split.labels: f"{task} {name}"
+        for task, other in published().items()
+        for name, split in other.splits.items()
+        if split.labels
+    }
+    for name, expected in figures.splits.items():
+        split = data.splits[name]
+        if not expected.labels or len(split) != expected.rows:
+            continue
+        digest = label_digest(label_names(data, split))
+        if digest == expected.labels:
+            continue
+        theirs = (
+            f"they are those of {known[digest]}" if digest in known else "rows were reordered, or the file is another's"
+        )
+        chance = _majority(data) if data.classes else "a correlation near 0, whatever the encoder"
+        yield Finding(
+            "refuse", f"{data.task.label} {name}: right number of labels, not the published ones: {theirs}", chance
+        )
+
+
+def _class_counts(data: TaskData, split: Split) -> dict[str, int]:
+    counts = Counter(split.labels.tolist()) if data.classes else Counter()
+    return {name: counts[number] for number, name in enumerate(data.classes)}
+
+
+def _majority(data: TaskData) -> str:
+    """What a classifier that has learnt nothing gets on the rows that are scored."""
+    split = data.splits["test" if "test" in data.splits else "all"]
+    if not len(split):
+        return "no row would be scored"
+    counts = _class_counts(data, split)
+    largest = max(counts, key=lambda name: counts[name])
+    share = 100 * counts[largest] / len(split)
+    told = f"always answering {largest!r} is right in {counts[largest]:,} of {len(split):,} rows = {share:.2f} %"
+    return f"{told}, and one row is worth {100 / len(split):.2f} points" if len(split) < 1000 else told
+
+
+def _fewer(data: TaskData, split: Split, expected: PublishedSplit) -> str:
+    if data.task.procedure == "retrieval":
+        return "the right one would be looked for among fewer candidates: higher recalls"
+    error = 1 / max(1, len(split) - 3) ** 0.5
+    return (
+        f"a correlation over {len(split):,} of {expected.rows:,} pairs, uncertain by about {100 * error:.1f} points, "
+        "would pass for the published task's"
+    )

@@ -1,0 +1,68 @@
+"""What a check of a task's data says: a line each, with what a score on such data would have faked."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from evaluation.senteval.data import TaskData
+from evaluation.senteval.tasks import Task
+
+Level = Literal["refuse", "warn", "info"]
+Standing = Literal["identical", "published", "unpublished", "refused", "missing"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about the data.
+
+    Attributes:
+        level: refuse (no score from such data), warn (a score, with this beside it), info.
+        what: in words, with the numbers.
+        faked: what a score would have looked like; "" where nothing would be faked.
+    """
+
+    level: Level
+    what: str
+    faked: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} - {self.faked}" if self.faked else self.what
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A task's data and how far they can be trusted.
+
+    Attributes:
+        task: whose.
+        standing: identical: every file is the published one, byte for byte; published: rows, classes and label sequence
+            are; unpublished: they are not, and the user said to go on; refused; missing: nothing is there.
+        findings: the worst first.
+        data: None where there are none or they could not be read. Refused data are here too: to look at.
+    """
+
+    task: Task
+    standing: Standing
+    findings: tuple[Finding, ...]
+    data: TaskData | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether a score may be computed."""
+        return self.standing in ("identical", "published", "unpublished")
+
+    @property
+    def mark(self) -> str:
+        """What stands beside a score in a table: "" or why it is not comparable with published ones."""
+        return "unpublished data" if self.standing == "unpublished" else ""
+
+    @property
+    def reason(self) -> str:
+        """Why there is no score, in one line; "" where there may be one."""
+        if self.usable:
+            return ""
+        return "; ".join(str(finding) for finding in self.findings if finding.level == "refuse")
+
+
+def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Refusals, warnings, then information; in their own order otherwise."""
+    return tuple(sorted(findings, key=lambda finding: ("refuse", "warn", "info").index(finding.level)))

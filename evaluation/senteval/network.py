@@ -1,0 +1,91 @@
+"""Many small classifiers as one: parameters stacked over training sets and regularisations.
+
+Shapes: S training sets, R regularisations, B rows of a batch, C classes, H hidden units, D features.
+Classifiers of one set read the same rows, so that a set's R layers are one matrix product of R*C (or R*H) outputs, and
+all sets together one batched product. Rows come last in activations, so that softmax runs along contiguous memory.
+Gradients are written out: with layers this small autograd's bookkeeping costs more than the arithmetic.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a forward leaves for the backward."""
+
+    rows: Tensor  # (S, B, D)
+    hidden: Tensor | None  # (S, R, H, B), after the sigmoid
+    kept: Tensor | None  # (S, 1, H, B): dropout's factors, 0 or 1/(1-p)
+    logits: Tensor  # (S, R, C, B)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Linear, or Linear-Dropout-Sigmoid-Linear, for each set and regularisation.
+
+    Attributes:
+        parameters: weight (S, R, C, D) and bias (S, R, C); or (S, R, H, D), (S, R, H), (S, R, C, H), (S, R, C).
+    """
+
+    parameters: list[Tensor]
+
+    @property
+    def num_sets(self) -> int:
+        """S."""
+        return len(self.parameters[0])
+
+    def narrow(self, sets: slice) -> "Network":
+        """A view of some of the sets."""
+        return Network([parameter[sets] for parameter in self.parameters])
+
+    def forward(self, rows: Tensor, kept: Tensor | None = None) -> Activations:
+        """Logits of `rows` (S, B, D), with dropout where its factors `kept` are given."""
+        if len(self.parameters) == 2:
+            return Activations(rows, None, None, _linear(rows.mT, *self.parameters))
+        first, first_bias, second, second_bias = self.parameters
+        hidden = _linear(rows.mT, first, first_bias)
+        if kept is not None:
+            hidden *= kept
+        hidden.sigmoid_()
+        logits = torch.matmul(second, hidden) + second_bias[..., None]
+        return Activations(rows, hidden, kept, logits)
+
+    def backward(self, done: Activations, grad_logits: Tensor, out: list[Tensor]) -> None:
+        """Writes the gradient of every parameter into `out`, given that of the logits (S, R, C, B)."""
+        if done.hidden is None:
+            _linear_grad(done.rows, grad_logits, *out)
+            return
+        second = self.parameters[2]
+        torch.matmul(grad_logits, done.hidden.mT, out=out[2])
+        torch.sum(grad_logits, dim=-1, out=out[3])
+        grad_hidden = torch.matmul(second.mT, grad_logits)
+        grad_hidden *= done.hidden * (1 - done.hidden)
+        if done.kept is not None:
+            grad_hidden *= done.kept
+        _linear_grad(done.rows, grad_hidden, out[0], out[1])
+
+
+def _linear(columns: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    sets, regularisations, outputs, features = weight.shape
+    flat = weight.view(sets, regularisations * outputs, features)
+    made = torch.baddbmm(bias.view(sets, -1, 1), flat, columns)
+    return made.view(sets, regularisations, outputs, -1)
+
+
+def _linear_grad(rows: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> None:
+    sets, regularisations, outputs, features = weight.shape
+    flat = grad.view(sets, regularisations * outputs, -1)
+    torch.bmm(flat, rows, out=weight.view(sets, regularisations * outputs, features))
+    torch.sum(grad, dim=-1, out=bias)
+
+
+def linear_start(inputs: int, outputs: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Weight and bias that `torch.nn.Linear(inputs, outputs)` starts from with the global generator in this state."""
+    weight = torch.empty(outputs, inputs)
+    torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=stream)
+    bound = 1 / math.sqrt(inputs)
+    return weight, torch.empty(outputs).uniform_(-bound, bound, generator=stream)

@@ -1,0 +1,112 @@
+"""The 28 tasks of SentEval: what each is called, how it is scored, and which of its numbers a table shows.
+
+Names are SentEval's own (`senteval/engine.py` of facebookresearch/SentEval, commit 5d6dc11); labels are those of the
+DeCLUTR papers' tables.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Group = Literal["downstream", "probing"]
+Procedure = Literal["inner_kfold", "kfold", "split", "relatedness", "retrieval", "similarity"]
+Features = Literal["single", "difference_product", "pair_product_difference"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Attributes:
+        name: SentEval's.
+        label: as tables print it.
+        group: half of SentEval it belongs to.
+        procedure: how a score comes about. inner_kfold: cross-validation with an inner one (no split of its own);
+            kfold: regularisation by cross-validation on train, then test; split: fixed train, dev, test;
+            relatedness: softmax regression on five bins; retrieval: images and captions; similarity: cosine.
+        features: of a sentence, or of a pair (a, b): `[|a-b|, a*b]` or `[a, b, a*b, |a-b|]`.
+        folder: below the data folder.
+        subsets: names of the parts that are correlated one by one (similarity alone).
+    """
+
+    name: str
+    label: str
+    group: Group
+    procedure: Procedure
+    features: Features
+    folder: str
+    subsets: tuple[str, ...] = ()
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a row has two sentences."""
+        return self.procedure == "similarity" or self.features != "single"
+
+
+def _downstream(name: str, procedure: Procedure, folder: str = "", features: Features = "single") -> Task:
+    return Task(name, name, "downstream", procedure, features, f"downstream/{folder or name}")
+
+
+def _similarity(year: int, *subsets: str) -> Task:
+    folder = f"downstream/STS/STS{year}-en-test"
+    return Task(f"STS{year}", f"STS{year}", "downstream", "similarity", "single", folder, subsets)
+
+
+def _probing(name: str, label: str) -> Task:
+    return Task(name, label, "probing", "split", "single", "probing")
+
+
+TASKS: tuple[Task, ...] = (
+    _downstream("CR", "inner_kfold"),
+    _downstream("MR", "inner_kfold"),
+    _downstream("MPQA", "inner_kfold"),
+    _downstream("SUBJ", "inner_kfold"),
+    _downstream("SST2", "split", "SST/binary"),
+    _downstream("SST5", "split", "SST/fine"),
+    _downstream("TREC", "kfold"),
+    _downstream("MRPC", "kfold", features="difference_product"),
+    _downstream("SNLI", "split", features="pair_product_difference"),
+    Task("SICKEntailment", "SICK-E", "downstream", "split", "difference_product", "downstream/SICK"),
+    Task("SICKRelatedness", "SICK-R", "downstream", "relatedness", "difference_product", "downstream/SICK"),
+    Task("STSBenchmark", "STS-B", "downstream", "relatedness", "difference_product", "downstream/STS/STSBenchmark"),
+    Task("ImageCaptionRetrieval", "COCO", "downstream", "retrieval", "single", "downstream/COCO"),
+    _similarity(12, "MSRpar", "MSRvid", "SMTeuroparl", "surprise.OnWN", "surprise.SMTnews"),
+    _similarity(13, "FNWN", "headlines", "OnWN"),  # its fourth subset, SMT, has a licence and is in no published table
+    _similarity(14, "deft-forum", "deft-news", "headlines", "images", "OnWN", "tweet-news"),
+    _similarity(15, "answers-forums", "answers-students", "belief", "headlines", "images"),
+    _similarity(16, "answer-answer", "headlines", "plagiarism", "postediting", "question-question"),
+    _probing("Length", "SentLen"),
+    _probing("WordContent", "WC"),
+    _probing("Depth", "TreeDepth"),
+    _probing("TopConstituents", "TopConst"),
+    _probing("BigramShift", "BShift"),
+    _probing("Tense", "Tense"),
+    _probing("SubjNumber", "SubjNum"),
+    _probing("ObjNumber", "ObjNum"),
+    _probing("OddManOut", "SOMO"),
+    _probing("CoordinationInversion", "CoordInv"),
+)
+
+DOWNSTREAM: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "downstream")
+PROBING: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "probing")
+STS: tuple[str, ...] = ("STS12", "STS13", "STS14", "STS15", "STS16", "STSBenchmark", "SICKRelatedness")
+"""The seven of the SimCSE family."""
+TRANSFER: tuple[str, ...] = ("MR", "CR", "SUBJ", "MPQA", "SST2", "TREC", "MRPC")
+"""The seven transfer tasks that the SimCSE family prints, by accuracy."""
+
+_BY_NAME = {name.lower(): task for task in TASKS for name in (task.name, task.label)}
+
+
+class UnknownTaskError(ValueError):
+    """A name that is no task's."""
+
+
+def find(name: str) -> Task:
+    """The task of that name or label, in any case.
+
+    Raises:
+        UnknownTaskError: there is none; the message lists what there is.
+    """
+    task = _BY_NAME.get(name.lower())
+    if task is None:
+        raise UnknownTaskError(f"no task {name!r}; there are {', '.join(task.name for task in TASKS)}")
+    return task

@@ -1,0 +1,208 @@
+"""Data that are not the published ones get no score, and it is said what the score would have been."""
+
+import shutil
+
+import pytest
+from sentevaldata import COMPLETE, write, write_binary, write_rest
+
+from evaluation.senteval.checking import check, inspect
+from evaluation.senteval.loading import load, task_files
+from evaluation.senteval.overview import overview
+from evaluation.senteval.published import bases, label_digest, published
+from evaluation.senteval.tasks import TASKS, find
+
+real = pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
+
+
+def distinct(count, word="row"):
+    return [f"{word} number {number} ." for number in range(count)]
+
+
+def copy(task, target):
+    for name in task_files(task):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(COMPLETE / name, target / name)
+
+
+def test_every_task_has_published_figures_whose_classes_sum_to_the_rows():
+    assert set(published()) == {task.name for task in TASKS}
+    for name, figures in published().items():
+        assert figures.basis in bases()
+        for split, expected in figures.splits.items():
+            if expected.classes:
+                assert sum(expected.classes.values()) == expected.rows, (name, split)
+        if figures.files:
+            assert set(figures.files) == set(task_files(find(name)))
+    scored = {year: sum(s.rows for s in published()[f"STS{year}"].splits.values()) for year in range(12, 17)}
+    assert scored == {12: 3108, 13: 1500, 14: 3750, 15: 3000, 16: 1186}  # the task papers' numbers, STS13 without SMT
+
+
+def test_the_right_numbers_pass_and_say_that_the_bytes_are_others(tmp_path):
+    write_binary(tmp_path, distinct(5000, "objective"), distinct(5000, "subjective"))
+    inspection = inspect(find("SUBJ"), tmp_path)
+    assert (inspection.standing, inspection.usable, inspection.mark, inspection.reason) == ("published", True, "", "")
+    assert [finding.what for finding in inspection.findings] == ["2 of 2 files differ in some bytes from known ones"]
+
+
+def test_the_corrupted_subj_of_5020_lines(tmp_path):
+    """princeton-nlp/SimCSE#84, facebookresearch/SentEval#63; printed as 99.60 in two papers."""
+    write_binary(tmp_path, distinct(5000, "objective"), distinct(20, "subjective"))
+    inspection = inspect(find("SUBJ"), tmp_path)
+    assert (inspection.standing, inspection.usable) == ("refused", False)
+    assert "SUBJ: 5,020 rows, published 10,000: 20 subjective (published 5,000)" in inspection.reason
+    assert "always answering 'objective' is right in 5,000 of 5,020 rows = 99.60 %" in inspection.reason
+
+
+def test_the_corrupted_mr_of_74_lines(tmp_path):
+    write_binary(tmp_path, distinct(50, "good"), distinct(24, "bad"))
+    reason = inspect(find("MR"), tmp_path).reason
+    assert "MR: 74 rows, published 10,662: 24 negative (published 5,331), 50 positive (published 5,331)" in reason
+    assert "50 of 74 rows = 67.57 %, and one row is worth 1.35 points" in reason
+
+
+def test_a_file_copied_over_the_other_class(tmp_path):
+    write_binary(tmp_path, distinct(5331), distinct(5331))
+    reason = inspect(find("MR"), tmp_path).reason
+    assert "all: 10,662 of 10,662 rows occur under two classes" in reason
+    assert "no classifier could get more than about 50 %" in reason
+
+
+def test_nothing_and_half_a_download(tmp_path):
+    assert inspect(find("STS14"), tmp_path).standing == "missing"
+    write(tmp_path, "downstream/STS/STS14-en-test/STS.gs.images.txt", "5\n")
+    half = inspect(find("STS14"), tmp_path, allow_unchecked=True)  # what cannot be read cannot be scored
+    assert half.standing == "refused"
+    assert "no STS.input.deft-forum.txt" in half.reason
+    assert "one over 1 of 12 files" in half.reason
+
+
+def test_latin_1_where_utf_8_is_read(tmp_path):
+    write_rest(tmp_path)
+    for split in ("train", "dev", "test"):
+        write(tmp_path, f"downstream/SST/binary/sentiment-{split}", "good\t1\nna\u00efve\t0\n", "latin-1")
+    reason = inspect(find("SST2"), tmp_path).reason
+    assert "sentiment-train, line 2: byte 0xef is no utf-8; 1 lines are not" in reason
+    assert "latin-1 (ISO 8859-1)" in reason
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "na\u00efve caf\u00e9".encode().decode("latin-1"),
+            "1 rows hold UTF-8 that was read as latin-1 ('\u00c3\u00af')",
+        ),
+        ("a \u201cquoted\u201d word".encode().decode("latin-1"), "1 rows hold UTF-8 that was read as latin-1"),
+    ],
+)
+def test_utf_8_where_latin_1_is_read(tmp_path, text, said):
+    """A file saved as UTF-8: each accent becomes two characters under the official loader."""
+    write_binary(tmp_path, [*distinct(5330, "good"), text], distinct(5331, "bad"))
+    reason = inspect(find("MR"), tmp_path).reason
+    assert said in reason
+    assert "1 of 10,662 rows would be scored on other words" in reason
+
+
+def test_characters_lost_in_a_conversion(tmp_path):
+    write_rest(tmp_path)
+    write(tmp_path, "downstream/SST/binary/sentiment-test", "caf\ufffd \ufffd\t1\nbad\t0\n")
+    assert any("2 characters were lost (U+FFFD)" in f.what for f in check(load(find("SST2"), tmp_path)))
+
+
+def test_own_data_are_scored_when_asked_and_marked(tmp_path):
+    write_rest(tmp_path)
+    refused, allowed = (inspect(find("Tense"), tmp_path, allow) for allow in (False, True))
+    assert "Tense train: 2 rows, published about 100,000" in refused.reason
+    assert (allowed.standing, allowed.usable, allowed.mark) == ("unpublished", True, "unpublished data")
+    assert allowed.findings == refused.findings
+    said = "\n".join(overview([refused, allowed]))
+    assert "REFUSED" in said
+    assert "NOT the published set" in said
+    assert "--allow-unchecked" in said
+
+
+@real
+def test_the_real_sets_are_recognised():
+    for name in ("MR", "TREC", "SICK-R", "STS-B", "STS12"):
+        inspection = inspect(find(name), COMPLETE)
+        assert inspection.standing == "identical", inspection.reason
+        assert not any(finding.level != "info" for finding in inspection.findings)
+    for name in ("Length", "BigramShift"):  # another collection in SentEval's format
+        inspection = inspect(find(name), COMPLETE)
+        assert inspection.standing == "refused"
+        assert "published about 100,000" in inspection.reason
+
+
+@real
+def test_other_line_ends_and_another_tokenisation_are_still_the_published_labels(tmp_path):
+    task = find("STS12")
+    copy(task, tmp_path)
+    for name in task_files(task):
+        text = (tmp_path / name).read_text(encoding="utf-8").replace("\n", "\r\n").replace(" .", ".")
+        (tmp_path / name).write_bytes(text.encode())
+    inspection = inspect(task, tmp_path)
+    assert inspection.standing == "published", inspection.reason
+
+
+@real
+def test_a_swapped_label_file(tmp_path):
+    """Two subsets of STS12 have 750 scores each: no count can tell that they were swapped."""
+    task = find("STS12")
+    copy(task, tmp_path)
+    where = tmp_path / task.folder
+    one, two = where / "STS.gs.MSRpar.txt", where / "STS.gs.surprise.OnWN.txt"
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    reason = inspect(task, tmp_path).reason
+    assert (
+        "STS.gs.MSRpar.txt holds what is published as downstream/STS/STS12-en-test/STS.gs.surprise.OnWN.txt" in reason
+    )
+    one.write_bytes(second.replace(b"\n", b"\r\n"))  # and under another hash
+    reason = inspect(task, tmp_path).reason
+    assert (
+        "STS12 MSRpar: right number of labels, not the published ones: they are those of STS12 surprise.OnWN" in reason
+    )
+    assert "a correlation near 0, whatever the encoder" in reason
+
+
+@real
+def test_a_half_downloaded_sts(tmp_path):
+    task = find("STS12")
+    copy(task, tmp_path)
+    names = [tmp_path / name for name in task_files(task)[:2]]
+    lines = [path.read_bytes().split(b"\n") for path in names]
+    names[0].write_bytes(b"\n".join(lines[0][:300]) + b"\n")
+    assert "STS.input.MSRpar.txt 300, STS.gs.MSRpar.txt 750" in inspect(task, tmp_path).reason
+    names[1].write_bytes(b"\n".join(lines[1][:300]) + b"\n")
+    reason = inspect(task, tmp_path).reason
+    assert "STS12 MSRpar: 300 rows, published 750" in reason
+    assert "a correlation over 300 of 750 pairs, uncertain by about 5.8 points" in reason
+
+
+@real
+def test_real_latin_1_saved_as_utf_8_is_refused(tmp_path):
+    task = find("TREC")
+    copy(task, tmp_path)
+    path = tmp_path / task_files(task)[0]
+    path.write_bytes(path.read_bytes().decode("latin-1").encode())
+    assert "1 rows hold UTF-8 that was read as latin-1" in inspect(task, tmp_path).reason
+
+
+@real
+def test_rows_that_were_shuffled_away_from_their_labels(tmp_path):
+    task = find("TREC")
+    copy(task, tmp_path)
+    path = tmp_path / task_files(task)[1]
+    lines = path.read_bytes().splitlines()
+    labels, texts = zip(*(line.split(b":", 1) for line in lines), strict=True)
+    moved = (*labels[7:], *labels[:7])
+    path.write_bytes(b"\n".join(label + b":" + text for label, text in zip(moved, texts, strict=True)) + b"\n")
+    reason = inspect(task, tmp_path).reason
+    assert "TREC test: right number of labels, not the published ones: rows were reordered" in reason
+    assert "always answering 'DESC' is right in 138 of 500 rows = 27.60 %" in reason
+
+
+def test_the_digest_is_of_the_labels_alone():
+    assert label_digest(["a", "b"]) != label_digest(["b", "a"])
+    assert label_digest(["1.0"]) == label_digest([repr(float("1.000"))])

@@ -1,0 +1,227 @@
+"""Every format is read as SentEval's own loader reads it."""
+
+import pickle
+
+import numpy as np
+import pytest
+from sentevaldata import COMPLETE, PROBING, SLICES, write, write_binary, write_rest, write_retrieval, write_sts
+
+from evaluation.senteval.data import DataError, MissingDataError, sentence_rows, sentences
+from evaluation.senteval.loading import load, task_files
+from evaluation.senteval.tasks import DOWNSTREAM, TASKS, UnknownTaskError, find
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("senteval")
+    write_binary(path)
+    write_rest(path)
+    write_retrieval(path)
+    write_sts(path, {int(task.name[3:]): task.subsets for task in TASKS if task.procedure == "similarity"})
+    return path
+
+
+def rows(split):
+    texts = split.first if split.second is None else zip(split.first, split.second, strict=True)
+    return list(zip(texts, split.labels.tolist(), strict=True))
+
+
+def test_twenty_eight_tasks_are_known_by_name_and_by_label(folder):
+    assert (len(TASKS), len(DOWNSTREAM)) == (28, 18)
+    assert find("sick-r").name == "SICKRelatedness"
+    assert find("SentLen") is find("length")
+    with pytest.raises(UnknownTaskError, match=r"no task 'STS17'; there are CR, MR"):
+        find("STS17")
+    for task in TASKS:
+        data = load(task, folder)
+        assert data.num_rows
+        assert set(data.files) == set(task_files(task))
+
+
+def test_a_sentence_a_line_in_latin_1_with_empty_lines_shortest_first_then_by_class(folder):
+    data = load(find("MR"), folder)
+    expected = [(".", 1), ("bad", 0), ("good", 1), ("a fine caf\u00e9 film", 1), ("a very long bad one", 0)]
+    assert rows(data.splits["all"]) == expected
+    assert data.num_empty == 1
+    assert data.splits["all"].order.tolist() == [1, 3, 2, 0, 4]
+    assert load(find("SUBJ"), folder).classes == ("subjective", "objective")
+
+
+def test_trec_drops_the_fine_label_and_keeps_colons(folder):
+    data = load(find("TREC"), folder)
+    assert rows(data.splits["train"]) == [("What is NASA ?", 0), ("Who is Jos\u00e9 ?", 3)]
+    assert rows(data.splits["test"]) == [("How far : a mile ?", 5)]
+
+
+def test_sst(folder):
+    assert rows(load(find("SST2"), folder).splits["dev"]) == [("na\u00efve", 0), ("it is good", 1)]
+    assert rows(load(find("SST5"), folder).splits["dev"]) == [("bad", 0), ("very good", 4)]
+
+
+def test_pairs(folder):
+    mrpc = load(find("MRPC"), folder)
+    assert rows(mrpc.splits["test"]) == [(("One .", "Two things ."), 0), (("He said so .", "So he said ."), 1)]
+    snli = load(find("SNLI"), folder)  # the hypothesis' length leads; ties by the labels' names, in SentEval's numbers
+    expected = [(("a dog", "an animal"), 1), (("a man sleeps", "he sleeps"), 0), (("a man sleeps", "he is awake"), 2)]
+    assert rows(snli.splits["train"]) == expected
+    entailment, relatedness = (load(find(name), folder).splits["test"] for name in ("SICK-E", "SICK-R"))
+    assert entailment.labels.tolist() == [2, 0, 1]
+    assert relatedness.labels.tolist() == [5.0, 1.0, 3.3]
+    assert entailment.first == ("A dog", "It rains", "A dog runs")
+    assert load(find("STS-B"), folder).splits["dev"].labels.tolist() == [0.25, 5.0]
+
+
+def test_ties_of_lengths_go_by_label_name_in_snli(tmp_path):
+    for split in ("train", "dev", "test"):
+        write(tmp_path, f"downstream/SNLI/s1.{split}", "a\nb\nc\n")
+        write(tmp_path, f"downstream/SNLI/s2.{split}", "d\ne\nf\n")
+        write(tmp_path, f"downstream/SNLI/labels.{split}", "neutral\nentailment\ncontradiction\n")
+    assert load(find("SNLI"), tmp_path).splits["train"].labels.tolist() == [2, 0, 1]
+
+
+def test_unscored_rows_are_left_out(folder):
+    full, partly = load(find("STS12"), folder).splits["MSRpar"], load(find("STS15"), folder).splits["belief"]
+    expected = [(("d", "e"), 1.0), (("b", "c"), 3.25), (("a man", "a dog runs"), 5.0), (("three words here", "x"), 0.2)]
+    assert rows(full) == expected
+    assert (len(full), full.num_unscored) == (4, 0)
+    assert (len(partly), partly.num_unscored) == (2, 2)
+    assert sorted(partly.labels.tolist()) == [0.2, 5.0]
+    assert "SMT" not in load(find("STS13"), folder).splits
+
+
+def test_probing_classes_are_numbered_by_name_in_train(folder):
+    data = load(find("TreeDepth"), folder)
+    assert data.classes == ("10", "5", "6")
+    assert sorted(rows(data.splits["dev"])) == [("Words of 10 .", 0), ("Words of 5 .", 1), ("Words of 6 .", 2)]
+    assert len(PROBING) == 10
+
+
+def test_captions_know_their_image(folder):
+    data = load(find("COCO"), folder)
+    assert data.splits["test"].labels.tolist() == [0] * 5 + [1] * 5
+    assert data.splits["dev"].first[7] == "caption 7 of valid ."
+    assert data.features["train"].shape == (2, 4)
+
+
+def test_pickles_are_never_opened(tmp_path):
+    (tmp_path / "downstream/COCO").mkdir(parents=True)
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"downstream/COCO/{split}.pkl").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(DataError, match=r"test.pkl, train.pkl, valid.pkl are pickles: they run code"):
+        load(find("COCO"), tmp_path)
+    write_retrieval(tmp_path)
+    np.save(tmp_path / "downstream/COCO/valid.npy", np.array([Bomb()], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match=r"valid.npy: .*Python objects"):
+        load(find("COCO"), tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_each_distinct_sentence_once(folder):
+    texts = sentences(load(find("SICK-E"), folder))
+    assert len(texts) == len(set(texts)) == 5
+    assert set(sentences(load(find("SICK-R"), folder))) == set(texts)
+    rows = sentence_rows(load(find(name), folder) for name in ("SICK-E", "SICK-R", "TREC"))
+    assert list(rows)[:5] == list(texts)
+    assert sorted(rows.values()) == list(range(5 + 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "text", "said"),
+    [
+        ("SST2", "downstream/SST/binary/sentiment-dev", "good\t1\nbad\n", "sentiment-dev, line 2 is cut short: 'bad'"),
+        (
+            "SST5",
+            "downstream/SST/fine/sentiment-dev",
+            "4 good\n7 odd\n",
+            "line 2 cannot be read .class 7 is not within 0..4",
+        ),
+        ("TREC", "downstream/TREC/TREC_10.label", "WHO:x y z\n", "'WHO' is none of ABBR"),
+        (
+            "SNLI",
+            "downstream/SNLI/labels.dev",
+            "neutral\nneutral\n-\n",
+            "line 3 cannot be read .'-' is none of entailment",
+        ),
+        ("SNLI", "downstream/SNLI/s2.dev", "he\n", "s1.dev 3, s2.dev 1, labels.dev 3.: a download stopped halfway"),
+        ("MRPC", "downstream/MRPC/msr_paraphrase_test.txt", "1\t2\t3\ta\tb\n", "no header"),
+        ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "a\tb\tc\td\tnan\te\tf\n", "score nan is not within 0..5"),
+        ("STS13", "downstream/STS/STS13-en-test/STS.gs.FNWN.txt", "5\n", "STS.input.FNWN.txt 4, STS.gs.FNWN.txt 1"),
+        (
+            "Tense",
+            "probing/past_present.txt",
+            "tr\tPAST\tIt was .\nva\tPAST\tSo .\n",
+            "no test rows: its end is missing",
+        ),
+        (
+            "Tense",
+            "probing/past_present.txt",
+            "tr\tA\tx\nva\tA\ty\nte\tB\tz\n",
+            "test has classes that train has not: B",
+        ),
+        ("SST2", "downstream/SST/binary/sentiment-dev", "<!DOCTYPE html><html>404", "is a web page, not data"),
+        ("SST2", "downstream/SST/binary/sentiment-dev", "", "is empty: its download failed"),
+        ("Tense", "probing/past_present.txt", "version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    ],
+)
+def test_what_cannot_be_read_is_said_with_its_line(folder, tmp_path, name, file, text, said):
+    for known in task_files(find(name)):
+        write(tmp_path, known, (folder / known).read_text(encoding="latin-1"), "latin-1")
+    write(tmp_path, file, text)
+    with pytest.raises(DataError, match=said):
+        load(find(name), tmp_path)
+
+
+def test_nothing_there_is_missing_and_a_part_of_it_is_broken(tmp_path):
+    with pytest.raises(MissingDataError, match=r"STS14-en-test: no STS.input.deft-forum.txt, .* and 9 more"):
+        load(find("STS14"), tmp_path)
+    write(tmp_path, "downstream/SUBJ/subj.objective", "a\n")
+    with pytest.raises(DataError, match=r"no subj.subjective") as caught:
+        load(find("SUBJ"), tmp_path)
+    assert not isinstance(caught.value, MissingDataError)
+
+
+@pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
+def test_the_real_sets():
+    """Numbers of rows are those that SentEval's own loaders gave."""
+    sizes = {
+        "MR": (10662,),
+        "SST2": (67349, 872, 1821),
+        "TREC": (5452, 500),
+        "SICKEntailment": (4500, 500, 4927),
+        "SICKRelatedness": (4500, 500, 4927),
+        "STSBenchmark": (5749, 1500, 1379),
+        "STS12": (750, 750, 459, 750, 399),
+        "Length": (4228, 747, 4895),
+        "Tense": (8423, 1487, 9927),
+    }
+    for name, expected in sizes.items():
+        assert tuple(len(split) for split in load(find(name), COMPLETE, hashed=False).splits.values()) == expected, name
+
+
+@pytest.mark.skipif(not SLICES.exists(), reason="no slices of task data beside the repository")
+def test_the_first_lines_of_every_other_set(tmp_path):
+    sizes = {
+        "CR": (400,),
+        "MPQA": (400,),
+        "SUBJ": (400,),
+        "SST5": (200, 200, 200),
+        "MRPC": (199, 199),
+        "STS13": (80, 80, 80),
+        "STS14": (80,) * 6,
+        "STS15": (13, 44, 46, 37, 41),
+        "STS16": (10, 11, 23, 9, 11),
+        **dict.fromkeys(("Depth", "TopConstituents", "SubjNumber", "ObjNumber", "OddManOut"), (200, 60, 60)),
+        "CoordinationInversion": (200, 60, 60),
+    }
+    for name, expected in sizes.items():
+        assert tuple(len(split) for split in load(find(name), SLICES, hashed=False).splits.values()) == expected, name
+    for column in ("s1", "s2", "labels"):  # train has no slice: dev's stands in for it
+        for split in ("train", "dev", "test"):
+            source = SLICES / f"downstream/SNLI/{column}.{'dev' if split == 'train' else split}"
+            write(tmp_path, f"downstream/SNLI/{column}.{split}", source.read_text(encoding="latin-1"), "latin-1")
+    assert [len(split) for split in load(find("SNLI"), tmp_path).splits.values()] == [200, 200, 200]

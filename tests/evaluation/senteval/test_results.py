@@ -1,0 +1,107 @@
+"""Averages over complete sets alone; what is missing or on other data is named."""
+
+import json
+
+import pytest
+from sentevaldata import write_rest
+
+from evaluation.senteval.averages import averages, dev_headline, headline
+from evaluation.senteval.checking import inspect
+from evaluation.senteval.results import Report, TaskResult, result_of, similarity_result
+from evaluation.senteval.similarity import Correlation, StsScore
+from evaluation.senteval.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+
+
+def scores_of(name, value):
+    procedure = find(name).procedure
+    if procedure == "similarity":
+        return {"spearman.mean": value / 100, "spearman.wmean": 0, "spearman.all": (value + 1) / 100}
+    if procedure == "relatedness":
+        return {"spearman": value / 100, "pearson": 0, "devpearson": (value + 2) / 100}
+    if procedure == "retrieval":
+        return {f"{way}_r{k}": value + k for way in ("i2t", "t2i") for k in (1, 5, 10)} | {"devacc": 6 * value}
+    return {"acc": value, "devacc": value + 4} | ({"f1": value + 8} if name == "MRPC" else {})
+
+
+def complete(value=50.0):
+    return {name: scores_of(name, value) for name in DOWNSTREAM + PROBING}
+
+
+def test_the_number_of_a_table():
+    assert headline("STS12", scores_of("STS12", 50)) == pytest.approx(50)
+    assert headline("STS12", scores_of("STS12", 50), "simcse") == pytest.approx(51)
+    assert headline("SICKRelatedness", scores_of("SICKRelatedness", 50)) == pytest.approx(50)
+    assert headline("MRPC", scores_of("MRPC", 50)) == pytest.approx(54)
+    assert headline("MRPC", scores_of("MRPC", 50), "simcse") == pytest.approx(50)
+    assert headline("ImageCaptionRetrieval", scores_of("ImageCaptionRetrieval", 50)) == pytest.approx(50 + 16 / 3)
+    assert dev_headline("ImageCaptionRetrieval", scores_of("ImageCaptionRetrieval", 50)) == pytest.approx(50)
+    assert dev_headline("STSBenchmark", scores_of("STSBenchmark", 50)) == pytest.approx(52)
+
+
+def test_all_averages_of_a_complete_set():
+    found = {average.name: average for average in averages(complete())}
+    above = 4 + 16 / 3  # MRPC and COCO are the only ones that are not 50
+    assert found["downstream"].value == pytest.approx(50 + above / 18)
+    assert found["downstream without SNLI"].value == pytest.approx(50 + above / 17)
+    assert found["probing"].value == pytest.approx(50)
+    assert found["mean of downstream without SNLI and probing"].value == pytest.approx(50 + above / 34)
+    assert found["all 28 tasks"].value == pytest.approx(50 + above / 28)
+    assert found["probing"].dev == pytest.approx(54)
+    assert found["downstream"].dev == pytest.approx(50 + (10 * 4 + 2 * 2) / 18)
+    assert found["transfer"].value == pytest.approx(50)
+
+
+def test_an_incomplete_set_has_no_average_and_says_what_it_lacks():
+    results = complete()
+    del results["SNLI"], results["Tense"]
+    found = {average.name: average for average in averages(results)}
+    assert found["downstream"].value is None
+    assert found["downstream"].missing == ("SNLI",)
+    assert found["downstream without SNLI"].value is not None
+    assert found["probing"].missing == ("Tense",)
+    assert found["mean of downstream and probing"].missing == ("SNLI", "Tense")
+    assert found["all 28 tasks"].value is None
+    assert averages({})[0].missing == DOWNSTREAM
+
+
+def test_simcse_averages_what_its_table_prints():
+    results = {name: scores_of(name, 70.004) for name in STS + TRANSFER}
+    found = {average.name: average for average in averages(results, "simcse")}
+    assert set(found) == {"STS", "transfer"}
+    assert found["STS"].value == pytest.approx((5 * 71.00 + 2 * 70.00) / 7, abs=1e-12)  # of values rounded first
+
+
+def test_a_report_marks_other_data_and_goes_into_json(tmp_path):
+    write_rest(tmp_path)
+    unpublished = inspect(find("Tense"), tmp_path, allow_unchecked=True)
+    result = result_of(unpublished, "senteval", {"acc": 50.0, "devacc": 50.0})
+    assert not result.comparable
+    assert result.num_rows == 2
+    assert any("published about 100,000" in warning for warning in result.warnings)
+    others = {name: TaskResult(name, "senteval", scores_of(name, 50), 9, "identical") for name in PROBING}
+    report = Report("an encoder", "senteval", {**others, "Tense": result}, {"SNLI": "not asked for"})
+    probing = next(average for average in report.averages() if average.name == "probing")
+    assert (probing.value, probing.marked) == (pytest.approx(50), ("Tense",))
+    told = json.loads(json.dumps(report.to_json()))
+    assert told["results"]["Tense"]["standing"] == "unpublished"
+    assert told["missing"] == {"SNLI": "not asked for"}
+    assert told["averages"][2]["marked"] == ["Tense"]
+
+
+def test_refused_data_give_no_result(tmp_path):
+    write_rest(tmp_path)
+    with pytest.raises(ValueError, match=r"Tense: Tense train: 2 rows, published about 100,000"):
+        result_of(inspect(find("Tense"), tmp_path), "senteval", {"acc": 99.6})
+
+
+def test_similarity_of_one_split_has_one_number(tmp_path):
+    write_rest(tmp_path)
+    part = Correlation(0.5, 0.6, 3)
+    flat = Correlation(0.0, 0.0, 3, undefined=True)
+    score = StsScore({"test": part}, part, part, part)
+    result = similarity_result(inspect(find("STS-B"), tmp_path, allow_unchecked=True), "simcse", score)
+    assert result.scores == {"spearman": 0.6, "pearson": 0.5}
+    assert result.headline == pytest.approx(60)
+    collapsed = StsScore({"test": flat}, flat, flat, flat)
+    result = similarity_result(inspect(find("STS-B"), tmp_path, allow_unchecked=True), "simcse", collapsed)
+    assert "all cosines are equal" in result.warnings[0]

@@ -1,0 +1,92 @@
+"""Retrieval: the official draws, its loss written with a projection for every contrast, and what it is there for."""
+
+import numpy as np
+import pytest
+import torch
+
+from evaluation.senteval.folds import orders
+from evaluation.senteval.network import linear_start
+from evaluation.senteval.retrieval import RetrievalConfig, contrasts, gallery, mean_recalls, recalls, retrieval
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def made(num_images, seed, noise=0.5):
+    """Images and captions that tell of one hidden vector."""
+    stream = np.random.RandomState(seed)
+    hidden = stream.randn(num_images, 5)
+    mixing = np.random.RandomState(99).randn(2, 5, 8)
+    captions = np.repeat(hidden, 5, 0) + noise * stream.randn(5 * num_images, 5)
+    return gallery((hidden @ mixing[0]).astype(np.float32), (captions @ mixing[1]).astype(np.float32))
+
+
+@pytest.mark.parametrize("begin", [0, 16, 40])
+def test_contrasts_are_choices_from_the_captions_of_no_batch(begin):
+    config = RetrievalConfig(batch_size=16, num_contrasts=7)
+    permutation = next(orders(3, 0, 45))
+    others = [*permutation[:begin], *permutation[begin + 16 :]]
+    theirs, ours = np.random.RandomState(5), np.random.RandomState(5)
+    size = len(permutation[begin : begin + 16])
+    for _ in range(2):
+        expected = theirs.choice(others, 7 * size).reshape(size, 7)
+        np.testing.assert_array_equal(contrasts(ours, permutation, begin, config), expected)
+
+
+def official_training(train, config, num_passes):
+    """The released step, with every pair projected once for every contrast."""
+    start, stream = torch.Generator().manual_seed(config.seed), np.random.RandomState(config.seed)
+    layers = [torch.nn.Linear(part.shape[1], config.size) for part in (train.images, train.captions)]
+    for layer in layers:
+        layer.weight.data, layer.bias.data = linear_start(layer.in_features, config.size, start)
+    optimizer = torch.optim.Adam([p for layer in layers for p in layer.parameters()])
+    images = train.images.repeat_interleave(5, 0)
+
+    def unit(layer, rows):
+        return torch.nn.functional.normalize(layer(rows), dim=-1)
+
+    for _ in range(num_passes):
+        permutation = list(stream.permutation(len(images)))
+        for i in range(0, len(images), config.batch_size):
+            batch = permutation[i : i + config.batch_size]
+            others = permutation[:i] + permutation[i + config.batch_size :]
+            drawn = [torch.from_numpy(stream.choice(others, config.num_contrasts * len(batch))) for _ in range(2)]
+            pairs = torch.tensor(batch).repeat_interleave(config.num_contrasts)
+            image, caption = unit(layers[0], images[pairs]), unit(layers[1], train.captions[pairs])
+            other_image, other_caption = unit(layers[0], images[drawn[0]]), unit(layers[1], train.captions[drawn[1]])
+            pair = (image * caption).sum(1)
+            loss = (config.margin - pair + (image * other_caption).sum(1)).clamp(min=0).sum()
+            loss += (config.margin - pair + (caption * other_image).sum(1)).clamp(min=0).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [p.detach() for layer in layers for p in layer.parameters()]
+
+
+def test_training_makes_the_released_steps_and_learns():
+    config = RetrievalConfig(size=12, batch_size=32, num_contrasts=6, max_epoch=2, fold_images=20, tenacity=5)
+    train, dev, test = made(30, 0), made(45, 1), made(45, 2)
+    found = retrieval(train, dev, test, config)
+    assert found.num_passes == 3
+    after = [official_training(train, config, passes) for passes in (1, 2, 3)]
+    best = max(after, key=lambda parameters: mean_recalls(dev, parameters, 20).total)
+    assert found.dev_total == pytest.approx(mean_recalls(dev, best, 20).total, abs=0.5)
+    assert found.test.to_text == pytest.approx(mean_recalls(test, best, 20).to_text, abs=0.5)
+    untrained = mean_recalls(dev, official_training(train, config, 0), 20)
+    assert found.dev_total > untrained.total + 5
+
+
+def test_recalls_are_counted_by_hand():
+    """Image 0's best caption is second, image 1's first; ranks are from 1."""
+    images = torch.eye(2)
+    captions = torch.tensor([[0.6, 0.8]] * 5 + [[0.0, 1.0]] * 4 + [[0.8, 0.6]])
+    found = recalls(images, captions)
+    assert found.to_text == (50.0, 100.0, 100.0, 1.0)
+    assert found.to_image == (40.0, 100.0, 100.0, 2.0)
+
+
+def test_wrong_galleries_are_refused():
+    with pytest.raises(ValueError, match="9 captions for 2 images; retrieval needs 5 for each"):
+        gallery(np.ones((2, 3), np.float32), np.ones((9, 3), np.float32))
+    one = made(2, 0)
+    with pytest.raises(ValueError, match="10 training captions are one batch"):
+        retrieval(one, one, one)

@@ -1,0 +1,95 @@
+"""Cosines against people's scores, and the shape of an encoder's space, on small cases that can be worked out."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sentevaldata import write_rest, write_sts
+
+from evaluation.senteval import geometry
+from evaluation.senteval.data import sentences
+from evaluation.senteval.geometry import blockwise_uniformity, score_geometry
+from evaluation.senteval.loading import load
+from evaluation.senteval.similarity import aggregate, correlate, cosines, score_sts
+from evaluation.senteval.tasks import find
+from trainer.validation import uniformity
+
+
+def embedded(data, seed=0, size=8):
+    texts = sentences(data)
+    return {text: row for row, text in enumerate(texts)}, np.random.default_rng(seed).normal(size=(len(texts), size))
+
+
+def test_cosines_survive_what_encoders_produce():
+    first = np.array([[1.0, 0], [0, 0], [np.nan, 2], [np.inf, 0]], dtype=np.float32)
+    second = np.array([[1.0, 1], [1, 1], [5, 1], [1, 0]], dtype=np.float32)
+    assert cosines(first, second) == pytest.approx([2**-0.5, 0, 26**-0.5, 0])
+
+
+def test_three_ways_of_putting_subsets_together():
+    gold = np.array([1.0, 2, 3, 4])
+    score = aggregate({"up": (gold / 10, gold), "down": (np.array([0.9, 0.1]), np.array([1.0, 5]))})
+    assert (score.subsets["up"].spearman, score.subsets["down"].spearman) == pytest.approx((1, -1))
+    assert score.mean.spearman == pytest.approx(0)
+    assert score.wmean.spearman == pytest.approx(1 / 3)
+    together = correlate(np.array([0.1, 0.2, 0.3, 0.4, 0.9, 0.1]), np.array([1.0, 2, 3, 4, 1, 5]))
+    assert score.all == together
+    assert score.flat()["spearman.wmean"] == pytest.approx(1 / 3)
+    assert set(score.flat()) == {
+        f"{kind}.{name}" for kind in ("spearman", "pearson") for name in ("mean", "wmean", "all", "up", "down")
+    }
+
+
+def test_a_collapsed_encoder_gets_zero_and_a_warning_not_nan():
+    gold = np.array([1.0, 2, 3])
+    score = aggregate({"a": (np.full(3, 0.7), gold), "b": (gold, gold)})
+    assert score.subsets["a"].undefined
+    assert score.mean.spearman == pytest.approx(0.5)
+    assert score.warnings == ("no correlation in a (all cosines are equal); counted as 0",)
+    assert aggregate({"b": (gold, gold)}).warnings == ()
+    with pytest.raises(ValueError, match="1 values and 1 gold scores"):
+        correlate(np.array([1.0]), np.array([1.0]))
+
+
+def test_a_task_is_scored_on_its_subsets_and_sts_b_on_its_test_split(tmp_path):
+    write_rest(tmp_path)
+    write_sts(tmp_path, {16: find("STS16").subsets})
+    data = load(find("STS16"), tmp_path)
+    rows, vectors = embedded(data)
+    score = score_sts(data, rows, vectors)
+    assert set(score.subsets) == set(find("STS16").subsets)
+    assert score.mean.num_pairs == 10  # two of four rows have a score, in five subsets
+    split = data.splits["headlines"]
+    pair = [cosines(vectors[[rows[a]]], vectors[[rows[b]]])[0] for a, b in zip(split.first, split.second, strict=True)]
+    assert score.subsets["headlines"] == correlate(np.array(pair), split.labels)
+    benchmark = load(find("SICK-R"), tmp_path)
+    score = score_sts(benchmark, *embedded(benchmark))
+    assert list(score.subsets) == ["test"]
+    assert score.all.spearman == score.mean.spearman == score.wmean.spearman
+
+
+def test_uniformity_in_blocks_is_uniformity(monkeypatch):
+    vectors = torch.randn(53, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    monkeypatch.setattr(geometry, "_BLOCK", 10)
+    assert blockwise_uniformity(vectors) == pytest.approx(uniformity(vectors), abs=1e-12)
+
+
+def test_alignment_is_over_pairs_above_four_of_all_splits(tmp_path):
+    write_rest(tmp_path)
+    data = load(find("STS-B"), tmp_path)
+    rows = {text: row for row, text in enumerate(sentences(data))}
+    vectors = np.array([[2.0, 0], [0, 3]])
+    found = score_geometry(data, rows, vectors)
+    assert (found.num_pairs, found.num_sentences) == (3, 12)
+    assert found.alignment == pytest.approx(2)  # every pair is at a right angle
+    pairs = 2 * (6 * 5 / 2)  # equal ones, of 66
+    assert found.uniformity == pytest.approx(math.log((pairs + 36 * math.exp(-4)) / 66))
+    with pytest.raises(ValueError, match="no pair is scored above 4"):
+        score_geometry(load(find("STS-B"), low_scores(tmp_path)), rows, vectors)
+
+
+def low_scores(folder):
+    for path in (folder / "downstream/STS/STSBenchmark").glob("*.csv"):
+        path.write_text(path.read_text(encoding="utf-8").replace("5.000", "4.000"), encoding="utf-8")
+    return folder

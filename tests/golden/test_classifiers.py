@@ -1,0 +1,88 @@
+"""SentEval's own classes, run unmodified on synthetic features: our batched fits give the same scores, all decimals."""
+
+import numpy as np
+import pytest
+import torch
+from threads import one_thread
+
+from evaluation.senteval import protocols
+from evaluation.senteval.classifier import examples
+from evaluation.senteval.features import pair_table, table
+from evaluation.senteval.relatedness import Pairs, bins, relatedness
+from evaluation.senteval.retrieval import recalls
+from evaluation.senteval.settings import ClassifierConfig
+
+pytestmark = [pytest.mark.golden, pytest.mark.usefixtures(one_thread.__name__)]
+PRESETS = {"default": ClassifierConfig.official(), "prototyping": ClassifierConfig.prototyping()}
+NAMES = (
+    *("inner_MR_like", "inner_imbalanced", "kfold_TREC_like", "kfold_MRPC_like"),
+    *("split_SST5_like", "split_probing_like", "split_probing_mlp50"),
+)
+
+
+@pytest.fixture(scope="module")
+def cases(figures):
+    arrays = figures.arrays("senteval_clf")
+    return {
+        case["name"]: (
+            case,
+            {key.split("/")[1]: value for key, value in arrays.items() if key.startswith(case["name"])},
+        )
+        for case in figures.json("senteval_clf")["cases"]
+    }
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_accuracies_are_the_recorded_ones(cases, name, preset, measured):
+    case, arrays = cases[name]
+    if preset not in case["expected"]:
+        pytest.skip("not recorded")
+    expected = case["expected"][preset]
+    config = PRESETS[preset].model_copy(update={"num_folds": case.get("kfold", 5), "num_hidden": case.get("nhid", 0)})
+    parts = [
+        examples(table(arrays[f"X_{part}"]), arrays[f"y_{part}"])
+        for part in ("all", "train", "valid", "test")
+        if f"X_{part}" in arrays
+    ]
+    protocol = {"InnerKFold": protocols.inner_kfold, "KFold": protocols.kfold, "Split": protocols.split}[case["kind"]]
+    scores = protocol(*parts, 1 + max(int(part.labels.max()) for part in parts), config)
+    measured(scores)
+    assert (scores.dev_accuracy, scores.accuracy) == (expected["devacc"], expected["acc"])
+    if "fold_acc" in expected:
+        assert list(scores.fold_accuracies) == expected["fold_acc"]
+    if "f1" in expected:
+        assert scores.f1 == expected["f1"]
+
+
+def test_relatedness_is_the_recorded_one(cases, measured):
+    case, arrays = cases["relatedness"]
+    parts = [
+        Pairs(pair_table(arrays["X_A"][start:end], arrays["X_B"][start:end]), arrays["y_score"][start:end])
+        for start, end in case["split"]
+    ]
+    found = relatedness(*parts)
+    expected = case["expected"]
+    off = [
+        abs(found.dev_pearson - expected["devpearson"]),
+        abs(found.pearson - expected["pearson"]),
+        abs(found.spearman - expected["spearman"]),
+        float(np.abs(found.predicted - arrays["yhat"]).max()),
+    ]
+    measured(off)
+    assert found.num_passes == case["epochs"]
+    assert max(off) < 1e-5
+
+
+def test_scores_become_the_recorded_bins(cases):
+    case, _ = cases["relatedness"]
+    np.testing.assert_allclose(bins(case["encode_labels_in"]), case["encode_labels_out"], atol=1e-7)
+
+
+def test_recalls_are_the_recorded_ones(cases):
+    case, arrays = cases["retrieval"]
+    images, captions = (torch.nn.functional.normalize(torch.from_numpy(arrays[name])) for name in ("X_img", "X_cap"))
+    found = recalls(images[::5], captions)  # recorded with an image for each of its five captions
+    assert list(found.to_text) == case["expected"]["i2t"]
+    assert list(found.to_image) == case["expected"]["t2i"]
+    assert found.total / 6 == pytest.approx(case["expected"]["six_recall_mean"])

@@ -1,0 +1,71 @@
+"""STS aggregation of SentEval and of SimCSE's fork, and DeCLUTR's averages, against what their code gave."""
+
+import numpy as np
+import pytest
+import torch
+from measures import deviation
+
+from evaluation.senteval.averages import averages
+from evaluation.senteval.geometry import blockwise_uniformity
+from evaluation.senteval.similarity import aggregate, cosines
+
+pytestmark = pytest.mark.golden
+
+
+def test_sts_aggregation(figures, measured):
+    """Embeddings to cosines to correlations, per subset and together; zero vectors and ties included."""
+    arrays = figures.arrays("sts_cases")
+    for case in figures.json("sts_cases")["sts"]:
+        subsets, off = {}, {}
+        for name in case["sizes"]:
+            one, two, gold, expected = (arrays[f"{case['name']}/{name}/{key}"] for key in ("e1", "e2", "gs", "cos"))
+            subsets[name] = (cosines(one, two), gold)
+            off[name] = np.abs(subsets[name][0] - expected).max()
+        score = aggregate(subsets)
+        for protocol in ("facebook", "simcse"):
+            expected = case["expected"][protocol]
+            for kind in ("pearson", "spearman"):
+                ways = expected["all"][kind]
+                off[protocol, kind] = deviation(
+                    [getattr(getattr(score, way), kind) for way in ways], list(ways.values())
+                )
+                per = {name: part[kind] for name, part in expected["per"].items()}
+                mine = [getattr(score.subsets[name], kind) for name in per]
+                off[protocol, kind, "per"] = deviation(mine, list(per.values()))
+        measured(case["name"], off)
+        assert max(off.values()) < 1e-12
+        assert {name: part.num_pairs for name, part in score.subsets.items()} == case["sizes"]
+
+
+def test_averages_of_declutr(figures, measured):
+    """Its own aggregation over the numbers of its first paper's tables, for nine models; the script's "all" too."""
+    for case in figures.json("sts_cases")["aggregate"]:
+        found = {average.name: average for average in averages({k: flat(v) for k, v in case["results"].items()})}
+        expected = {
+            "downstream": case["downstream"],
+            "downstream without SNLI": case["downstream_wo_SNLI"],
+            "probing": case["probing"],
+            "mean of downstream and probing": case["mean_of_means"],
+            "all 28 tasks": case["all_28task_mean"],
+        }
+        off = deviation([found[name].value for name in expected], list(expected.values()))
+        measured(case["model"], off)
+        assert off < 1e-12
+        assert not any(average.missing for average in found.values())
+
+
+def test_uniformity_in_blocks(figures):
+    arrays = figures.arrays("align_uniform")
+    both = torch.tensor(np.concatenate([arrays["x"], arrays["y"]]))
+    assert deviation([blockwise_uniformity(both)], [arrays["uniform_log"]]) < 1e-10
+
+
+def flat(scores):
+    """The official result of a task under our names."""
+    if "all" in scores:
+        return {"spearman.mean": scores["all"]["spearman"]["mean"]}
+    if isinstance(scores.get("acc"), list):
+        names = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)]
+        recalls = [*scores["acc"][0][:3], *scores["acc"][1][:3]]
+        return {**dict(zip(names, recalls, strict=True)), "devacc": scores["devacc"]}
+    return scores

@@ -1,0 +1,87 @@
+"""Small files in the format of every SentEval task, with the quirks that the published ones have."""
+
+from pathlib import Path
+
+import numpy as np
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+COMPLETE, SLICES = SHARED / "senteval", SHARED / "senteval-slices"
+
+PROBING = {
+    "sentence_length": ("0", "1", "2", "3", "4", "5"),
+    "word_content": ("about", "because", "house"),
+    "tree_depth": ("10", "5", "6"),
+    "top_constituents": ("NP_VP_.", "OTHER", "S_VP_."),
+    "bigram_shift": ("I", "O"),
+    "past_present": ("PAST", "PRES"),
+    "subj_number": ("NN", "NNS"),
+    "obj_number": ("NN", "NNS"),
+    "odd_man_out": ("C", "O"),
+    "coordination_inversion": ("I", "O"),
+}
+
+
+def write(folder, name, text, encoding="utf-8"):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def write_binary(folder, ones=("a fine caf\u00e9 film", "", "good"), zeros=("bad", "a very long bad one")):
+    """CR MR MPQA SUBJ: latin-1, one sentence a line, empty lines among them."""
+    names = {
+        "CR": ("custrev.pos", "custrev.neg"),
+        "MR": ("rt-polarity.pos", "rt-polarity.neg"),
+        "MPQA": ("mpqa.pos", "mpqa.neg"),
+        "SUBJ": ("subj.objective", "subj.subjective"),
+    }
+    for task, pair in names.items():
+        for name, lines in zip(pair, (ones, zeros), strict=True):
+            write(folder, f"downstream/{task}/{name}", "".join(f"{line}\n" for line in lines), "latin-1")
+
+
+def write_rest(folder):
+    """Every other task."""
+    down = "downstream"
+    for split in ("train", "dev", "test"):
+        write(folder, f"{down}/SST/binary/sentiment-{split}", "it is good\t1\nna\u00efve\t0\n")
+        write(folder, f"{down}/SST/fine/sentiment-{split}", "4 very  good\n0 bad\n")
+        write(folder, f"{down}/SNLI/s1.{split}", "a man sleeps\na man sleeps\na dog\n")
+        write(folder, f"{down}/SNLI/s2.{split}", "he is awake\nhe sleeps\nan animal\n")
+        write(folder, f"{down}/SNLI/labels.{split}", "contradiction\nentailment\nneutral\n")
+        row = "2387\tmain-captions\tMSRvid\t2012test\t{}\ta man\ta woman runs\n"
+        write(folder, f"{down}/STS/STSBenchmark/sts-{split}.csv", "".join(row.format(x) for x in ("5.000", "0.25")))
+    write(folder, f"{down}/TREC/train_5500.label", "HUM:ind Who is Jos\u00e9 ?\nABBR:exp What is NASA ?\n", "latin-1")
+    write(folder, f"{down}/TREC/TREC_10.label", "NUM:dist How far : a mile ?\n", "latin-1")
+    header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+    for split in ("train", "test"):
+        rows = "1\t11\t12\tHe said so .\tSo he said .\n0\t13\t14\tOne .\tTwo things .\n"
+        write(folder, f"{down}/MRPC/msr_paraphrase_{split}.txt", header + rows)
+    head = "pair_ID\tsentence_A\tsentence_B\trelatedness_score\tentailment_judgment\n"
+    body = "1\tA dog runs\tA cat\t3.3\tNEUTRAL\n2\tA dog\tA dog\t5.0\tENTAILMENT\n"
+    body += "3\tIt rains\tIt is dry\t1\tCONTRADICTION\n"
+    for name, end in (("train", "\n"), ("trial", "\n"), ("test_annotated", "\r\n")):
+        write(folder, f"{down}/SICK/SICK_{name}.txt", (head + body).replace("\n", end))
+    for name, lines in PROBING.items():
+        rows = [f"{split}\t{label}\tx\tWords of {label} .\n" for split in ("tr", "va", "te") for label in lines]
+        write(folder, f"probing/{name}.txt", "".join(rows))
+
+
+def write_sts(folder, subsets_by_year):
+    """STS12-16: `{12: ("MSRpar", ...)}`; every second row of 15 and 16 has no score."""
+    for year, subsets in subsets_by_year.items():
+        for subset in subsets:
+            below = f"downstream/STS/STS{year}-en-test"
+            write(folder, f"{below}/STS.input.{subset}.txt", "a man\ta dog runs\nb\tc\nthree words here\tx\nd\te\n")
+            gold = "5\n\n0.2\n\n" if year >= 15 else "5\n3.25\n0.2\n1\n"
+            write(folder, f"{below}/STS.gs.{subset}.txt", gold)
+
+
+def write_retrieval(folder, images=2):
+    """COCO in our safe format."""
+    for split in ("train", "valid", "test"):
+        where = folder / "downstream/COCO"
+        where.mkdir(parents=True, exist_ok=True)
+        np.save(where / f"{split}.npy", np.arange(images * 4, dtype=np.float32).reshape(images, 4))
+        write(where, f"{split}.captions.txt", "".join(f"caption {i} of {split}\n" for i in range(5 * images)))
