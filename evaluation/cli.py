@@ -11,11 +11,14 @@ _COMMANDS = {
         "CONFIG [key=value ...]: is the gradient the same however it is computed?",
         "evaluation.commands.verify_gradients:run",
     ),
+    "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
+    "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "evaluation.commands.index:run"),
+    "search": ("INDEX QUERY: the nearest texts of an index", "evaluation.commands.search:run"),
+    "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "evaluation.commands.export_onnx:run"),
     "doctor": (
         "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
         "trainer.doctor.examination:main",
     ),
-    "embed": ("MODEL INPUT --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
     "evaluate": (
         "--data DIR | --download DIR: SentEval's data, fetched and checked",
         "evaluation.commands.evaluate:run",
