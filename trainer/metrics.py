@@ -84,7 +84,7 @@ class MetricsWriter:
         self._stream.write(json.dumps({**line, "time": round(time.time(), 3)}) + "\n")
         self._stream.flush()
         for name, value in line.items():
-            if name not in ("kind", "step") and value is not None:
+            if name not in ("kind", "step", "batch_digest") and value is not None:
                 self._board.add_scalar(f"{line['kind']}/{name}", value, line["step"])
 
     def close(self) -> None:
