@@ -68,6 +68,6 @@ def elastic(run: Run) -> Mark:
 
 FAULTS = (
     Fault("node_killed", node_killed, "node|worker", setting="cluster"),
-    Fault("preemption_notice", preempted, "preempt|notice", setting="cluster"),
+    Fault("preemption_notice", preempted, "about to be taken away", setting="cluster"),
     Fault("elastic_2_3_1_2", elastic, "worker", setting="elastic"),
 )
