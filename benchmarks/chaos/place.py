@@ -38,6 +38,7 @@ def environment(top: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "passive",  # more threads than cores: none may spin
         **_QUICK,
     }
 
