@@ -76,7 +76,9 @@ class Census:
         try:
             yield
         finally:
-            self.end(self.alive())
+            while left := self.alive():  # some are started while others end
+                self.end(left)
+                time.sleep(0.2)
 
     def _watch(self) -> None:
         while not self._stop.wait(_EVERY_SECONDS):
