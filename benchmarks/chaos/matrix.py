@@ -22,6 +22,7 @@ from common import seeding
 
 FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *skipping.FAULTS, *nodes.FAULTS)
 STEPS = 900
+_TAIL_LINES = 40
 _LAST_IN_CHAIN = ("driver_killed_exporting",)
 
 
@@ -119,6 +120,7 @@ class Bench:
                 if row.problem and mark is None:
                     run.end()
                     row.seen_by_user = row.seen_by_user or _last_line(run)
+                    self.say("\n".join(run.said(Mark(0, 0, None, {})).splitlines()[-_TAIL_LINES:]))
                     if rows[:-1]:  # what they left can only be judged at the end
                         run.start()
                         self._finish(run, rows[:-1], faults[0])
@@ -193,4 +195,7 @@ def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:
 
 
 def _last_line(run: Run) -> str:
-    return (run.said(Mark(0, 0, None, {})).splitlines() or [""])[-1][-300:]
+    lines = [
+        line for line in run.said(Mark(0, 0, None, {})).splitlines() if "\x1b" not in line
+    ]  # Ray's own are coloured
+    return (lines or [""])[-1][-300:]
