@@ -74,9 +74,10 @@ def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[R
     for table in documents(rank_plan):
         table = table.combine_chunks()
         spans = feed.batch(table, table.column("epoch").to_numpy())
+        digest = spans.digest()
         if device.type == "cuda":
             spans = spans.pin_memory()
-        yield RankBatch(spans.to(device), rank_plan.start, len(table), size)
+        yield RankBatch(spans.to(device), rank_plan.start, len(table), size, digest)
 
 
 @dataclass
