@@ -9,6 +9,8 @@ from pathlib import Path
 import ray.train
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from common.logs import get_logger
+
 FAILURES = "failures.log"
 # What workers say when another one has left them in the middle of an exchange.
 _COLLATERAL = re.compile(
@@ -34,10 +36,13 @@ class Failure:
     lost: bool = False
 
     def log(self, run: Path, step: int) -> None:
-        """Appends the whole account to the run's `failures.log`."""
-        with (run / FAILURES).open("a", encoding="utf-8") as stream:
-            moment = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-            stream.write(f"=== {moment}, after step {step}: {self.summary}\n{self.account.rstrip()}\n\n")
+        """Appends the whole account to the run's `failures.log`; to the log where the run's storage fails, too."""
+        moment = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        try:
+            with (run / FAILURES).open("a", encoding="utf-8") as stream:
+                stream.write(f"=== {moment}, after step {step}: {self.summary}\n{self.account.rstrip()}\n\n")
+        except OSError as error:
+            get_logger().warning("%s cannot be written (%s):\n%s", run / FAILURES, error.strerror, self.account)
 
 
 def describe(error: BaseException) -> Failure:

@@ -1,5 +1,6 @@
 """One start of the worker group on Ray: session, TorchTrainer, and what came of it."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 import ray
 import ray.train
+from ray.exceptions import RayError
 from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -64,11 +66,15 @@ def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, 
 
 
 def kill_worker(pulse: dict[str, Any]) -> None:
-    """Ends a worker's process on its own host, also one that is stopped."""
+    """Ends a worker's process on its own host, also one that is stopped. Where it cannot, Ray will notice by itself."""
     there = NodeAffinitySchedulingStrategy(node_id=pulse["node"], soft=False)
-    ray.get(_kill.options(num_cpus=0, scheduling_strategy=there).remote(pulse["pid"]), timeout=30)
+    try:
+        ray.get(_kill.options(num_cpus=0, scheduling_strategy=there).remote(pulse["pid"]), timeout=30)
+    except RayError as error:  # its node is gone, or does not answer
+        get_logger().warning("worker %d (pid %d) cannot be ended: %s", pulse["rank"], pulse["pid"], error)
 
 
 @ray.remote  # type: ignore[untyped-decorator]
 def _kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(pid, signal.SIGKILL)

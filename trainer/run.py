@@ -78,7 +78,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     summary = {
         "run": config.run,
         "steps": steps,
-        "seconds": read_json(run / "seconds.json"),
+        "seconds": read_json(run / "seconds.json") if (run / "seconds.json").is_file() else 0.0,
         "export": str(folder),
         "first_scores": _scores(validations[0]) if validations else {},
         "last_scores": _scores(validations[-1]) if validations else {},
@@ -102,5 +102,7 @@ def _scores(line: dict[str, Any]) -> dict[str, float]:
 
 def _add_seconds(run: Path, seconds: float) -> None:
     path = run / "seconds.json"
-    before = read_json(path) if path.is_file() else 0.0
-    write_json(path, round(before + seconds, 3))
+    try:
+        write_json(path, round((read_json(path) if path.is_file() else 0.0) + seconds, 3))
+    except OSError as error:  # why the run ended is what must be said
+        get_logger().warning("%s cannot be written (%s)", path, error.strerror)

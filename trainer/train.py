@@ -127,6 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ShardError, CheckpointError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except OSError as error:  # a full disk, a storage that is gone
+        sys.stderr.write(f"{error}; what was saved is kept, the same command continues\n")
+        return 1
     except RunStoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")
         return stopped.status

@@ -10,6 +10,7 @@ Pulse = dict[str, Any]
 _SLOW_STEPS = 20  # a mean over fewer steps says little
 _SLOW_LOOKS = 20  # how often in a row a worker must be slow: ten seconds
 _START_SECONDS = 60.0  # a group's first step opens the data and compiles: it may take so long in any case
+_ALONE_SECONDS = 60.0  # more patience with a group of which nobody writes: mostly Ray is replacing it
 _SILENT_SECONDS = 10.0  # a worker writes twice a second; one that does not for so long is stopped or cut off
 
 
@@ -82,6 +83,8 @@ class Watchdog:
         still = now - self._progress[1]
         starting = any(pulse["steps"] == 0 for pulse, _ in current.values())
         patience = max(self.hang_seconds, _START_SECONDS) if starting else self.hang_seconds
+        if all(now - at >= _SILENT_SECONDS for _, at in current.values()):
+            patience += _ALONE_SECONDS
         if still < patience or all(p["phase"] == "ended" for p, _ in current.values()):
             return None
         return self._blame(current, now, still)

@@ -29,7 +29,7 @@ def session():
 def config_of(data, run, **changes):
     values = runs.train_values(data, run, **runs.FINISHED)
     for key, value in changes.items():
-        values[key] = values[key] | value if isinstance(value, dict) else value
+        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
     return type(runs.train_config(data, run)).model_validate(values)
 
 
