@@ -21,6 +21,17 @@ from benchmarks.chaos.run import ChaosError, Mark, Run
 from common import seeding
 
 FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *skipping.FAULTS, *nodes.FAULTS)
+# What the short form tries: for CI, where tests/integration/test_kill.py kills a worker besides.
+SHORT = (
+    "worker_hung",
+    "disk_full",
+    "worker_killed_while_saving",
+    "controller_killed",
+    "driver_terminated",
+    "driver_killed",
+    "broken_checkpoints",
+    "changed_shard",
+)
 STEPS = 900
 _TAIL_LINES = 40
 _LAST_IN_CHAIN = ("driver_killed_exporting",)
