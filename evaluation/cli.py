@@ -15,7 +15,10 @@ _COMMANDS = {
         "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
         "trainer.doctor.examination:main",
     ),
-    "embed": ("MODEL INPUT --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
+    "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
+    "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "evaluation.commands.index:run"),
+    "search": ("INDEX QUERY: the nearest texts of an index", "evaluation.commands.search:run"),
+    "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "evaluation.commands.export_onnx:run"),
     "evaluate": (
         "--data DIR | --download DIR: SentEval's data, fetched and checked",
         "evaluation.commands.evaluate:run",

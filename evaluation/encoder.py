@@ -1,118 +1,167 @@
-"""Texts to embeddings with a trained encoder: batches by token budget, no padding where the encoder can pack."""
+"""Any sentence encoder by its name: ours, transformers', sentence-transformers', and plain baselines."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+import yaml
+from pydantic import ValidationError
+from tokenizers import normalizers
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from common.storage import read_json
-from trainer.batches import SpanBatch
+from common import seeding
+from common.config import expand
+from evaluation.encoders.modules import Pooling, Recipe, read_recipe
+from evaluation.encoders.protocol import EncoderError as EncoderError
+from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.encoders.transformer import LongTexts, TransformerEncoder
+from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
+from pipeline.manifest import TOKENIZER
+from trainer import checkpoint
+from trainer.config import TrainConfig
+from trainer.export import EXPORT
+from trainer.loop import CHECKPOINTS
 from trainer.model import Encoder, EncoderConfig, max_span_tokens, packs
+from trainer.parts import build_encoder
 
-Pooling = Literal["mean", "cls", "max"]
-_POOLING_FILE = "1_Pooling/config.json"
-
-
-class EncoderError(ValueError):
-    """A folder or name that is no encoder this project can load."""
+_BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """An encoder with its tokenizer.
-
-    Attributes:
-        encoder: in evaluation mode.
-        tokenizer: of transformers.
-        max_tokens: longer texts are cut, specials included.
-    """
-
-    encoder: Encoder
-    tokenizer: Any
-    max_tokens: int
-
-    @property
-    def size(self) -> int:
-        """Numbers in an embedding."""
-        return self.encoder.hidden_size
-
-    def encode(self, texts: Sequence[str], batch_tokens: int = 16384) -> NDArray[np.float32]:
-        """Embeddings `(len(texts), size)` in the order of the texts; an empty text is its special tokens alone.
-
-        Args:
-            texts: what is embedded; each is cut at `max_tokens`.
-            batch_tokens: most tokens in one forward.
-        """
-        if not texts:
-            return np.empty((0, self.size), np.float32)
-        ids: list[list[int]] = self.tokenizer(list(texts), truncation=True, max_length=self.max_tokens)["input_ids"]
-        order = sorted(range(len(ids)), key=lambda number: len(ids[number]))  # neighbours of one length attend together
-        batch = _batch([ids[number] for number in order])
-        device = next(self.encoder.parameters()).device
-        with torch.inference_mode():
-            parts = [self.encoder.embed(piece.to(device)).float().cpu() for piece in batch.microbatches(batch_tokens)]
-        embeddings = np.empty((len(ids), self.size), np.float32)
-        embeddings[order] = torch.cat(parts).numpy()
-        return embeddings
-
-
-def _batch(ids: list[list[int]]) -> SpanBatch:
-    nothing = torch.empty(0, dtype=torch.int64)
-    lengths = torch.tensor([len(row) for row in ids])
-    return SpanBatch(torch.from_numpy(np.concatenate(ids).astype(np.int64)), lengths, nothing, nothing)
-
-
-def load_encoder(name: str, pooling: Pooling | None = None, device: str | None = None) -> TextEncoder:
-    """Loads an exported folder, a sentence-transformers folder, or any transformers encoder by name or path.
+def load_encoder(
+    name: str,
+    pooling: Pooling | None = None,
+    device: str | None = None,
+    *,
+    max_tokens: int | None = None,
+    long_texts: LongTexts = "cut",
+    vocabulary: Collection[str] | None = None,
+    trust_remote_code: bool = False,
+) -> SentenceEncoder:
+    """Loads an encoder.
 
     Args:
-        name: folder or name; code that a model brings along is never run.
-        pooling: None: what the folder says, else mean.
+        name: an exported folder, a run (its export, else its newest whole checkpoint) or a checkpoint; a folder or name
+            of transformers or sentence-transformers; a file of word vectors (.vec, .txt, also .gz);
+            `hashed-words:SIZE`; `untrained:NAME`, the encoder NAME with random weights. `hashed-words@SEED:SIZE` and
+            `untrained@SEED:NAME` draw others.
+        pooling: None: what the encoder says, else mean.
         device: None: a GPU when there is one.
+        max_tokens: of one input; None, or more than it can: the encoder's own limit.
+        long_texts: longer inputs are cut, or read in windows.
+        vocabulary: of a file of word vectors only these words are held in memory; None: all.
+        trust_remote_code: run code that a model brings along. Only for models you trust.
 
     Raises:
-        EncoderError: it cannot be loaded, or has a pooling that is not one of ours.
+        EncoderError: it cannot be loaded, or says of itself what cannot be computed exactly here.
     """
     # It would list the MLM head, which an encoder has no use for, as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    path = Path(name)
+    if baseline := _BASELINE.fullmatch(name):
+        kind, seed, rest = baseline[1], int(baseline[2] or 0), baseline[3]
+        if kind == "hashed-words":
+            if not rest.isdigit() or not int(rest):
+                raise EncoderError(f"{name}: write hashed-words:SIZE, for example hashed-words:300")
+            return HashedWords(int(rest), seed)
+        loaded = _pretrained(rest, pooling, trust_remote_code, seed)
+    elif path.is_file() or name.endswith(SUFFIXES):
+        return WordVectors(path, vocabulary)
+    elif (path / EXPORT).is_dir():
+        loaded = _pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
+    elif (path / "state.json").is_file() or (path / CHECKPOINTS).is_dir():
+        loaded = _of_run(path, pooling)
+    else:
+        loaded = _pretrained(name, pooling, trust_remote_code, None)
+    encoder, tokenizer, recipe = loaded
+    if not getattr(tokenizer, "is_fast", False):
+        raise EncoderError(f"{name}: its tokenizer {type(tokenizer).__name__} is none of the tokenizers library")
+    limit = min(_model_limit(encoder), tokenizer.model_max_length, (recipe and recipe.max_tokens) or 10**9)
+    least = len(tokenizer("")["input_ids"]) + 1
+    if max_tokens is not None and max_tokens < least:
+        raise EncoderError(f"max_tokens = {max_tokens}: {name} needs {least} for one token with its specials")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return TransformerEncoder(
+        name=name,
+        encoder=encoder.to(device),
+        tokenizer=tokenizer,
+        max_tokens=min(limit, max_tokens or limit),
+        long_texts=long_texts,
+        after=recipe.after.to(device).eval() if recipe else nn.Sequential(),
+        prompt=recipe.prompt if recipe else "",
+        embedding_size=recipe.size if recipe else None,
+    )
+
+
+Loaded = tuple[Encoder, Any, Recipe | None]
+
+
+def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, seed: int | None) -> Loaded:
+    """A model of transformers in our encoder, padded where it cannot pack; with a seed, of random weights."""
+    recipe = read_recipe(name, pooling)
+    if recipe and recipe.size and seed is not None:
+        raise EncoderError(f"untrained:{name}: has dense layers behind its pooling, which would stay trained")
+    where = {"subfolder": recipe.subfolder} if recipe and recipe.subfolder else {}
+    trust = {"trust_remote_code": trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModel.from_pretrained(name, dtype=torch.float32, **_without_pooler(config))
+        config = AutoConfig.from_pretrained(name, **where, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(name, **where, **trust)
+        if seed is None:
+            kinds = _without_pooler(config) | where | trust
+            model = AutoModel.from_pretrained(name, dtype=torch.float32, **kinds)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seeding.torch_seed(seed, "weights"))
+                model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
     except (OSError, ValueError) as error:
         raise EncoderError(f"{name} cannot be loaded as an encoder: {error}") from error
-    chosen = pooling or _stored_pooling(Path(name)) or "mean"
+    if recipe and recipe.lower_case:
+        _lower_case(tokenizer)
+    chosen = pooling or (recipe.pooling if recipe else "mean")
     encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen), model, seed=0).eval()
     if not packs(encoder):
-        encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen, layout="padded"), model, seed=0).eval()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    limit = min(max_span_tokens(model), tokenizer.model_max_length)
-    return TextEncoder(encoder.to(device), tokenizer, limit)
+        encoder.set_layout(encoder.config.model_copy(update={"layout": "padded"}))
+    return encoder, tokenizer, recipe
 
 
-def _without_pooler(config: Any) -> dict[str, bool]:
+def _of_run(path: Path, pooling: Pooling | None) -> Loaded:
+    """The encoder of a checkpoint, or of a run's newest whole one."""
+    if (path / CHECKPOINTS).is_dir():
+        found = checkpoint.find_latest(path / CHECKPOINTS)
+        if found is None:
+            raise EncoderError(f"{path}: the run holds no whole checkpoint yet")
+        path = found[0]
+    settings = path.parent.parent / "config.yaml"
+    try:
+        config = TrainConfig.model_validate(yaml.safe_load(settings.read_text(encoding="utf-8")))
+        tokenizer = AutoTokenizer.from_pretrained(expand(config.data) / TOKENIZER)
+        plain = {"compile": False, "activation_checkpointing": False}
+        update = plain | ({"pooling": pooling} if pooling else {})
+        config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
+        encoder = build_encoder(config, tokenizer)
+        checkpoint.read_state(path)
+        checkpoint.load_encoder(path, encoder)
+    except (OSError, ValueError, ValidationError) as error:
+        raise EncoderError(f"{path} cannot be loaded; it needs its run's config.yaml and shards: {error}") from error
+    return encoder.eval(), tokenizer, None
+
+
+def _model_limit(encoder: Encoder) -> int:
+    """Most tokens of one input; without end for encoders that count positions relatively."""
+    return max_span_tokens(encoder.model) if hasattr(encoder.model.config, "max_position_embeddings") else 10**9
+
+
+def _lower_case(tokenizer: Any) -> None:
+    """Texts are put in lower case before anything else; idempotent."""
+    engine = tokenizer.backend_tokenizer
+    first = normalizers.Lowercase()
+    engine.normalizer = normalizers.Sequence([first, engine.normalizer]) if engine.normalizer else first
+
+
+def _without_pooler(config: Any) -> dict[str, Any]:
     """BERT's and RoBERTa's extra dense layer over the first token is never used here, and often not in the file."""
     return {"add_pooling_layer": False} if config.model_type in ("bert", "roberta", "xlm-roberta", "camembert") else {}
-
-
-def _stored_pooling(folder: Path) -> Pooling | None:
-    """The pooling that a sentence-transformers folder declares, in its old or its new form."""
-    path = folder / _POOLING_FILE
-    if not path.is_file():
-        return None
-    settings = read_json(path)
-    declared = settings.get("pooling_mode")
-    if declared is None:
-        flags = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}
-        declared = "+".join(kind for kind, flag in flags.items() if settings.get(flag))
-    for kind in get_args(Pooling):
-        if declared == kind:
-            return kind  # type: ignore[no-any-return]
-    raise EncoderError(f"{path}: pooling {declared!r} is not one of {', '.join(get_args(Pooling))}; name one")

@@ -63,6 +63,11 @@ class AttentionLayout:
         return int(self.lengths.max())
 
     @cached_property
+    def is_table(self) -> bool:
+        """Whether all spans have one length: the row is their table as it stands, and nothing need be moved."""
+        return bool((self.lengths == self.lengths[0]).all())
+
+    @cached_property
     def groups(self) -> list[AttentionGroup]:
         """Groups of spans of similar length that cover every token once."""
         return [
@@ -126,10 +131,15 @@ def packed_attention(
     window = kwargs.get("sliding_window")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return _attend_by_kernel(query, key, value, packed_layout, scaling, window), None
-    rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
+    table = packed_layout.is_table
+    if not table:
+        rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
     outputs = []
     for group in packed_layout.groups:
-        q, k, v = rows[:, group.tokens].transpose(2, 3)  # each (spans, heads, longest, head_dim)
+        if table:
+            q, k, v = (each[0].unflatten(1, group.tokens.shape).transpose(0, 1) for each in (query, key, value))
+        else:
+            q, k, v = rows[:, group.tokens].transpose(2, 3)  # each (spans, heads, longest, head_dim)
         mask = None if group.valid is None else group.valid[:, None, None, :]
         longest = group.tokens.shape[1]
         if window is not None and longest > window:
@@ -142,7 +152,7 @@ def packed_attention(
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         attended = attended.transpose(1, 2)
         outputs.append(attended.flatten(0, 1) if group.valid is None else attended[group.valid])
-    return torch.cat(outputs)[packed_layout.order][None], None
+    return (outputs[0] if table else torch.cat(outputs)[packed_layout.order])[None], None
 
 
 def _attend_by_kernel(

@@ -13,7 +13,7 @@ import ray
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, feed, memory, models, prepare, scale, sharding, step, wide
+from benchmarks import batch, documents, embed, feed, memory, models, prepare, scale, sharding, step, wide
 from pipeline.schema import shard_schema
 from pipeline.shards import ShardSet, check_shards
 from pipeline.tokenization import train_tokenizer
@@ -88,6 +88,15 @@ def test_sharding(tmp_path):
     assert found["loss_abs_diff"] < 1e-4
     assert found["time_ratio_median"] > 0
     assert [rank["tokens"] > 0 for rank in found["ranks"]] == [True, True]
+
+
+def test_embed(tmp_path):
+    counts = ["--num-sentences", "60", "--num-paragraphs", "3", "--vocab-size", "500", "--rounds", "1"]
+    found = figures(embed.main, tmp_path, "--model", "tiny", "--device", "cpu", *counts)
+    assert found["sentences"]["texts"] == 60
+    assert found["max_abs_diff"] < 1e-5
+    assert found["ratio"] == min(found["ratio_sentences"], found["ratio_paragraphs"]) > 0
+    assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
 
 
 def test_feed(tmp_path):

@@ -1,7 +1,5 @@
 """The commands around training, on what the real commands made: inspect, embed, verify-gradients, demo's pieces."""
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,55 +18,45 @@ def export(finished):
     return finished / "run" / "export"
 
 
-@pytest.fixture(scope="module")
-def expected(export):
-    return SentenceTransformer(str(export), device="cpu").encode(TEXTS)
-
-
-def write_inputs(folder):
-    (folder / "in.txt").write_text("\n".join(TEXTS) + "\n")
-    (folder / "in.jsonl").write_text("".join(json.dumps({"sentence": text}) + "\n" for text in TEXTS))
-    pq.write_table(pa.table({"sentence": TEXTS}), folder / "in.parquet")
-
-
-@pytest.mark.parametrize("source", ["in.txt", "in.jsonl", "in.parquet"])
-@pytest.mark.parametrize("output", ["out.npy", "out.parquet"])
-def test_embed_gives_what_sentence_transformers_gives(export, expected, tmp_path, source, output):
-    write_inputs(tmp_path)
-    given = [str(export), str(tmp_path / source), "--output", str(tmp_path / output), "--text-field", "sentence"]
-    assert main(["embed", *given]) == 0
-    if output.endswith("npy"):
-        found = np.load(tmp_path / output, allow_pickle=False)
-    else:
-        read = pq.read_table(tmp_path / output)
-        assert read.column("row").to_pylist() == [0, 1, 2, 3]
-        found = np.array(read.column("embedding").to_pylist(), np.float32)
-    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+def test_embed_gives_what_sentence_transformers_gives(finished, export, tmp_path):
+    """Of an export, of its run, and of the run's last checkpoint; other encoders are in tests/evaluation."""
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n")
+    expected = SentenceTransformer(str(export), device="cpu").encode(TEXTS)
+    checkpoint = sorted((finished / "run/checkpoints").glob("step-*"))[-1]
+    for number, model in enumerate((export, finished / "run", checkpoint)):
+        output = tmp_path / f"{number}.npy"
+        assert main(["embed", str(model), str(tmp_path / "in.txt"), "--output", str(output)]) == 0
+        np.testing.assert_allclose(np.load(output, allow_pickle=False), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
-        ("missing.txt", None, "no such file"),
-        ("bad.txt", b"good\n\xff\xfe\n", "line 2"),
-        ("bad.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2"),
-        ("field.jsonl", b'{"other": "a"}\n', "--text-field"),
+        ("missing.txt", None, "matches no file"),
+        ("bad.txt", b"good\n\xff\xfe\n", "bad.txt at 5"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": 3}\n', "bad.jsonl at 14"),
+        ("field.parquet", None, "--text-field"),
         ("cut.parquet", b"PAR1", "cut.parquet"),
+        ("odd.zzz", b"text", "--format"),
     ],
 )
-def test_embed_refuses_what_it_cannot_read_and_writes_nothing(export, tmp_path, capsys, source, content, message):
+def test_embed_refuses_what_it_cannot_read_and_writes_nothing(tmp_path, capsys, source, content, message):
     if content is not None:
         (tmp_path / source).write_bytes(content)
-    assert main(["embed", str(export), str(tmp_path / source), "--output", str(tmp_path / "out.npy")]) == 1
+    elif source == "field.parquet":
+        pq.write_table(pa.table({"other": ["a"]}), tmp_path / source)
+    given = [str(tmp_path / source), "--output", str(tmp_path / "out.npy")]
+    assert main(["embed", "hashed-words:8", *given]) == 1
     assert message in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} <= {source}
+    assert not (tmp_path / "out.npy").exists()
 
 
-def test_embed_names_a_wrong_output_and_a_wrong_model(export, tmp_path, capsys):
-    write_inputs(tmp_path)
-    assert main(["embed", str(export), str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.csv")]) == 1
+def test_embed_names_a_wrong_output_and_a_wrong_model(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("a\n")
+    given = [str(tmp_path / "in.txt"), "--output"]
+    assert main(["embed", "hashed-words:8", *given, str(tmp_path / "out.csv")]) == 1
     assert ".npy or .parquet" in capsys.readouterr().err
-    assert main(["embed", str(tmp_path), str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]) == 1
+    assert main(["embed", str(tmp_path), *given, str(tmp_path / "out.npy")]) == 1
     assert "cannot be loaded" in capsys.readouterr().err
 
 

@@ -1,0 +1,25 @@
+"""`declutr export-onnx`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr export-onnx", description="An encoder as ONNX, pooling included.")
+    parser.add_argument("model", help="as `declutr embed` takes it")
+    parser.add_argument("--output", type=Path, required=True, help="folder to make: model.onnx, tokenizer.json")
+    parser.add_argument("--max-tokens", type=int, help="of one input, specials included (the encoder's limit)")
+    given = parser.parse_args(arguments)
+    from evaluation.encoder import EncoderError, load_encoder
+
+    try:
+        from evaluation.embedding.onnx import export_onnx
+
+        export_onnx(load_encoder(given.model, device="cpu", max_tokens=given.max_tokens), given.output)
+    except (EncoderError, FileExistsError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    print(f"{given.output}: model.onnx, tokenizer.json")
+    return 0

@@ -1,0 +1,24 @@
+"""`declutr index`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr index", description="Embeddings to an index for `declutr search`.")
+    parser.add_argument("embeddings", type=Path, help="file that `declutr embed` wrote, its note beside it")
+    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, else a graph")
+    given = parser.parse_args(arguments)
+    from evaluation.embedding.config import EmbedError
+    from evaluation.embedding.index import build_index
+
+    try:
+        facts = build_index(given.embeddings, given.output, given.kind)
+    except (EmbedError, FileExistsError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    print(f"{given.output}: {facts.rows:,} texts, {facts.kind}")
+    return 0

@@ -1,0 +1,38 @@
+"""`declutr search`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+_SHOWN_CHARACTERS = 200
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr search", description="The texts of an index nearest to a query.")
+    parser.add_argument("index", type=Path, help="folder that `declutr index` made")
+    parser.add_argument("query", nargs="+", help="one or several")
+    parser.add_argument("--top", type=int, default=10, help="texts to show (10)")
+    parser.add_argument("--model", help="the encoder, where it has moved since the embeddings were made")
+    given = parser.parse_args(arguments)
+    from evaluation.embedding.config import EmbedError
+    from evaluation.embedding.index import SearchIndex
+    from evaluation.embedding.job import encoder_of
+    from evaluation.encoder import EncoderError
+
+    try:
+        index = SearchIndex(given.index)
+        choice = index.facts.choice
+        encoder = encoder_of(choice.model_copy(update={"model": given.model}) if given.model else choice)
+        found = [(query, index.search(encoder, query, given.top)) for query in given.query]
+    except (EmbedError, EncoderError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    for query, hits in found:
+        if len(found) > 1:
+            print(f"# {query}")
+        for hit in hits:
+            text = " ".join(hit.text.split())
+            shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {''.join(c if c.isprintable() else ' ' for c in shown)}")
+    return 0

@@ -1,0 +1,222 @@
+"""An index of embeddings: a folder with the vectors or their graph, the texts, and which encoder queries need.
+
+Similarity is the cosine: vectors are brought to length 1. Up to `EXACT_ROWS` every vector is looked at; beyond, a graph
+(HNSW: Malkov and Yashunin, 2016) is followed, which finds nearly all of the nearest in a fraction of the time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from usearch.index import Index
+
+from common.config import Strict
+from common.storage import folder_aside, hash_file, hash_json, write_json
+from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Shape
+from evaluation.embedding.job import identify, plan
+from evaluation.embedding.output import read_note
+from evaluation.embedding.units import corpus_of, keyed, shaped
+from evaluation.encoders.protocol import SentenceEncoder
+from pipeline.corpus import Document
+from pipeline.units import read_unit
+
+EXACT_ROWS = 20_000
+INDEX = "index.json"
+_GRAPH, _VECTORS, _TEXTS = "graph.usearch", "vectors.npy", "texts.arrow"
+_CHUNK_ROWS = 4096
+_CONNECTIVITY, _EXPANSION = 32, 256
+
+Kind = Literal["exact", "graph"]
+
+
+class IndexFacts(Strict):
+    """What an index says of itself."""
+
+    version: Literal[1] = 1
+    kind: Kind
+    rows: int
+    choice: Choice
+    """The encoder that made the embeddings."""
+    shape: Shape
+    size: int
+    fingerprint: str
+    files: dict[str, str]
+    """SHA-256 of each file."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One text that was found: its row, cosine in [-1, 1], its id where there is one, the text."""
+
+    row: int
+    score: float
+    id: str | None
+    text: str
+
+
+def build_index(embeddings: Path, output: Path, kind: Kind | None = None) -> IndexFacts:
+    """Builds an index of a file that `declutr embed` wrote, with the texts of its inputs.
+
+    Args:
+        embeddings: .npy or .parquet, with its note.
+        output: folder to make.
+        kind: None: exact up to `EXACT_ROWS` embeddings, a graph beyond.
+
+    Raises:
+        EmbedError: no note, or inputs that have changed since.
+        FileExistsError: `output` is there already.
+    """
+    note = read_note(embeddings)
+    config = note.config.model_copy(update={"output": embeddings.absolute()})
+    units = plan(config)
+    if hash_json(identify(config, units, note.fingerprint)) != note.job:
+        raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
+    kind = kind or ("exact" if note.rows <= EXACT_ROWS else "graph")
+    with folder_aside(output) as aside:
+        if _write_texts(aside / _TEXTS, config) != note.rows:
+            raise EmbedError(f"{embeddings}: its inputs do not hold as many texts as it has embeddings")
+        if kind == "exact":
+            vectors = np.lib.format.open_memmap(aside / _VECTORS, "w+", np.dtype(np.float32), (note.rows, note.size))
+            for start, chunk in _vectors(embeddings):
+                vectors[start : start + len(chunk)] = chunk
+            vectors.flush()
+        else:
+            graph = _empty(note.size)
+            for start, chunk in _vectors(embeddings):
+                graph.add(np.arange(start, start + len(chunk), dtype=np.uint64), chunk)
+            graph.save(str(aside / _GRAPH))
+        facts = IndexFacts(
+            kind=kind,
+            rows=note.rows,
+            choice=config.choice,
+            shape=config.shape,
+            size=note.size,
+            fingerprint=note.fingerprint,
+            files={path.name: hash_file(path) for path in sorted(aside.iterdir())},
+        )
+        write_json(aside / INDEX, facts.model_dump(mode="json"))
+    return facts
+
+
+class SearchIndex:
+    """An index as it lies on a disk; nothing in it is run, and altered files are refused.
+
+    Raises:
+        EmbedError: no index, or one that is incomplete or altered.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.facts = IndexFacts.model_validate_json((folder / INDEX).read_bytes())
+        except (FileNotFoundError, NotADirectoryError, ValidationError) as error:
+            raise EmbedError(f"{folder}: holds no index of `declutr index`: {error}") from error
+        for name, digest in self.facts.files.items():
+            if not (folder / name).is_file() or hash_file(folder / name) != digest:
+                raise EmbedError(f"{folder}: {name} is missing or altered; build the index again")
+        self._texts = pa.ipc.open_file(pa.memory_map(str(folder / _TEXTS)))
+        if self.facts.kind == "exact":
+            self._vectors: NDArray[np.float32] = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
+        else:
+            self._graph = _empty(self.facts.size)
+            self._graph.load(str(folder / _GRAPH))
+
+    def search(self, encoder: SentenceEncoder, query: str, top: int = 10) -> list[Hit]:
+        """The nearest texts, the nearest first.
+
+        Raises:
+            EmbedError: the encoder is not the one that made the index.
+        """
+        if encoder.fingerprint != self.facts.fingerprint:
+            raise EmbedError(
+                f"the index was made with {self.facts.choice.model} ({self.facts.fingerprint[:12]}); {encoder.name} "
+                f"({encoder.fingerprint[:12]}) gives other vectors, which mean nothing to it"
+            )
+        vector = shaped(encoder.encode([query]), self.facts.shape.model_copy(update={"normalise": True}))
+        rows, scores = self.nearest(vector.astype(np.float32), top)
+        return [self._hit(row, score) for row, score in zip(rows[0].tolist(), scores[0].tolist(), strict=True)]
+
+    def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Rows and cosines, each `(queries, top)`, the nearest first.
+
+        Args:
+            queries: `(queries, size)`, of length 1.
+            top: how many; all of the index when it holds fewer.
+        """
+        top = min(top, self.facts.rows)
+        if not top:
+            return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
+        if self.facts.kind == "graph":
+            found = self._graph.search(queries, top)
+            keys = np.asarray(found.keys).reshape(len(queries), -1)
+            return keys.astype(np.int64), 1 - np.asarray(found.distances, np.float32).reshape(len(queries), -1)
+        scores = queries @ self._vectors.T
+        rows = np.argsort(-scores, axis=1, kind="stable")[:, :top]
+        return rows, np.take_along_axis(scores, rows, axis=1)
+
+    def _hit(self, row: int, score: float) -> Hit:
+        batch, place = divmod(row, _CHUNK_ROWS)
+        found: dict[str, Any] = self._texts.get_batch(batch).slice(place, 1).to_pylist()[0]
+        return Hit(row, score, found["id"], found["text"])
+
+
+def _empty(size: int) -> Index:
+    return Index(
+        ndim=size,
+        metric="ip",
+        dtype="f32",
+        connectivity=_CONNECTIVITY,
+        expansion_add=_EXPANSION,
+        expansion_search=_EXPANSION,
+    )
+
+
+def _vectors(embeddings: Path) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Embeddings of length 1 with the row of the first, some at a time."""
+    start = 0
+    unit = Shape(normalise=True)
+    for chunk in _stored(embeddings):
+        yield start, shaped(chunk.astype(np.float32), unit)
+        start += len(chunk)
+
+
+def _stored(embeddings: Path) -> Iterator[NDArray[Any]]:
+    if embeddings.suffix == ".npy":
+        whole = np.load(embeddings, mmap_mode="r", allow_pickle=False)
+        yield from (whole[start : start + _CHUNK_ROWS] for start in range(0, len(whole), _CHUNK_ROWS))
+        return
+    with pq.ParquetFile(embeddings) as file:
+        for batch in file.iter_batches(_CHUNK_ROWS, columns=["embedding"]):
+            column = batch.column(0)
+            yield column.flatten().to_numpy().reshape(len(column), -1)
+
+
+def _write_texts(path: Path, config: EmbedConfig) -> int:
+    """Writes texts and ids in the order of the embeddings; returns their number."""
+    schema = pa.schema([("text", pa.string()), ("id", pa.string())])
+    texts: list[str] = []
+    ids: list[str | None] = []
+    total = 0
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+
+        def flush() -> None:
+            writer.write_batch(pa.RecordBatch.from_arrays([pa.array(texts), pa.array(ids, pa.string())], schema=schema))
+            texts.clear()
+            ids.clear()
+
+        for unit in plan(config):
+            for record, key in keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config):
+                if isinstance(record, Document) and (key is None or isinstance(key, Document)):
+                    texts.append(record.text.removesuffix("\r"))
+                    ids.append(key.text if key else None)
+                    total += 1
+                    if len(texts) == _CHUNK_ROWS:
+                        flush()
+        if texts:
+            flush()
+    return total

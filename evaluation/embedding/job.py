@@ -1,0 +1,254 @@
+"""`declutr embed`: units of work, in this process or on Ray, to one file. Killed at any moment, it goes on.
+
+What is finished lies in a hidden folder beside the output, a part and a sidecar a unit, until the output is whole.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.config import expand
+from common.logs import get_logger
+from common.storage import hash_json
+from evaluation.embedding.config import Choice, EmbedConfig, EmbedError
+from evaluation.embedding.output import Note, assemble, note_path, read_note, write_note
+from evaluation.embedding.units import UnitSidecar, corpus_of, embed_unit, finished
+from evaluation.encoder import load_encoder
+from evaluation.encoders.protocol import SentenceEncoder
+from pipeline.units import Unit, hash_unit, plan_units
+
+SMALL_MIB = 16
+"""Less than this is embedded in this process: Ray's start would take longer than it saves."""
+_MIB = 2**20
+_MAX_UNITS = 4096
+_CPUS_PER_WORKER = 4
+_RESTARTS = 10
+"""How often a worker that dies begins anew. An input that crashes a library would do so for ever."""
+_VERSION = 1
+
+
+def encoder_of(choice: Choice) -> SentenceEncoder:
+    """The encoder of a job.
+
+    Raises:
+        EncoderError: it cannot be loaded.
+    """
+    return load_encoder(
+        choice.model,
+        choice.pooling,
+        max_tokens=choice.max_tokens,
+        long_texts=choice.long_texts,
+        trust_remote_code=choice.trust_remote_code,
+    )
+
+
+def embed(config: EmbedConfig) -> Note:
+    """Embeds every text of the inputs, or the rest of them when an earlier run was stopped.
+
+    Returns:
+        The note, which is also written beside the output.
+
+    Raises:
+        EmbedError: inputs that cannot be read, settings that do not go together, a worker that keeps dying.
+        EncoderError: the model cannot be loaded.
+    """
+    config = located(config)
+    units = plan(config)
+    encoder = encoder_of(config.choice)
+    if config.shape.dimensions and config.shape.dimensions > encoder.size:
+        raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has {encoder.size}")
+    identities = identify(config, units, encoder.fingerprint)
+    job = hash_json(identities)
+    if done := _done(config.output, job):
+        get_logger().info("%s is embedded already", config.output)
+        return done
+    folder = config.output.absolute().with_name(f".{config.output.name}.parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    sidecars = _run(config, units, identities, folder, encoder)
+    num_rows = assemble(folder, sidecars, config, encoder.size)
+    note = Note(
+        config=config,
+        fingerprint=encoder.fingerprint,
+        size=config.shape.dimensions or encoder.size,
+        rows=num_rows,
+        skipped={
+            reason: sum(sidecar.skipped.get(reason, 0) for sidecar in sidecars)
+            for reason in sorted({reason for sidecar in sidecars for reason in sidecar.skipped})
+        },
+        job=job,
+        num_bytes=config.output.stat().st_size,
+    )
+    write_note(note, config.output)
+    shutil.rmtree(folder)
+    return note
+
+
+def located(config: EmbedConfig) -> EmbedConfig:
+    """The job with absolute paths: workers run in a folder of their own, and the note is read from anywhere."""
+    inputs = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
+    choice = config.choice
+    if Path(choice.model).exists():
+        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
+    return config.model_copy(update={"inputs": inputs, "choice": choice, "output": config.output.absolute()})
+
+
+def identify(config: EmbedConfig, units: list[Unit], fingerprint: str) -> list[str]:
+    """For each unit SHA-256 of its input, the encoder and the settings that decide its embeddings."""
+    settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
+    settings |= {"version": _VERSION, "fingerprint": fingerprint, "suffix": config.output.suffix}
+    return [hash_json([settings, hash_unit(unit), _times(unit)]) for unit in units]
+
+
+def plan(config: EmbedConfig) -> list[Unit]:
+    """The units of the inputs.
+
+    Raises:
+        EmbedError: everything that can be seen to be wrong before any work.
+    """
+    problems = []
+    if config.output.suffix not in (".npy", ".parquet"):
+        problems.append(f"--output {config.output}: must end in .npy or .parquet")
+    if config.output.suffix == ".npy" and (config.id_field or config.skip_bad):
+        problems.append("ids and left-out rows need an --output that ends in .parquet: an .npy has only places")
+    units, found = plan_units(corpus_of(config, config.text_field), config.unit_mib or 1)
+    if config.unit_mib is None and len(units) > _MAX_UNITS:
+        mib = sum(unit.weight for unit in units) / _MIB / _MAX_UNITS
+        units, found = plan_units(corpus_of(config, config.text_field), mib)
+    if config.id_field and not found:
+        found = plan_units(corpus_of(config, config.id_field), 1)[1]
+    words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}
+    for problem in found:
+        for ours, theirs in words.items():
+            problem = problem.replace(ours, theirs)
+        problems.append(problem)
+    if problems:
+        raise EmbedError("\n".join(problems))
+    return units
+
+
+def _times(unit: Unit) -> list[int]:
+    """When the local files of a unit were last changed: contents that changed without changing size are read anew."""
+    paths = [Path(part.path) for part in unit.parts]
+    return [path.stat().st_mtime_ns for path in paths if path.is_file()]
+
+
+def _done(output: Path, job: str) -> Note | None:
+    """The note of a finished output of this very job."""
+    if not note_path(output).is_file():
+        return None
+    try:
+        note = read_note(output)
+    except EmbedError:  # of another version, or its output is gone
+        return None
+    return note if note.job == job else None
+
+
+def _run(
+    config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
+) -> list[UnitSidecar]:
+    """Sidecars of the units in order: the finished ones as they are, the others made now."""
+    found = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
+    todo = [(unit, identity) for unit, identity, one in zip(units, identities, found, strict=True) if one is None]
+    sidecars = {sidecar.unit: sidecar for sidecar in found if sidecar}
+    if sidecars:
+        get_logger().info("%d of %d units are finished already", len(sidecars), len(units))
+    total = sum(unit.num_bytes for unit in units)
+    left = sum(unit.num_bytes for unit, _ in todo)
+    here = config.workers == 0 or (config.workers is None and sum(unit.weight for unit in units) < SMALL_MIB * _MIB)
+    with tqdm(
+        total=total,
+        initial=total - left,
+        desc="embed",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        file=sys.stderr,
+        dynamic_ncols=True,
+        bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
+    ) as bar:
+        progress = _Progress(bar)
+        made = _here(config, todo, folder, encoder, progress) if here else _on_ray(config, todo, folder, progress)
+        sidecars |= {sidecar.unit: sidecar for sidecar in made}
+    return [sidecars[unit.name] for unit in units]
+
+
+class _Progress:
+    """Texts a second beside the bar of input bytes."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar, self._texts = bar, 0
+
+    def add(self, texts: int, num_bytes: int) -> None:
+        """So much more is done."""
+        self._texts += texts
+        seconds = max(1e-9, float(self._bar.format_dict["elapsed"]))
+        self._bar.set_postfix_str(f"{self._texts:,} texts, {self._texts / seconds:,.0f} a second", refresh=False)
+        self._bar.update(num_bytes)
+
+
+def _here(
+    config: EmbedConfig,
+    todo: Sequence[tuple[Unit, str]],
+    folder: Path,
+    encoder: SentenceEncoder,
+    progress: _Progress,
+) -> Iterator[UnitSidecar]:
+    for unit, identity in todo:
+        yield embed_unit(unit, folder, config, identity, encoder, progress.add)
+
+
+class UnitEmbedder:
+    """What a Ray worker is: an encoder that embeds one unit after the other."""
+
+    def __init__(self, config: EmbedConfig, folder: str) -> None:
+        self._config, self._folder = config, Path(folder)
+        self._encoder = encoder_of(config.choice)
+
+    def __call__(self, row: dict[str, str]) -> dict[str, str]:
+        """`{"unit": JSON, "identity": hash}` in, `{"sidecar": JSON, "problem": words}` out."""
+        unit = Unit.model_validate_json(row["unit"])
+        try:
+            sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
+        except (OSError, EmbedError) as error:  # raised here, it would reach people as a traceback of Ray's
+            return {"sidecar": "", "problem": str(error)}
+        return {"sidecar": sidecar.model_dump_json(), "problem": ""}
+
+
+def _on_ray(
+    config: EmbedConfig, todo: Sequence[tuple[Unit, str]], folder: Path, progress: _Progress
+) -> Iterator[UnitSidecar]:
+    if not todo:
+        return
+    from pipeline.session import start_ray
+
+    start_ray()
+    import ray  # after the session, which keeps it quiet
+    from ray.exceptions import RayActorError, WorkerCrashedError
+
+    resources = ray.cluster_resources()
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    workers = min(config.workers or gpus or max(1, cpus // _CPUS_PER_WORKER), gpus or cpus)
+    share: dict[str, int] = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(_CPUS_PER_WORKER, cpus // workers))}
+    items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
+    sizes = {unit.name: unit.num_bytes for unit, _ in todo}
+    rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
+        UnitEmbedder,
+        fn_constructor_kwargs={"config": config, "folder": str(folder)},
+        concurrency=min(workers, len(items)),
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
+        **share,
+    )
+    try:
+        for row in rows.iter_rows():
+            if row["problem"]:
+                raise EmbedError(f"{row['problem']}. What is finished stays; the same command continues")
+            sidecar = UnitSidecar.model_validate_json(row["sidecar"])
+            progress.add(sidecar.written, sizes[sidecar.unit])
+            yield sidecar
+    except (RayActorError, WorkerCrashedError) as error:
+        raise EmbedError(f"workers keep dying ({error}); what is finished stays, the same command continues") from error

@@ -1,0 +1,104 @@
+"""An encoder as ONNX: a folder with `model.onnx`, its `tokenizer.json`, and what else is needed to use them.
+
+Inputs `input_ids` and `attention_mask`, int64 `(texts, tokens)`, padded on the right; output `sentence_embedding`,
+float32 `(texts, size)`. Pooling, dense layers and normalisation are inside the graph.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.storage import folder_aside, write_json
+from evaluation.encoders.protocol import EncoderError, SentenceEncoder
+from evaluation.encoders.transformer import TransformerEncoder
+
+OPSET = 18
+SETTINGS = "declutr_onnx.json"
+
+
+class _Graph(nn.Module):
+    """From padded ids to embeddings, in operations that ONNX has."""
+
+    def __init__(self, encoder: TransformerEncoder) -> None:
+        super().__init__()
+        self.base = encoder.encoder.model.base_model
+        self.after = encoder.after
+        self.pooling = encoder.encoder.config.pooling
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden: Tensor = self.base(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask[:, :, None].to(hidden.dtype)
+        if self.pooling == "cls":
+            pooled = hidden[:, 0]
+        elif self.pooling == "max":
+            pooled = (hidden + (1 - mask) * torch.finfo(hidden.dtype).min).amax(dim=1)
+        else:
+            pooled = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
+        embedding: Tensor = self.after(pooled)
+        return embedding
+
+
+def export_onnx(encoder: SentenceEncoder, output: Path) -> None:
+    """Writes the folder.
+
+    Raises:
+        EncoderError: not a transformer, or texts are to be read in windows, which a graph cannot do.
+        FileExistsError: `output` is there already.
+    """
+    if not isinstance(encoder, TransformerEncoder):
+        raise EncoderError(f"{encoder.name}: only transformers become ONNX")
+    if encoder.long_texts != "cut":
+        raise EncoderError("--long-texts windows is no part of a graph; export with cut and average windows outside")
+    before = encoder.encoder.config
+    encoder.encoder.set_layout(before.model_copy(update={"layout": "padded"}))
+    try:
+        with folder_aside(output) as aside:
+            _write_graph(_Graph(encoder).eval(), aside / "model.onnx", encoder.device)
+            (aside / "tokenizer.json").write_text(_tokenizer(encoder), encoding="utf-8")
+            settings = {
+                "size": encoder.size,
+                "max_tokens": encoder.max_tokens,
+                "pooling": before.pooling,
+                "prompt": encoder.prompt,
+                "fingerprint": encoder.fingerprint,
+                "inputs": ["input_ids", "attention_mask"],
+                "output": "sentence_embedding",
+                "opset": OPSET,
+            }
+            write_json(aside / SETTINGS, settings)
+    finally:
+        encoder.encoder.set_layout(before)
+
+
+def _write_graph(graph: nn.Module, path: Path, device: torch.device) -> None:
+    # Neither dimension is 1 or equal to the other: the exporter would take them for constants or for one another.
+    mask = torch.ones(3, 7, dtype=torch.int64, device=device)
+    mask[1, 4:] = 0
+    texts, tokens = torch.export.Dim("texts"), torch.export.Dim("tokens", min=2)
+    shape: dict[int, Any] = {0: texts, 1: tokens}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # the exporter's own, on its internals
+        torch.onnx.export(
+            graph,
+            (torch.ones_like(mask), mask),
+            path,
+            input_names=["input_ids", "attention_mask"],
+            output_names=["sentence_embedding"],
+            dynamic_shapes=(shape, shape),
+            opset_version=OPSET,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+
+
+def _tokenizer(encoder: TransformerEncoder) -> str:
+    """The tokenizer with truncation and padding set, so that `tokenizers` alone gives the graph its inputs."""
+    tokenizer = encoder.engine()
+    special = encoder.tokenizer
+    tokenizer.enable_padding(pad_id=special.pad_token_id or 0, pad_token=special.pad_token or "[PAD]")
+    text: str = tokenizer.to_str(pretty=True)
+    return text

@@ -1,0 +1,98 @@
+"""The finished file, put together from the units' parts, and the note beside it that says what made it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from common.config import Strict
+from common.storage import write_aside, write_text
+from evaluation.embedding.config import EmbedConfig, EmbedError
+from evaluation.embedding.units import UnitSidecar, part_schema
+
+
+class Note(Strict):
+    """What made a file of embeddings; lies beside it as OUT.json."""
+
+    config: EmbedConfig
+    fingerprint: str
+    """Of the encoder and its treatment of long texts."""
+    size: int
+    """Numbers in a written embedding."""
+    rows: int
+    """Embeddings in the file."""
+    skipped: dict[str, int]
+    """Records that could not be read and were left out, by reason."""
+    job: str
+    """SHA-256 of inputs, encoder and settings."""
+    num_bytes: int
+    """Of the file of embeddings."""
+
+
+def note_path(output: Path) -> Path:
+    """Where the note of a file of embeddings lies."""
+    return output.with_name(f"{output.name}.json")
+
+
+def read_note(output: Path) -> Note:
+    """The note of a file of embeddings.
+
+    Raises:
+        EmbedError: there is none, or the file is not the one it was written for.
+    """
+    path = note_path(output)
+    try:
+        note = Note.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError) as error:
+        raise EmbedError(f"{output}: has no note {path.name} of `declutr embed` beside it: {error}") from error
+    if not output.is_file() or output.stat().st_size != note.num_bytes:
+        raise EmbedError(f"{output}: is missing or of another size than its note {path.name} says; embed again")
+    return note
+
+
+def assemble(folder: Path, sidecars: list[UnitSidecar], config: EmbedConfig, size: int) -> int:
+    """Writes the output from the parts, in the order of the inputs; returns its number of rows."""
+    schema = part_schema(size, config)
+    rows = sum(sidecar.written for sidecar in sidecars)
+    with write_aside(config.output) as aside:
+        if config.output.suffix == ".npy":
+            _write_npy(aside, folder, sidecars, rows, schema)
+        else:
+            with pq.ParquetWriter(aside, schema) as writer:
+                for batch in _batches(folder, sidecars):
+                    writer.write_table(pa.Table.from_batches([batch]))
+    return rows
+
+
+def _write_npy(aside: Path, folder: Path, sidecars: list[UnitSidecar], rows: int, schema: pa.Schema) -> None:
+    kind = schema.field("embedding").type
+    header = {
+        "descr": np.lib.format.dtype_to_descr(np.dtype(kind.value_type.to_pandas_dtype())),
+        "fortran_order": False,
+        "shape": (rows, kind.list_size),
+    }
+    with aside.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, header)
+        for batch in _batches(folder, sidecars):
+            stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
+
+
+def _batches(folder: Path, sidecars: list[UnitSidecar]) -> Iterator[pa.RecordBatch]:
+    """Record batches of all parts, their rows counted through all units."""
+    first = 0
+    for sidecar in sidecars:
+        with pa.memory_map(str(folder / f"{sidecar.unit}.arrow")) as source:
+            reader = pa.ipc.open_file(source)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                rows = pa.array(batch.column("row").to_numpy() + first)
+                yield batch.set_column(0, batch.schema.field("row"), rows)
+        first += sidecar.read
+
+
+def write_note(note: Note, output: Path) -> None:
+    """Writes the note: the job is finished."""
+    write_text(note_path(output), note.model_dump_json(indent=1) + "\n")

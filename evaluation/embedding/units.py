@@ -1,0 +1,178 @@
+"""One unit of work: some texts to one file of embeddings, whole or absent, and a sidecar that says it is done."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from common.config import Strict
+from common.storage import write_aside, write_text
+from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
+from evaluation.encoders.protocol import SentenceEncoder
+from pipeline.corpus import Document, Failure, FilesCorpus, Record
+from pipeline.units import Unit, read_unit
+
+MAX_TEXT_MIB = 512
+_WINDOW_TEXTS = 8192
+_WINDOW_CHARACTERS = 8_000_000
+_MAX_EXAMPLES = 3
+
+
+class UnitSidecar(Strict):
+    """What became of a unit's records."""
+
+    unit: str
+    identity: str
+    """SHA-256 of the unit's input and the job's settings."""
+    read: int
+    """Records, those that could not be read included."""
+    written: int
+    num_bytes: int
+    """Of the file of embeddings."""
+    skipped: dict[str, int]
+    """Records that could not be read, by reason."""
+    examples: list[str]
+
+
+def corpus_of(config: EmbedConfig, field: str) -> FilesCorpus:
+    """The inputs as the readers know them."""
+    settings = {"kind": "files", "paths": config.inputs, "format": config.format, "text_field": field}
+    return FilesCorpus.model_validate(settings | {"max_document_mib": MAX_TEXT_MIB})
+
+
+def part_schema(size: int, config: EmbedConfig) -> pa.Schema:
+    """Columns of a unit's file: row within the unit, id where asked for, embedding."""
+    number = pa.float16() if config.shape.dtype == "float16" else pa.float32()
+    names = [("row", pa.int64()), *([("id", pa.string())] if config.id_field else [])]
+    return pa.schema([*names, ("embedding", pa.list_(number, config.shape.dimensions or size))])
+
+
+def embed_unit(
+    unit: Unit,
+    folder: Path,
+    config: EmbedConfig,
+    identity: str,
+    encoder: SentenceEncoder,
+    told: Callable[[int, int], None] | None = None,
+) -> UnitSidecar:
+    """Embeds one unit. Its bytes depend on the unit, the encoder and the settings, and on nothing else.
+
+    Args:
+        unit: what to read.
+        folder: of the parts.
+        config: settings.
+        identity: of the unit in this job.
+        encoder: what embeds.
+        told: is told how many more texts were embedded and how many more input bytes were read.
+
+    Raises:
+        EmbedError: a record cannot be read, and is not to be skipped.
+    """
+    schema = part_schema(encoder.size, config)
+    skipped: Counter[str] = Counter()
+    examples: list[str] = []
+    read = written = seen_bytes = 0
+    with write_aside(folder / f"{unit.name}.arrow") as aside:
+        reading = read_unit(unit, corpus_of(config, config.text_field))
+        with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for window in _windows(keyed(unit, reading, config)):
+                rows, ids, texts = [], [], []
+                for record, key in window:
+                    problem = record if isinstance(record, Failure) else key if isinstance(key, Failure) else None
+                    if problem is None:
+                        rows.append(read)
+                        texts.append(record.text.removesuffix("\r"))  # type: ignore[union-attr]
+                        ids.append(key.text if isinstance(key, Document) else "")
+                    else:
+                        words = f"{problem.source} at {problem.offset}: {problem.reason}: {problem.message}"
+                        if not config.skip_bad:
+                            raise EmbedError(f"{words}. --skip-bad leaves out and counts what cannot be read")
+                        skipped[problem.reason] += 1
+                        examples += [words] if len(examples) < _MAX_EXAMPLES else []
+                    read += 1
+                written += len(rows)
+                if rows:
+                    writer.write_batch(_batch(schema, rows, ids, embed_distinct(encoder, texts, config.shape)))
+                if told is not None:
+                    now = reading.bytes_read
+                    told(len(texts), now - seen_bytes)
+                    seen_bytes = now
+    path = folder / f"{unit.name}.arrow"
+    sidecar = UnitSidecar(
+        unit=unit.name,
+        identity=identity,
+        read=read,
+        written=written,
+        num_bytes=path.stat().st_size,
+        skipped=dict(sorted(skipped.items())),
+        examples=examples,
+    )
+    write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")
+    return sidecar
+
+
+def finished(unit: str, identity: str, folder: Path) -> UnitSidecar | None:
+    """The sidecar of a unit that needs no more work."""
+    try:
+        sidecar = UnitSidecar.model_validate_json((folder / f"{unit}.json").read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    path = folder / f"{unit}.arrow"
+    whole = path.is_file() and path.stat().st_size == sidecar.num_bytes
+    return sidecar if whole and sidecar.identity == identity else None
+
+
+def embed_distinct(encoder: SentenceEncoder, texts: list[str], shape: Shape) -> NDArray[Any]:
+    """Embeddings `(len(texts), dimensions)` as they are written; equal texts are embedded once."""
+    numbers: dict[str, int] = {}
+    places = [numbers.setdefault(text, len(numbers)) for text in texts]
+    return shaped(encoder.encode(list(numbers)), shape)[places]
+
+
+def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
+    """Truncated, then normalised, then rounded."""
+    kept = embeddings[:, : shape.dimensions]
+    if shape.normalise:
+        kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), 1e-12)
+    return np.ascontiguousarray(kept, dtype=shape.dtype)
+
+
+def _batch(schema: pa.Schema, rows: list[int], ids: list[str], values: NDArray[Any]) -> pa.RecordBatch:
+    embedding = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+    columns = [pa.array(rows, pa.int64()), *([pa.array(ids, pa.string())] if "id" in schema.names else []), embedding]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+Keyed = tuple[Record, Record | None]
+
+
+def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterator[Keyed]:
+    """Each record of a unit with its id, which a second pass over the same unit reads."""
+    if config.id_field is None:
+        yield from ((record, None) for record in records)
+        return
+    for record, key in itertools.zip_longest(records, read_unit(unit, corpus_of(config, config.id_field))):
+        if record is None or key is None or (record.source, record.offset) != (key.source, key.offset):
+            place = record or key
+            raise EmbedError(f"{place.source} at {place.offset}: texts and ids do not pair")
+        yield record, key
+
+
+def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:
+    """A bounded number of records and characters at a time: what is sorted by length and embedded together."""
+    window: list[Keyed] = []
+    held = 0
+    for record, key in records:
+        window.append((record, key))
+        held += len(record.text) if isinstance(record, Document) else 0
+        if len(window) == _WINDOW_TEXTS or held >= _WINDOW_CHARACTERS:
+            yield window
+            window, held = [], 0
+    if window:
+        yield window

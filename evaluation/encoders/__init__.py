@@ -1,0 +1,1 @@
+"""Kinds of sentence encoders; `evaluation.encoder.load_encoder` chooses among them by name."""

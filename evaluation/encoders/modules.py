@@ -1,0 +1,169 @@
+"""What a sentence-transformers folder says of itself: which transformer, which pooling, and what comes after it.
+
+Only what can be computed exactly is taken on; anything else is refused by name.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from common.storage import read_json
+from evaluation.encoders.protocol import EncoderError
+
+Pooling = Literal["mean", "cls", "max"]
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "torch.nn.modules.linear.Identity": nn.Identity,
+    "torch.nn.modules.activation.Tanh": nn.Tanh,
+    "torch.nn.modules.activation.ReLU": nn.ReLU,
+    "torch.nn.modules.activation.GELU": nn.GELU,
+    "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
+}
+
+
+class Normalize(nn.Module):
+    """e / |e|, a null vector staying what it is."""
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """`(n, size)` to `(n, size)`."""
+        return F.normalize(embeddings, dim=-1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a sentence-transformers folder makes embeddings.
+
+    Attributes:
+        subfolder: of the transformer.
+        pooling: of its last hidden states.
+        after: dense layers and normalisation, in order.
+        size: numbers in an embedding; None: the transformer's.
+        max_tokens: longer texts are cut; None: the transformer's limit.
+        lower_case: whether texts are put in lower case first.
+        prompt: what is put before every text.
+    """
+
+    subfolder: str
+    pooling: Pooling
+    after: nn.Sequential
+    size: int | None
+    max_tokens: int | None
+    lower_case: bool
+    prompt: str
+
+
+def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
+    """The recipe of a folder, or of a name at the Hugging Face hub; None where it has no modules.json.
+
+    Args:
+        name: folder or name.
+        pooling: overrides the one it declares.
+
+    Raises:
+        EncoderError: a module, a pooling or an option that is not computed here, or a lookup that failed.
+    """
+    path = _file(name, "modules.json")
+    if path is None:
+        return None
+    modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in read_json(path)]
+    kinds = [kind for kind, _ in modules]
+    if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= {"Dense", "Normalize", "Dropout"}:
+        raise EncoderError(
+            f"{name}: its modules are {', '.join(kinds)}; only a Transformer with Pooling, then Dense and Normalize, "
+            "are computed exactly here"
+        )
+    after, size = nn.Sequential(), None
+    for kind, folder in modules[2:]:
+        if kind == "Normalize":
+            after.append(Normalize())
+        elif kind == "Dense":
+            layer, size = _dense(name, folder)
+            after.append(layer)
+    settings = _json(name, _inside(modules[0][1], "sentence_bert_config.json"))
+    options = _json(name, "config_sentence_transformers.json")
+    chosen = options.get("default_prompt_name")
+    prompt = (options.get("prompts") or {}).get(chosen, "") if chosen else ""
+    pooled = _json(name, _inside(modules[1][1], "config.json"))
+    if prompt and not pooled.get("include_prompt", True):
+        raise EncoderError(f"{name}: leaves its prompt {prompt!r} out of the pooling, which is not computed here")
+    return Recipe(
+        subfolder=modules[0][1],
+        pooling=pooling or _pooling(name, pooled),
+        after=after,
+        size=size,
+        max_tokens=settings.get("max_seq_length"),
+        lower_case=bool(settings.get("do_lower_case")),
+        prompt=prompt,
+    )
+
+
+def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
+    """The pooling of the old form, one flag a kind, or of the new."""
+    declared = settings.get("pooling_mode", [kind for flag, kind in _FLAGS.items() if settings.get(flag)] or "mean")
+    kinds = [declared] if isinstance(declared, str) else list(declared)
+    for kind in get_args(Pooling):
+        if kinds == [kind]:
+            return kind  # type: ignore[no-any-return]
+    raise EncoderError(
+        f"{name}: pooling {'+'.join(kinds)!r} is not one of {', '.join(get_args(Pooling))}; --pooling overrides it"
+    )
+
+
+def _dense(name: str, folder: str) -> tuple[nn.Module, int]:
+    settings = _json(name, _inside(folder, "config.json"))
+    activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+    plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
+    plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
+    if activation not in _ACTIVATIONS or settings.get("use_residual") or not plain:
+        raise EncoderError(f"{name}: its dense layer {folder} ({activation}) is of a kind that is not computed here")
+    layer = nn.Linear(settings["in_features"], settings["out_features"], bias=settings.get("bias", True))
+    if path := _file(name, _inside(folder, "model.safetensors")):
+        weights = load_file(path)
+    elif path := _file(name, _inside(folder, "pytorch_model.bin")):
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    else:
+        raise EncoderError(f"{name}: its dense layer {folder} has no weights")
+    layer.load_state_dict({key.removeprefix("linear."): value.float() for key, value in weights.items()})
+    return nn.Sequential(layer, _ACTIVATIONS[activation]()), int(settings["out_features"])
+
+
+def _inside(folder: str, file: str) -> str:
+    return f"{folder}/{file}" if folder else file
+
+
+def _json(name: str, file: str) -> dict[str, Any]:
+    path = _file(name, file)
+    found: dict[str, Any] = read_json(path) if path else {}
+    return found
+
+
+def _file(name: str, file: str) -> Path | None:
+    """A file of a folder or of the hub; None where there is none."""
+    if Path(name).exists():
+        path = Path(name) / file
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(name, file))
+    except LocalEntryNotFoundError as error:
+        raise EncoderError(
+            f"{name} cannot be loaded: no such folder here, and whether the hub has its {file} cannot be asked. "
+            "Without a network, download it to a folder and name that"
+        ) from error
+    except EntryNotFoundError:
+        return None
+    except (HFValidationError, OSError) as error:
+        raise EncoderError(f"{name} cannot be loaded: no such folder, and not at the hub: {error}") from error

@@ -1,0 +1,172 @@
+"""Texts to embeddings with a transformer: batches by token budget, no padding where the encoder can pack.
+
+On a CPU, batches are computed side by side, each by one thread. The work is divided between batches and never inside
+one, so that an embedding has the same bits on two cores as on sixty-four.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import nn
+
+from common.storage import hash_json
+from evaluation.encoders.modules import Normalize
+from trainer.batches import SpanBatch
+from trainer.model import Encoder
+
+LongTexts = Literal["cut", "windows"]
+_CPU_BATCH_TOKENS = 2048  # activations of a batch stay near the processor
+_GPU_BATCH_TOKENS = 65536
+
+
+@dataclass(frozen=True)
+class TransformerEncoder:
+    """An encoder with its tokenizer.
+
+    Attributes:
+        name: what it was loaded from.
+        encoder: in evaluation mode.
+        tokenizer: of transformers.
+        max_tokens: of one input, specials included.
+        long_texts: what becomes of longer ones. cut: their beginning is taken. windows: they are read in consecutive
+            windows w of max_tokens, and e(x) = sum_w n_w e(w) / sum_w n_w with n_w the tokens of w without specials;
+            where the encoder ends in a normalisation, so does this.
+        after: what follows pooling: dense layers, normalisation.
+        prompt: put before every text.
+        embedding_size: numbers in an embedding; None: the transformer's hidden size.
+    """
+
+    name: str
+    encoder: Encoder
+    tokenizer: Any
+    max_tokens: int
+    long_texts: LongTexts = "cut"
+    after: nn.Sequential = field(default_factory=nn.Sequential)
+    prompt: str = ""
+    embedding_size: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers in an embedding."""
+        return self.embedding_size or self.encoder.hidden_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(self.encoder.parameters()).device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of weights, tokenizer and settings."""
+        digest = hashlib.sha256()
+        for module in (self.encoder, self.after):
+            for key, value in sorted(module.state_dict().items()):
+                digest.update(key.encode() + str(value.dtype).encode())
+                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+        volatile = ("transformers_version", "dtype", "architectures")
+        model = self.encoder.model.config.to_dict()
+        settings = {
+            "weights": digest.hexdigest(),
+            "tokenizer": self._engine.to_str(),
+            "model": {key: str(value) for key, value in model.items() if key[0] != "_" and key not in volatile},
+            "pooling": self.encoder.config.pooling,
+            "after": str(self.after),
+            "prompt": self.prompt,
+            "long_texts": self.long_texts,
+        }
+        return hash_json(settings)
+
+    @cached_property
+    def _engine(self) -> Tokenizer:
+        return self.engine()
+
+    def engine(self) -> Tokenizer:
+        """The tokenizer without what transformers wraps around it, which takes as long again for short texts."""
+        engine = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
+        engine.no_padding()
+        engine.enable_truncation(self.max_tokens, direction=self.tokenizer.truncation_side)
+        return engine
+
+    def encode(self, texts: Sequence[str], batch_tokens: int | None = None) -> NDArray[np.float32]:
+        """Embeddings `(len(texts), size)` in the order of the texts; an empty text is its special tokens alone.
+
+        Args:
+            texts: what is embedded.
+            batch_tokens: most tokens in one forward; None: 2,048 on a CPU, 65,536 on a GPU.
+        """
+        if not texts:
+            return np.empty((0, self.size), np.float32)
+        rows = self._engine.encode_batch_fast([self.prompt + text for text in texts] if self.prompt else list(texts))
+        if self.long_texts == "cut" or not any(row.overflowing for row in rows):
+            return self._embed([row.ids for row in rows], batch_tokens)
+        windows = [[row, *row.overflowing] for row in rows]
+        owners = np.repeat(np.arange(len(rows)), [len(group) for group in windows])
+        flat = [window for group in windows for window in group]
+        weights = np.array([len(window.ids) - sum(window.special_tokens_mask) for window in flat], np.float64)
+        weights = np.maximum(weights, np.bincount(owners)[owners] == 1)  # an empty text is one window without tokens
+        totals = np.zeros((len(rows), self.size), np.float64)
+        np.add.at(totals, owners, self._embed([row.ids for row in flat], batch_tokens) * weights[:, None])
+        means = totals / np.bincount(owners, weights)[:, None]
+        if len(self.after) and isinstance(self.after[-1], Normalize):
+            means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        return means.astype(np.float32)
+
+    def _embed(self, rows: list[list[int]], batch_tokens: int | None) -> NDArray[np.float32]:
+        """Embeddings of inputs, in their order."""
+        device = self.device
+        budget = batch_tokens or (_CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS)
+        lengths = np.array([len(row) for row in rows])
+        order = np.argsort(lengths, kind="stable")  # neighbours of one length attend together
+        flat = torch.from_numpy(np.concatenate([np.array(rows[place], np.int64) for place in order]))
+        ordered = torch.from_numpy(lengths[order])
+        nothing = torch.empty(0, dtype=torch.int64)
+        pieces = SpanBatch(flat, ordered, nothing, nothing).slices(_cuts(lengths[order].tolist(), budget))
+
+        def embed(piece: SpanBatch) -> NDArray[np.float32]:
+            with torch.inference_mode():
+                pooled = self.encoder.embed(piece.to(device))
+                return self.after(pooled).float().cpu().numpy()  # type: ignore[no-any-return]
+
+        embeddings = np.empty((len(rows), self.size), np.float32)
+        if device.type == "cpu":
+            with _single_threads() as pool:
+                parts = list(pool.map(embed, pieces))
+        else:
+            parts = [embed(piece) for piece in pieces]
+        embeddings[order] = np.concatenate(parts)
+        return embeddings
+
+
+def _cuts(lengths: list[int], budget: int) -> list[tuple[int, int]]:
+    """Consecutive inputs of at most `budget` tokens, cut where the length changes once half of it is reached.
+
+    Inputs of one length need no mask and no rearrangement in attention.
+    """
+    cuts, start, total = [], 0, 0
+    for place, length in enumerate(lengths):
+        full = total + length > budget or (length != lengths[place - 1] and 2 * total >= budget)
+        if total and full:
+            cuts.append((start, place))
+            start, total = place, 0
+        total += length
+    return [*cuts, (start, len(lengths))]
+
+
+@contextmanager
+def _single_threads() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as torch would use, each computing alone."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(before, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,153 @@
+"""Baselines without a network: the mean of a text's word vectors, read from a file or made from a hash.
+
+e(x) = 1/n sum_i v(w_i) over the n words of x that have a vector; 0 for a text without any.
+"""
+
+import gzip
+import hashlib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import seeding
+from common.storage import hash_file, hash_json
+from evaluation.encoders.protocol import EncoderError
+
+SUFFIXES = (".vec", ".txt", ".vec.gz", ".txt.gz")
+_WORD = re.compile(r"\w+|[^\w\s]")
+_CHUNK_TEXTS = 1024
+_WORDS_PER_FILE_CHUNK = 1 << 16
+
+
+def words_of(text: str) -> list[str]:
+    """Runs of letters and digits, and every other character that is no space, case kept."""
+    return _WORD.findall(text)
+
+
+class HashedWords:
+    """Every word has a random vector of signs, drawn from the seed and a hash of the word: the same on any machine.
+
+    v(w) = s / sqrt(size), s in {-1, 1}^size, of the word in lower case. Sums of signs are integers, hence exact.
+
+    Args:
+        size: numbers in an embedding.
+        seed: of the signs.
+    """
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        self.size = size
+        self.seed = seed
+        self.name = f"hashed-words{f'@{seed}' if seed else ''}:{size}"
+        self.fingerprint = hash_json({"kind": "hashed-words", "version": 1, "size": size, "seed": seed})
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Embeddings `(len(texts), size)`."""
+        embeddings = np.zeros((len(texts), self.size), np.float32)
+        for start in range(0, len(texts), _CHUNK_TEXTS):
+            numbers: dict[str, int] = {}
+            rows = [
+                [numbers.setdefault(word, len(numbers)) for word in words_of(text.lower())]
+                for text in texts[start : start + _CHUNK_TEXTS]
+            ]
+            signs = self._signs(list(numbers))
+            for place, row in enumerate(rows, start):
+                if row:
+                    total = signs[row].sum(axis=0, dtype=np.int64)
+                    embeddings[place] = total / (len(row) * np.sqrt(self.size))
+        return embeddings
+
+    def _signs(self, words: list[str]) -> NDArray[np.int8]:
+        """`(len(words), size)` of -1 and 1."""
+        digests = [hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest() for word in words]
+        keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+        drawn = seeding.words(self.seed, "hashed-words", keys, np.zeros_like(keys), -(-self.size // 32))
+        raw = np.ascontiguousarray(drawn.astype("<u4")).view(np.uint8)
+        bits = np.unpackbits(raw.reshape(len(words), -1), axis=1, bitorder="little")
+        return (bits[:, : self.size].astype(np.int8) << 1) - 1
+
+
+class WordVectors:
+    """The mean of the vectors of a text's words, in the text format of fastText and GloVe.
+
+    A word that the file lacks is looked up in lower case, and left out when that is lacking too.
+
+    Args:
+        path: one word a line and its numbers after it, separated by spaces; perhaps a first line with the number of
+            words and of dimensions; perhaps compressed by gzip.
+        vocabulary: None: every word of the file is held in memory. Otherwise only these, and them in lower case.
+
+    Raises:
+        EncoderError: no such file, a line of another length, no word of the vocabulary in the file.
+    """
+
+    def __init__(self, path: Path, vocabulary: Collection[str] | None = None) -> None:
+        self.name = str(path)
+        wanted = None if vocabulary is None else {form for word in vocabulary for form in (word, word.lower())}
+        self._places: dict[str, int] = {}
+        chunks = []
+        try:
+            for words, vectors in _read(path, wanted):
+                chunks.append(vectors)
+                for word in words:
+                    self._places[word] = len(self._places)
+        except (OSError, EOFError) as error:
+            raise EncoderError(f"{path}: cannot be read as word vectors: {error}") from error
+        if not chunks:
+            raise EncoderError(f"{path}: holds no word vector{'' if wanted is None else ' of the words asked for'}")
+        self._vectors = np.concatenate(chunks)
+        self.size = self._vectors.shape[1]
+        self.fingerprint = hash_json({"kind": "word-vectors", "version": 1, "file": hash_file(path)})
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Embeddings `(len(texts), size)`."""
+        embeddings = np.zeros((len(texts), self.size), np.float32)
+        for place, text in enumerate(texts):
+            found = [self._places.get(word, self._places.get(word.lower(), -1)) for word in words_of(text)]
+            rows = [row for row in found if row >= 0]
+            if rows:
+                embeddings[place] = self._vectors[rows].mean(axis=0, dtype=np.float64)
+        return embeddings
+
+
+def _read(path: Path, wanted: set[str] | None) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
+    """Words, each once, with their vectors `(words, size)`, a bounded number at a time."""
+    seen: set[str] = set()
+    words: list[str] = []
+    rows: list[list[bytes]] = []
+    size = 0
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            first, _, rest = line.rstrip().partition(b" ")
+            if number == 1:
+                parts = rest.split()
+                if len(parts) == 1 and first.isdigit() and parts[0].isdigit():
+                    size = int(parts[0])
+                    continue
+            if not size:
+                size = len(rest.split())
+            word = first.decode("utf-8", "replace")
+            if (wanted is not None and word not in wanted) or word in seen:
+                continue
+            values = rest.split()
+            if len(values) > size:  # some files have words with spaces in them, which no text of ours is split into
+                continue
+            if len(values) < size:
+                raise EncoderError(f"{path}, line {number}: {len(values)} numbers where {size} are due; is it cut off?")
+            seen.add(word)
+            words.append(word)
+            rows.append(values)
+            if len(rows) == _WORDS_PER_FILE_CHUNK:
+                yield words, _numbers(path, rows)
+                words, rows = [], []
+    if rows:
+        yield words, _numbers(path, rows)
+
+
+def _numbers(path: Path, rows: list[list[bytes]]) -> NDArray[np.float32]:
+    try:
+        return np.array(rows).astype(np.float32)
+    except ValueError as error:
+        raise EncoderError(f"{path}: is no file of word vectors: {error}") from error

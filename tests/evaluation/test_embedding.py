@@ -1,0 +1,174 @@
+"""`declutr embed`: sentence-transformers' vectors from any input, whole or not at all, resumed to the byte."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tinyruns as runs
+from folders import TEXTS, encoder_folder
+from sentence_transformers import SentenceTransformer
+
+from evaluation.cli import main
+from evaluation.embedding.output import EmbedError, read_note
+
+LINES = [text.replace("\n", " ") for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(encoder_folder(tmp_path_factory.mktemp("encoder") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return SentenceTransformer(model, device="cpu").encode(LINES)
+
+
+def rows_of(texts):
+    return [{"key": f"k{number}", "sentence": text} for number, text in enumerate(texts)]
+
+
+def write_inputs(folder):
+    lines = "".join(json.dumps(row) + "\n" for row in rows_of(LINES))
+    (folder / "in.txt").write_text("\n".join(LINES) + "\n")
+    (folder / "in.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    table = pa.Table.from_pylist(rows_of(LINES))
+    pq.write_table(table, folder / "in.parquet", row_group_size=20)
+    half = len(LINES) // 2
+    (folder / "several").mkdir()
+    pq.write_table(table.slice(half), folder / "several/b.parquet")
+    (folder / "several/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(LINES)[:half]))
+
+
+def embed(model, source, output, *more):
+    return main(["embed", model, str(source), "--output", str(output), "--text-field", "sentence", *map(str, more)])
+
+
+def vectors(path):
+    if path.suffix == ".npy":
+        return np.load(path, allow_pickle=False)
+    return np.stack(pq.read_table(path).column("embedding").to_numpy())
+
+
+@pytest.mark.parametrize("source", ["in.txt", "in.jsonl.gz", "in.parquet", "several"])
+def test_every_input_gives_what_sentence_transformers_gives(model, expected, tmp_path, source):
+    write_inputs(tmp_path)
+    for output in ("out.npy", "out.parquet"):
+        assert embed(model, tmp_path / source, tmp_path / output, "--unit-mib", 0.0005) == 0
+        np.testing.assert_allclose(vectors(tmp_path / output), expected, atol=1e-5, rtol=0)
+    assert pq.read_table(tmp_path / "out.parquet").column("row").to_pylist() == list(range(len(LINES)))
+    names = {path.name for path in tmp_path.iterdir() if "out" in path.name}
+    assert names == {"out.npy", "out.npy.json", "out.parquet", "out.parquet.json"}
+
+
+@pytest.mark.parametrize("source", ["in.jsonl.gz", "in.parquet"])
+def test_rows_carry_their_ids(model, expected, tmp_path, source):
+    write_inputs(tmp_path)
+    assert embed(model, tmp_path / source, tmp_path / "out.parquet", "--id-field", "key") == 0
+    assert pq.read_table(tmp_path / "out.parquet").column("id").to_pylist() == [row["key"] for row in rows_of(LINES)]
+    np.testing.assert_allclose(vectors(tmp_path / "out.parquet"), expected, atol=1e-5, rtol=0)
+    assert embed(model, tmp_path / source, tmp_path / "out.npy", "--id-field", "key") == 1
+
+
+def test_truncated_then_normalised_then_rounded(model, expected, tmp_path):
+    write_inputs(tmp_path)
+    shape = ("--dimensions", 8, "--normalise", "--dtype", "float16")
+    for output in ("out.npy", "out.parquet"):
+        assert embed(model, tmp_path / "in.txt", tmp_path / output, *shape) == 0
+        found = vectors(tmp_path / output)
+        assert found.dtype == np.float16
+        kept = expected[:, :8]
+        np.testing.assert_allclose(found, kept / np.linalg.norm(kept, axis=1, keepdims=True), atol=1e-3)
+    assert embed(model, tmp_path / "in.txt", tmp_path / "out.npy", "--dimensions", 33) == 1
+
+
+def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_path, capsys):
+    rows = [json.dumps(row).encode() for row in rows_of(LINES)]
+    rows[3], rows[5] = b'{"sentence": 3}', b"no json"
+    (tmp_path / "bad.jsonl").write_bytes(b"\n".join(rows) + b"\n")
+    assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.npy") == 1
+    assert "bad.jsonl at " in capsys.readouterr().err
+    assert not (tmp_path / "out.npy").exists()
+    assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.npy", "--skip-bad") == 1  # an .npy has only places
+    assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.parquet", "--skip-bad") == 0
+    assert "left out: 1 invalid_json" in capsys.readouterr().out
+    kept = [number for number in range(len(LINES)) if number not in (3, 5)]
+    assert pq.read_table(tmp_path / "out.parquet").column("row").to_pylist() == kept
+    np.testing.assert_allclose(vectors(tmp_path / "out.parquet"), expected[kept], atol=1e-5, rtol=0)
+    assert read_note(tmp_path / "out.parquet").skipped == {"invalid_json": 1, "no_text_field": 1}
+
+
+def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model, tmp_path):
+    write_inputs(tmp_path)
+    output = tmp_path / "out.npy"
+    assert embed(model, tmp_path / "in.txt", output) == 0
+    first = output.stat().st_mtime_ns
+    assert embed(model, tmp_path / "in.txt", output) == 0
+    assert output.stat().st_mtime_ns == first
+    raw = (tmp_path / "in.txt").read_text()
+    (tmp_path / "in.txt").write_text(raw.replace("ab cd", "cd ab"))  # of the same size
+    before = vectors(output)
+    assert embed(model, tmp_path / "in.txt", output) == 0
+    assert np.abs(vectors(output)[0] - before[0]).max() > 1e-3
+    output.write_bytes(b"x")
+    with pytest.raises(EmbedError, match="another size"):
+        read_note(output)
+
+
+def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
+    """kill -9 when some units are there and others not; then to the end."""
+    texts = [f"{'word ' * (number % 9)}number {number}" for number in range(12000)]
+    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
+    arguments = ["embed", model, str(tmp_path / "in.txt"), "--unit-mib", "0.02", "--workers", "0", "--output"]
+    assert main([*arguments, str(tmp_path / "whole.npy")]) == 0
+    parts, output = tmp_path / ".out.npy.parts", tmp_path / "out.npy"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evaluation.cli", *arguments, str(output)],
+        env=os.environ | {"PYTHONPATH": str(runs.ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while len(list(parts.glob("*.json"))) < 3:
+        assert process.poll() is None, "ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    made = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.json")}
+    assert not output.exists()
+    assert made
+    kept = sorted(made)[0]
+    os.link(parts / kept, tmp_path / "kept")
+    assert main([*arguments, str(output)]) == 0
+    assert (tmp_path / "kept").stat().st_mtime_ns == made[kept], "a finished unit was done again"
+    assert output.read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    assert not parts.exists()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ray_writes_the_same_bytes_as_this_process(model, tmp_path, monkeypatch):
+    import ray
+
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)  # relative paths must reach the workers
+    for workers, output in ((0, "here.npy"), (2, "ray.npy")):
+        assert embed(model, "several", output, "--workers", workers, "--unit-mib", 0.0005) == 0
+    ray.shutdown()
+    assert (tmp_path / "here.npy").read_bytes() == (tmp_path / "ray.npy").read_bytes()
+
+
+def test_baselines_need_no_model(tmp_path):
+    (tmp_path / "in.txt").write_text("ab cd\ncd ab\n")
+    assert main(["embed", "hashed-words:16", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]) == 0
+    found = np.load(tmp_path / "out.npy")
+    assert found.shape == (2, 16)
+    np.testing.assert_array_equal(found[0], found[1])

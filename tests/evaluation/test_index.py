@@ -1,0 +1,81 @@
+"""`declutr index` and `declutr search`: what is nearest, by whose vectors, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from evaluation.cli import main
+from evaluation.embedding.index import INDEX, EmbedError, SearchIndex, build_index
+from evaluation.encoder import load_encoder
+
+ANIMALS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat"]
+
+
+@pytest.fixture
+def embedded(tmp_path):
+    lines = "".join(json.dumps({"text": text, "name": f"n{place}"}) + "\n" for place, text in enumerate(ANIMALS))
+    (tmp_path / "in.jsonl").write_text(lines)
+    given = ["embed", "hashed-words:256", str(tmp_path / "in.jsonl"), "--id-field", "name", "--output"]
+    assert main([*given, str(tmp_path / "out.parquet")]) == 0
+    return tmp_path / "out.parquet"
+
+
+@pytest.mark.parametrize("kind", ["exact", "graph"])
+def test_the_nearest_texts_are_shown_with_their_scores(embedded, tmp_path, capsys, kind):
+    assert main(["index", str(embedded), "--output", str(tmp_path / "index"), "--kind", kind]) == 0
+    capsys.readouterr()
+    assert main(["search", str(tmp_path / "index"), "cat on the mat", "--top", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    encoder = load_encoder("hashed-words:256")
+    vectors = encoder.encode([*ANIMALS, "cat on the mat"])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    scores = vectors[:-1] @ vectors[-1]
+    expected = [
+        f"{scores[place]:6.3f}  n{place}  {ANIMALS[place]}" for place in np.argsort(-scores, kind="stable")[:3].tolist()
+    ]
+    assert lines == expected
+    assert lines[0].endswith("the cat sat on the mat")
+
+
+def test_another_encoder_and_altered_files_are_refused(embedded, tmp_path, capsys):
+    build_index(embedded, tmp_path / "index")
+    assert main(["search", str(tmp_path / "index"), "cat", "--model", "hashed-words@1:256"]) == 1
+    assert "made with hashed-words:256" in capsys.readouterr().err
+    assert main(["index", str(embedded), "--output", str(tmp_path / "index")]) == 1
+    texts = tmp_path / "index/texts.arrow"
+    texts.write_bytes(texts.read_bytes()[:-1] + b"x")
+    with pytest.raises(EmbedError, match=r"texts\.arrow is missing or altered"):
+        SearchIndex(tmp_path / "index")
+    (tmp_path / "index" / INDEX).unlink()
+    with pytest.raises(EmbedError, match="holds no index"):
+        SearchIndex(tmp_path / "index")
+
+
+def test_changed_inputs_are_not_indexed(embedded, tmp_path):
+    with (tmp_path / "in.jsonl").open("a") as stream:
+        stream.write('{"text": "more", "name": "n5"}\n')
+    with pytest.raises(EmbedError, match="have changed"):
+        build_index(embedded, tmp_path / "index")
+    assert not (tmp_path / "index").exists()
+
+
+def test_the_graph_finds_what_looking_at_everything_finds(tmp_path):
+    """Recall at 10 of the graph against all scores, on vectors in loose clusters."""
+    rng = np.random.default_rng(0)
+    words = [f"w{number}" for number in range(200)]
+    lines = [" ".join(rng.choice(words[topic : topic + 12], 8)) for topic in rng.integers(0, 188, 3000).tolist()]
+    (tmp_path / "in.txt").write_text("\n".join(dict.fromkeys(lines)) + "\n")
+    output = tmp_path / "out.npy"
+    assert main(["embed", "hashed-words:64", str(tmp_path / "in.txt"), "--output", str(output)]) == 0
+    found = []
+    queries = np.load(output)[::20]
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    for kind in ("exact", "graph"):
+        build_index(output, tmp_path / kind, kind)
+        found.append(SearchIndex(tmp_path / kind).nearest(queries, 10))
+    (_, exact_scores), (_, graph_scores) = found
+    # ties are common among bags of few words: a text as near as the tenth is as good
+    good = graph_scores >= exact_scores[:, -1:] - 1e-6
+    assert good.mean() >= 0.95
+    np.testing.assert_allclose(graph_scores[:, 0], exact_scores[:, 0], atol=1e-5)

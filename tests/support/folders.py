@@ -1,0 +1,57 @@
+"""Small encoders as folders of sentence-transformers, with random weights: nothing is trained, nothing downloaded."""
+
+import json
+
+import torch
+from transformers import AutoConfig, AutoModel
+
+from pipeline.tokenization import train_tokenizer
+
+TEXTS = [
+    "ab cd", "", "one two three four five six seven " * 40, "x", "naïve façade ✓", "ab cd", "\n\t ",
+    *(f"{'word ' * (number % 17)}{number} and more" for number in range(60)),
+]  # fmt: skip
+_SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def encoder_folder(folder, family="roberta", pooling="mean", after=(), max_tokens=20, **options):
+    """Writes the folder; `after` names what follows pooling: Dense, Normalize. `options` are of the whole model."""
+    tokenizer = train_tokenizer(TEXTS * 3, 300)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep")}
+    settings = _SHAPE | {"max_position_embeddings": 24, "initializer_range": 0.3}
+    if family == "distilbert":
+        settings = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 24}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(AutoConfig.for_model(family, vocab_size=len(tokenizer), **ids, **settings))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        modules = [("Transformer", ""), ("Pooling", "1_Pooling")]
+        size = 32
+        for number, kind in enumerate(after, start=2):
+            modules.append((kind, f"{number}_{kind}"))
+            (folder / f"{number}_{kind}").mkdir()
+            if kind == "Dense":
+                from safetensors.torch import save_file
+
+                layer = torch.nn.Linear(size, 12)
+                settings = {"in_features": size, "out_features": 12, "bias": True}
+                settings |= {"activation_function": "torch.nn.modules.activation.Tanh"}
+                write(folder / f"{number}_{kind}/config.json", settings)
+                weights = {f"linear.{name}": value.detach() for name, value in layer.named_parameters()}
+                save_file(weights, folder / f"{number}_{kind}/model.safetensors")
+                size = 12
+    kinds = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(modules)
+    ]
+    write(folder / "modules.json", kinds)
+    write(folder / "sentence_bert_config.json", {"max_seq_length": max_tokens, "do_lower_case": False})
+    write(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine", "prompts": {}} | options)
+    (folder / "1_Pooling").mkdir()
+    write(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32, "pooling_mode": pooling})
+    return folder
+
+
+def write(path, value):
+    path.write_text(json.dumps(value))
