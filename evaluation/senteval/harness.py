@@ -117,7 +117,7 @@ def _score(
         found[unit.data.task.name, unit.method] = stored
         done += unit.cost
         left = (time.monotonic() - begun) * (total - done) / done
-        more = f", about {duration(left)} left" if len(found) < len(todo) else ""
+        more = f", about {duration(left)} left" if left >= 1 else ""
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
         say(f"{encoder.name}: {len(found)}/{len(todo)} {unit.name} {outcome}{more}")
     return found, warnings

@@ -62,7 +62,7 @@ class Vectors:
             stored = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError):
             return False
-        return stored.shape == (rows, self.size) and stored.dtype == np.float32
+        return bool(stored.shape == (rows, self.size) and stored.dtype == np.float32)
 
 
 def texts_hash(texts: Sequence[str]) -> str:
@@ -112,6 +112,6 @@ def embed_all(
         with write_aside(vectors.path(part)) as aside, aside.open("wb") as stream:
             np.save(stream, made)
         left = (time.monotonic() - begun) / done * (len(missing) - done)
-        more = f", about {duration(left)} left" if done < len(missing) else ""
+        more = f", about {duration(left)} left" if left >= 1 else ""
         say(f"{encoder.name}: embedded {min((part + 1) * part_rows, len(texts)):,} of {len(texts):,} sentences{more}")
     return vectors

@@ -5,7 +5,7 @@ over all pairs), SICK-R and STS-B by regression and by cosine, MRPC as mean of a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from evaluation.senteval.averages import averages, headline
 from evaluation.senteval.harness import Evaluated
@@ -107,7 +107,16 @@ def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] 
         _averages(models),
         _geometry(models),
     )
-    return tuple(block for block in made if any(not row.source for row in block.rows))
+    return tuple(_scored_here(block) for block in made if any(not row.source for row in block.rows))
+
+
+def _scored_here(block: Block) -> Block:
+    """Without columns in which no encoder of this machine has a number, and without rows that then have none."""
+    own = [row for row in block.rows if not row.source]
+    kept = [place for place in range(len(block.columns)) if any(row.cells[place].value is not None for row in own)]
+    rows = [replace(row, cells=tuple(row.cells[place] for place in kept)) for row in block.rows]
+    filled = tuple(row for row in rows if any(cell.value is not None for cell in row.cells))
+    return replace(block, columns=tuple(block.columns[place] for place in kept), rows=filled)
 
 
 def _ours(one: Evaluated) -> _Model:
