@@ -194,9 +194,11 @@ def _features(split: Split, rows: Mapping[str, int], embeddings: Array, data: Ta
     if split.second is None:
         return first
     second = embeddings[[rows[text] for text in split.second]]
+    parts = [np.abs(first - second), first * second]
     if data.task.features == "pair_product_difference":
-        return np.c_[first, second, first * second, np.abs(first - second)]
-    return np.c_[np.abs(first - second), first * second]
+        parts = [first, second, parts[1], parts[0]]
+    made: Array = np.concatenate(parts, axis=1)
+    return made
 
 
 def _similarity(data: TaskData, rows: Mapping[str, int], embeddings: Array) -> Scores:

@@ -20,8 +20,8 @@ class ScoreLine(Strict):
 
     step: int
     """Of the checkpoint."""
-    encoder: str
-    """SHA-256 of its weights, as its state has it."""
+    checkpoint: str
+    """Hash of its files' checksums: a step that was taken again with other weights is another checkpoint."""
     choice: str
     """Identity of tasks, data and settings; scores of two choices are not comparable."""
     score: float | None

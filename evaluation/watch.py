@@ -85,7 +85,7 @@ class Follower:
 
     def pending(self) -> list[tuple[int, str]]:
         """Steps and weights without a score of this choice, the newest first."""
-        done = {(line.step, line.encoder) for line in read_scores(self.run) if line.choice == self.identity}
+        done = {(line.step, line.checkpoint) for line in read_scores(self.run) if line.choice == self.identity}
         found = []
         for step in reversed(checkpoint.steps_in(self.run / CHECKPOINTS)):
             try:
@@ -95,7 +95,7 @@ class Follower:
             found.append((step, hash_json(state.files)))
         return [key for key in found if key not in done]
 
-    def score(self, step: int, encoder_hash: str) -> bool:
+    def score(self, step: int, identity: str) -> bool:
         """Scores one checkpoint and appends its line; False where it is gone or damaged, which is said."""
         begun = time.monotonic()
         try:
@@ -110,7 +110,7 @@ class Follower:
         warnings = [*found.warnings, *(text for result in report.results.values() for text in result.warnings)]
         line = ScoreLine(
             step=step,
-            encoder=encoder_hash,
+            checkpoint=identity,
             choice=self.identity,
             score=sum(tasks.values()) / len(tasks) if whole else None,
             tasks=tasks,

@@ -1,7 +1,6 @@
 """`declutr evaluate`: encoders on SentEval's tasks; without an encoder, SentEval's data, fetched and checked."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,8 +128,8 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
     from evaluation.watch import Follower, FollowError
     from pipeline.session import SessionConfig
 
-    os.nice(10)  # the workers come first
-    torch.set_num_threads(given.cpus or 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(given.cpus or 1)  # the workers have the rest
     session = SessionConfig(num_cpus=given.cpus or 1, address=given.address)
     try:
         follower = Follower(given.follow, inspections, choice, given.device or "cpu", session, _say)
@@ -138,6 +137,8 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
     except FollowError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    finally:
+        torch.set_num_threads(threads)
     print(f"{given.follow}: {number} checkpoints scored")
     return 0
 
