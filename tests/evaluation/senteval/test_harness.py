@@ -110,6 +110,25 @@ def test_a_killed_embedding_goes_on(tmp_path):
     assert embed_all(Counting(8), texts, tmp_path, lambda _: None, part_rows=8).folder != vectors.folder
 
 
+def test_a_killed_scoring_goes_on(folder, tmp_path):
+    whole = scored(Counting(), folder, tmp_path / "whole", "SICK-E", "SST2", "STS12")
+
+    class Killing(list):
+        def append(self, line):
+            if ": 2/3 " in line:
+                raise KeyboardInterrupt
+            super().append(line)
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(Counting(), folder, tmp_path / "killed", "SICK-E", "SST2", "STS12", said=Killing())
+    assert len(list((tmp_path / "killed").glob("*/*.json"))) == 2
+    encoder, said = Counting(), []
+    again = scored(encoder, folder, tmp_path / "killed", "SICK-E", "SST2", "STS12", said=said)
+    assert again.reports == whole.reports
+    assert "2 of 3 results were there" in said[0]
+    assert any(": 1/1 STS12" in line for line in said)
+
+
 def test_parts_of_another_shape_are_not_taken(tmp_path):
     vectors = Vectors(tmp_path, 10, 4, 8)
     for array in (np.zeros((8, 5), np.float32), np.zeros((8, 4)), np.zeros((7, 4), np.float32)):
