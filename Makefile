@@ -9,7 +9,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # A virtual environment that is active elsewhere must not leak into this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-fast check format golden lock clean
+.PHONY: help setup demo test test-fast chaos chaos-short soak check format golden lock clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -32,6 +32,15 @@ test: setup ## every test: at most 15 minutes on 2 CPU cores
 
 test-fast: setup ## the tests without Ray and process groups: a minute
 	$(BIN)/python -m pytest -m "not ray and not dist and not slow"
+
+chaos: setup ## every fault in a run of its own, against the quiet run (docs/reliability.md); half an hour
+	$(BIN)/python -m benchmarks.chaos --json runs/chaos.json
+
+chaos-short: setup ## the same faults, several to a run: at most 8 minutes on 2 CPU cores
+	$(BIN)/python -m benchmarks.chaos --short --json runs/chaos-short.json
+
+soak: setup ## training for half an hour with a random fault every minute
+	$(BIN)/python -m benchmarks.chaos.soak --json runs/soak.json
 
 check: setup ## lint, format, types, imports
 	$(BIN)/ruff check .

@@ -27,9 +27,9 @@ from common import seeding
 from common.storage import hash_file
 from pipeline.session import start_ray
 from pipeline.shards import ShardSet, check_shards, load_manifest
+from trainer.chunks import rank_plan
 from trainer.objectives.ntxent import ntxent
 from trainer.plan import I64, Plan
-from trainer.stream import rank_plan
 
 _MIB = 2**20
 _PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")

@@ -11,19 +11,23 @@ _COMMANDS = {
         "CONFIG [key=value ...]: is the gradient the same however it is computed?",
         "evaluation.commands.verify_gradients:run",
     ),
-    "doctor": (
-        "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
-        "trainer.doctor.examination:main",
-    ),
     "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "evaluation.commands.index:run"),
     "search": ("INDEX QUERY: the nearest texts of an index", "evaluation.commands.search:run"),
     "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "evaluation.commands.export_onnx:run"),
+    "doctor": (
+        "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
+        "trainer.doctor.examination:main",
+    ),
     "evaluate": (
         "[ENCODER ...] --data DIR: encoders on SentEval's tasks; the data, fetched and checked",
         "evaluation.commands.evaluate:run",
     ),
     "inspect": ("PATH: what shards, a run or a checkpoint hold", "evaluation.commands.inspect:run"),
+    "checkpoints": (
+        "RUN [--json]: every checkpoint, verified, and why it is kept",
+        "evaluation.commands.checkpoints:run",
+    ),
     "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", "evaluation.commands.report:run"),
     "demo": ("the whole path on a corpus that every machine has", "evaluation.commands.demo:run"),
 }

@@ -154,7 +154,8 @@ def _run(path: Path) -> Iterator[str]:
     steps = [line for line in lines if line["kind"] == "step"]
     yield f"Run in {path}: {steps[-1]['step'] if steps else 0} steps logged"
     if steps:
-        yield f"  last step: loss {steps[-1]['loss']:.4f}, {steps[-1]['tokens_per_second']:,.0f} tokens/s"
+        loss = "not finite, skipped" if steps[-1].get("skipped") else f"{steps[-1]['loss']:.4f}"
+        yield f"  last step: loss {loss}, {steps[-1]['tokens_per_second']:,.0f} tokens/s"
     for line in lines:
         if line["kind"] == "validation":
             scores = ", ".join(f"{name} {line[name]:.4f}" for name in line if name not in ("kind", "step", "time"))

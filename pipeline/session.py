@@ -11,6 +11,8 @@ from common.config import Strict
 # Ray reads these when it is imported or started, hence here and before `import ray`.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+# On a busy machine a session is otherwise given up before it has started.
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 
 import ray
 from ray.data import DataContext

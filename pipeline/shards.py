@@ -171,12 +171,14 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
 
     Args:
         folder: output of `prepare`.
-        full: also read every byte, to compare checksums and token ids; otherwise sizes and Arrow footers only.
+        full: also read every byte, to compare checksums and token ids; otherwise sizes and Arrow footers only, and
+            every byte of the shards that were written to after the manifest.
 
     Raises:
         ShardError: there is no manifest to compare with.
     """
     manifest = load_manifest(folder)
+    written = (folder / MANIFEST).stat().st_mtime_ns
     problems: list[str] = []
     for shard in manifest.shards:
         found = _size_problems(folder, shard)
@@ -186,7 +188,8 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
             except ShardError as error:
                 found = [str(error)]
             else:
-                found = _content_problems(folder, shard, opened, manifest.tokenizer.vocab_size) if full else []
+                read = full or (folder / shard.name).stat().st_mtime_ns > written
+                found = _content_problems(folder, shard, opened, manifest.tokenizer.vocab_size) if read else []
         problems += found
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])

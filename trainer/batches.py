@@ -6,11 +6,14 @@ Legend: S spans, T tokens of all spans together (specials included), K tokens th
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
+DIGEST = 2**40  # digests are below it: float64 adds up those of thousands of ranks exactly
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that its powers keep every bit of what they multiply
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,27 @@ class SpanBatch:
             self.labels.pin_memory(),
             None if self.keys is None else self.keys.pin_memory(),
         )
+
+    def digest(self) -> int:
+        """A number below DIGEST that follows from the spans: documents, tokens, masks, labels.
+
+        It is a sum over spans, so the digests of all ranks' batches, added up modulo DIGEST, are that of the global
+        batch, however many ranks there are. Of a batch on the CPU.
+        """
+        if not self.num_spans:
+            return 0
+        lengths = self.lengths.numpy()
+        starts = np.cumsum(lengths) - lengths
+        powers = np.cumprod(np.full(int(lengths.max()), _MULTIPLIER, np.uint64))
+        factors = powers[np.arange(self.num_tokens) - np.repeat(starts, lengths)]
+        # A label weighs as much as 2**20 times its token would: no vocabulary is that large.
+        values = self.input_ids.numpy().astype(np.uint64) + np.uint64(1)
+        values[self.selected.numpy()] += self.labels.numpy().astype(np.uint64) << np.uint64(20)
+        mixed = np.add.reduceat(values * factors, starts)
+        if self.keys is not None:
+            mixed ^= self.keys.numpy().astype(np.uint64)
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(_MULTIPLIER)
+        return int((mixed ^ (mixed >> np.uint64(29))).sum() % np.uint64(DIGEST))
 
     def microbatches(self, max_tokens: int | None) -> list["SpanBatch"]:
         """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a piece of its own."""

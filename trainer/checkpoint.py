@@ -4,14 +4,15 @@ A checkpoint is `step-XXXXXXXX/` with encoder.safetensors (every parameter once)
 parameter name), objective.safetensors (the queue, if any) and state.json (RunState). Nothing in it is pickled.
 """
 
+import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.logs import get_logger
@@ -19,9 +20,13 @@ from common.storage import folder_aside, hash_file, read_json, write_json
 from trainer.objectives import Declutr
 from trainer.sharding import part_for, whole
 from trainer.state import RunState
+from trainer.tensorfile import write_tensors
+
+Contents = dict[str, dict[str, Tensor]]
+"""The tensors of a checkpoint by file and name, on the CPU."""
 
 _NAME = re.compile(r"step-(\d{8})")
-_ENCODER, _OPTIMIZER, _OBJECTIVE, _STATE = (
+ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
     "encoder.safetensors",
     "optimizer.safetensors",
     "objective.safetensors",
@@ -30,7 +35,11 @@ _ENCODER, _OPTIMIZER, _OBJECTIVE, _STATE = (
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is incomplete, altered, or does not fit the model."""
+    """A checkpoint that is incomplete, altered, or does not fit the run."""
+
+
+class UnreadableError(CheckpointError):
+    """The storage did not give the bytes; they may be whole."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -39,89 +48,143 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def collect(
-    encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Declutr, keep: bool = True
-) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each file of a checkpoint, whole and on the CPU. Every worker must ask: sharded ones are gathered.
+    encoder: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Declutr,
+    keep: bool = True,
+    memory: Contents | None = None,
+) -> Contents:
+    """Copies of the tensors of each file, whole and on the CPU. Every worker must ask: sharded ones are gathered.
 
     Args:
         encoder: whose parameters are saved.
         optimizer: whose moments are saved.
         objective: whose queue is saved.
         keep: False: take part in the gathering, but answer nothing.
+        memory: an earlier answer that nobody needs any more; its memory is written over, which takes a fraction of the
+            time that fresh memory takes.
     """
+    memory = memory or {}
     files: dict[str, Mapping[str, Tensor]] = {
-        _ENCODER: dict(encoder.named_parameters()),
-        _OPTIMIZER: _moments(encoder, optimizer),
-        _OBJECTIVE: objective.state_dict(),
+        ENCODER: dict(encoder.named_parameters()),
+        OPTIMIZER: _moments(encoder, optimizer),
+        OBJECTIVE: objective.state_dict(),
     }
-    return {file: _tensors(named, keep) for file, named in files.items()}
+    contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
+    if next(encoder.parameters()).is_cuda:
+        torch.cuda.synchronize()  # copies from a GPU were only asked for
+    return contents
 
 
-def save(folder: Path, state: RunState, contents: Mapping[str, Mapping[str, Tensor]]) -> Path:
-    """Writes the checkpoint of `state.step`, whole or not at all; `state.files` is filled in here.
+def save(folder: Path, state: RunState, contents: Contents) -> Path:
+    """Writes the checkpoint of `state.step`, whole or not at all; its checksums and sizes are filled in here.
 
     Args:
         folder: of the run's checkpoints.
         state: of the run.
         contents: from `collect`.
+
+    Raises:
+        OSError: nothing has changed but for an aside, which is removed if the storage lets us.
     """
     path = checkpoint_path(folder, state.step)
-    if path.exists():  # left by a run that died before it could report it, or broken: it is not trusted
-        shutil.rmtree(path)
+    if path.exists():  # passed over at the start: this run has come by its step again
+        discard(path)
     with folder_aside(path) as aside:
-        for name, tensors in contents.items():
-            save_file(dict(tensors), aside / name)
-        files = {file.name: hash_file(file) for file in sorted(aside.iterdir())}
-        write_json(aside / _STATE, state.model_copy(update={"files": files}).model_dump(mode="json"))
+        files = {name: write_tensors(aside / name, contents[name]) for name in sorted(contents)}
+        sizes = {name: (aside / name).stat().st_size for name in files}
+        done = state.model_copy(update={"files": files, "sizes": sizes})
+        write_json(aside / STATE, done.model_dump(mode="json"))
     return path
 
 
+def discard(path: Path) -> None:
+    """Deletes a checkpoint; what a kill leaves of it does not look like one."""
+    gone = path.with_name(f".{path.name}.gone.tmp")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
 def read_state(path: Path, verify: bool = True) -> RunState:
-    """The state of a checkpoint, after its files were compared with their checksums.
+    """The state of a checkpoint, after its files were compared with what it says of them.
 
     Args:
         path: the checkpoint's folder.
-        verify: False: the record only, without reading the other files.
+        verify: False: sizes only, without reading the files.
 
     Raises:
         CheckpointError: with what is missing or altered.
+        UnreadableError: the storage failed.
     """
+    name = STATE
     try:
-        state = RunState.model_validate(read_json(path / _STATE))
-    except (OSError, ValueError, ValidationError) as error:
-        raise CheckpointError(f"{path}: {_STATE} is missing or unreadable ({error})") from error
-    for name, expected in state.files.items() if verify else ():
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path}: {name} is missing")
-        if hash_file(path / name) != expected:
-            raise CheckpointError(f"{path}: {name} is truncated or altered (checksum differs)")
+        state = RunState.model_validate(read_json(path / STATE))
+        for name, expected in state.files.items():
+            size = (path / name).stat().st_size
+            if size != state.sizes.get(name, size):
+                raise CheckpointError(f"{path}: {name} is truncated or altered ({size} bytes, not {state.sizes[name]})")
+            if verify and hash_file(path / name) != expected:
+                raise CheckpointError(f"{path}: {name} is truncated or altered (checksum differs)")
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        word = "missing or unreadable" if name == STATE else "missing"
+        raise CheckpointError(f"{path}: {name} is {word} ({error.strerror})") from error
+    except OSError as error:
+        raise UnreadableError(f"{path}: {name} cannot be read ({error.strerror})") from error
+    except (ValueError, ValidationError) as error:
+        raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({error})") from error
     return state
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a checkpoint folder, whole or not, in order."""
-    names = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for match in names if match)
+    """Steps that have a checkpoint folder, whole or not, in order.
+
+    Raises:
+        OSError: the folder is there but cannot be read, which must not look like an empty one.
+    """
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - glob takes a folder that must not be read for an empty one
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
-def find_latest(folder: Path) -> tuple[Path, RunState] | None:
-    """The newest checkpoint that verifies; broken ones are named in the log and passed over."""
+def find_latest(folder: Path, expected: Mapping[str, str] | None = None) -> tuple[Path, RunState] | None:
+    """The newest checkpoint that verifies; others are named in the log and passed over. None: begin at the beginning.
+
+    Args:
+        folder: of the run's checkpoints.
+        expected: fields of RunState and what they are in this run; a checkpoint that differs is another run's.
+
+    Raises:
+        UnreadableError: none verifies, and the storage failed: a whole one may be there.
+    """
+    unreadable: UnreadableError | None = None
     for step in reversed(steps_in(folder)):
         path = checkpoint_path(folder, step)
         try:
+            for field, value in (expected or {}).items():
+                found = getattr(read_state(path, verify=False), field)
+                if found != value:
+                    raise CheckpointError(f"{path}: {STATE} is of another run ({field} {found[:16]}, not {value[:16]})")
             return path, read_state(path)
         except CheckpointError as error:
             get_logger().warning("passing over a broken checkpoint: %s", error)
+            unreadable = error if isinstance(error, UnreadableError) else unreadable
+    if unreadable is not None:
+        raise unreadable
     return None
 
 
-def find_best(folder: Path, score: str, verify: bool = True) -> tuple[Path, RunState] | None:
+def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
     """The checkpoint that verifies with the highest value of a score; the earliest of equals."""
     best: tuple[Path, RunState] | None = None
     for step in steps_in(folder):
         path = checkpoint_path(folder, step)
         try:
-            state = read_state(path, verify)
+            state = read_state(path)
         except CheckpointError as error:
             get_logger().warning("passing over a broken checkpoint: %s", error)
             continue
@@ -130,12 +193,10 @@ def find_best(folder: Path, score: str, verify: bool = True) -> tuple[Path, RunS
     return best
 
 
-def prune(folder: Path, keep: Iterable[Path]) -> None:
-    """Deletes every checkpoint folder that is not to be kept, and what killed writers left behind."""
-    kept = set(keep)
-    for path in [*folder.glob("step-*"), *folder.glob(".step-*.tmp")]:
-        if path not in kept:
-            shutil.rmtree(path)
+def write_objective(path: Path, objective: Declutr) -> str:
+    """Replaces the objective's state in a checkpoint that is being made; returns the file's checksum."""
+    (path / OBJECTIVE).unlink()
+    return write_tensors(path / OBJECTIVE, _copies(objective.state_dict(), keep=True, memory={}))
 
 
 def load_encoder(path: Path, encoder: nn.Module) -> None:
@@ -144,7 +205,7 @@ def load_encoder(path: Path, encoder: nn.Module) -> None:
     Raises:
         CheckpointError: names or shapes differ.
     """
-    _copy(load_file(path / _ENCODER), dict(encoder.named_parameters()), path)
+    _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
 
 
 def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Declutr) -> None:
@@ -154,7 +215,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
         CheckpointError: names or shapes differ.
     """
     load_encoder(path, encoder)
-    stored = load_file(path / _OPTIMIZER)
+    stored = load_file(path / OPTIMIZER)
     fused = bool(optimizer.defaults.get("fused"))
     for name, parameter in encoder.named_parameters():
         prefix = f"{name}:"
@@ -166,7 +227,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
                 for key, value in moments.items()
             }
     device = next(encoder.parameters()).device
-    objective.load_state_dict({name: value.to(device) for name, value in load_file(path / _OBJECTIVE).items()})
+    objective.load_state_dict({name: value.to(device) for name, value in load_file(path / OBJECTIVE).items()})
 
 
 def _moments(encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -177,12 +238,15 @@ def _moments(encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def _tensors(named: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def _copies(named: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {}
     for name, tensor in named.items():
         full = whole(tensor.detach())  # one at a time: a worker that keeps nothing holds one tensor at most
         if keep:
-            kept[name] = full.cpu().contiguous()
+            place = memory.get(name)
+            if place is None or place.shape != full.shape or place.dtype != full.dtype:
+                place = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
+            kept[name] = place.copy_(full, non_blocking=True)
     return kept
 
 

@@ -51,15 +51,23 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
     """The folder holds a run of another configuration."""
     if not (run / DECISIVE).is_file():
         return []
-    before, now = flat_keys(read_json(run / DECISIVE)), flat_keys(config.decisive())
-    changed = [
-        f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(set(before) | set(now))
-        if before.get(key) != now.get(key)
-    ]
+    changed = changes(read_json(run / DECISIVE), config.decisive())
     if not changed:
         return []
-    return [f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder"]
+    return [
+        f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
+        "begin one with this run's weights: --fork NEW_RUN"
+    ]
+
+
+def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    """What differs between two decisive configurations, one line a key."""
+    old, new = flat_keys(before), flat_keys(now)
+    return [
+        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted(set(old) | set(new))
+        if old.get(key) != new.get(key)
+    ]
 
 
 def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[str]:

@@ -9,35 +9,42 @@ from common.storage import hash_json
 from trainer.model import EncoderConfig
 from trainer.objectives import DeclutrConfig, ObjectiveConfig
 from trainer.optim import OptimConfig
+from trainer.scaling import ScalingConfig
 from trainer.spans import SpanConfig
 from trainer.validation import ValidationConfig
 
 
-class ScalingConfig(Strict):
-    """Where the run runs. Nothing here changes its batches."""
-
-    workers: int = Field(default=1, ge=1)
-    """Processes that train, one a GPU where GPUs are used."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs when the cluster has one for every worker, else CPUs."""
-    cpus_per_worker: int = Field(default=1, ge=1)
-    """CPUs a worker reserves; on CPU also its threads."""
-    address: str | None = None
-    """A running Ray cluster; None: RAY_ADDRESS if that is set, else a session on this machine."""
-    shard_parameters: bool = False
-    """Each worker keeps only its part of weights, gradients and optimizer state and gathers a layer when it is needed
-    (FSDP2): for encoders that are too large for one device. Same gradient, more exchange; see docs/decisions."""
-    max_failures: int = Field(default=3, ge=0)
-    """How often the workers are started again after a failure."""
-    storage_threads: int = Field(default=2, ge=1)
-    """CPUs for the tasks that read shards, on a session on this machine."""
-
-
 class CheckpointConfig(Strict):
-    """When weights are saved and which are kept: always the last, and the best by `validation.score`."""
+    """When weights are saved and which are kept: always the last, and the best by `validation.score`.
 
-    every_steps: int = Field(default=1000, ge=1)
-    keep_last: int = Field(default=1, ge=1)
+    Files are written beside the training. A storage that fails is tried again while training goes on.
+    """
+
+    every_steps: int | None = Field(default=1000, ge=1)
+    """Save after these steps; null: by the clock alone."""
+    every_seconds: float | None = Field(default=300.0, gt=0)
+    """Save when so much time has gone by since the last time: what a killed run loses; null: by steps alone."""
+    keep_last: int = Field(default=2, ge=1)
+    """How many of the newest are kept. With 2 there is another one should the newest be damaged."""
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """Checkpoints of multiples of this are kept for good: milestones, to look at how the encoder came about."""
+    patience_seconds: float = Field(default=600.0, ge=0)
+    """How long a storage may fail (a full disk, a file system that is gone) before the run ends and says so."""
+
+    @model_validator(mode="after")
+    def _some_time(self) -> "CheckpointConfig":
+        if self.every_steps is None and self.every_seconds is None:
+            raise ValueError("give every_steps or every_seconds: with both null nothing is saved before the end")
+        if self.keep_every_steps is not None and self.every_steps is None:
+            raise ValueError(
+                f"keep_every_steps = {self.keep_every_steps} needs every_steps: checkpoints by the clock alone seldom "
+                "fall on its multiples"
+            )
+        if self.keep_every_steps is not None and self.every_steps and self.keep_every_steps % self.every_steps:
+            raise ValueError(
+                f"keep_every_steps = {self.keep_every_steps} must be a multiple of every_steps = {self.every_steps}"
+            )
+        return self
 
 
 class TrainConfig(Strict):
@@ -67,6 +74,11 @@ class TrainConfig(Strict):
     """bf16: matrix products of the forward in bfloat16; parameters, pooling and losses stay in float32."""
     seed: int = Field(default=0, ge=0)
     """Decides weights, order, spans, masks and dropout."""
+    on_bad_loss: Literal["stop", "skip"] = "stop"
+    """What to do when a loss or its gradient is not finite. skip: leave that step's update out and go on with the next
+    documents. A run that stopped may be continued with `skip`."""
+    max_skipped_steps: int = Field(default=10, ge=1)
+    """With `skip`: how many in a row. One more stops the run: it is no accident of a batch any more."""
     export: Literal["last", "best"] = "last"
     """Which checkpoint becomes the exported encoder."""
 
@@ -76,10 +88,11 @@ class TrainConfig(Strict):
             raise ValueError(f"give steps = {self.steps} or epochs = {self.epochs}, not both")
         if self.export == "best" and self.validation.every_steps == 0:
             raise ValueError("export = best needs validation.every_steps above 0")
-        if self.export == "best" and self.validation.every_steps % self.checkpoint.every_steps:
+        every_steps = self.checkpoint.every_steps
+        if self.export == "best" and (every_steps is None or self.validation.every_steps % every_steps):
             raise ValueError(
                 f"export = best needs validated checkpoints: validation.every_steps = {self.validation.every_steps} "
-                f"must be a multiple of checkpoint.every_steps = {self.checkpoint.every_steps}"
+                f"must be a multiple of checkpoint.every_steps = {every_steps}"
             )
         return self
 
@@ -93,8 +106,12 @@ class TrainConfig(Strict):
         return self
 
     def decisive(self) -> dict[str, object]:
-        """The part of the configuration that decides the result; a run is continued only if it is unchanged."""
-        return self.model_dump(mode="json", exclude={"scaling", "checkpoint", "run", "data", "microbatch_tokens"})
+        """The part of the configuration that decides the result; a run is continued only if it is unchanged.
+
+        `on_bad_loss` is no part of it: up to a bad loss it decides nothing, and from there on only `skip` goes on.
+        """
+        free = {"scaling", "checkpoint", "run", "data", "microbatch_tokens", "on_bad_loss", "max_skipped_steps"}
+        return self.model_dump(mode="json", exclude=free)
 
     def hash(self) -> str:
         """Hash of the decisive part."""

@@ -1,6 +1,7 @@
 """A trained encoder as a folder that transformers and sentence-transformers load."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def export(config: TrainConfig, run: Path) -> Path:
     path, state = found
     if target.exists() and read_json(target / SETTINGS)["step"] == state.step:
         return target
+    for left in run.glob(f".{EXPORT}.*.tmp"):  # of an export that was killed
+        shutil.rmtree(left)
     tokenizer, _ = load_tokenizer(expand(config.data))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)

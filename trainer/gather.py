@@ -4,6 +4,7 @@ The rule everywhere: every rank computes the same global loss from gathered embe
 respect to its own rows is already complete; gradients of parameters are SUMMED over ranks, never averaged.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
+
+
+class Wish(enum.IntFlag):
+    """What a worker may want between two steps; when one wants it, all do it."""
+
+    SAVE = 1
+    """A checkpoint of the step that was just taken."""
+    STOP = 2
+    """A checkpoint, and the end: the machine goes away, or a person said so."""
+    FAIL = 4
+    """The end without a checkpoint: they cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,18 @@ class World:
         value = torch.tensor([number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return int(value)
+
+    def agree(self, wishes: Wish) -> Wish:
+        """Everything that any rank wishes, the same on all ranks."""
+        if self.size == 1:
+            return wishes
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        raised = torch.tensor([int(wish in wishes) for wish in Wish], dtype=torch.int32, device=device)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX)  # NCCL has no OR
+        agreed = Wish(0)
+        for wish, one in zip(Wish, raised.tolist(), strict=True):
+            agreed |= wish if one else Wish(0)
+        return agreed
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero.

@@ -1,20 +1,26 @@
 """Numbers of a run: JSON lines and TensorBoard, written by rank 0, exact again after a resume."""
 
 import json
+import math
 import resource
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
+from common.journal import Journal
+from common.logs import get_logger
 from common.storage import write_text
+from trainer import board
 from trainer.step import StepMetrics
 
 METRICS = "metrics.jsonl"
+_BACK_OFF_SECONDS = 1.0
+_LAST_SECONDS = 10.0
 
 
 @dataclass
@@ -58,7 +64,7 @@ def peak_memory_mib() -> float:
 
 
 class MetricsWriter:
-    """Appends a line a step to `metrics.jsonl` and the same to TensorBoard.
+    """Appends a line a step to `metrics.jsonl` and the same to TensorBoard, in a thread: a storage may fail or hang.
 
     Args:
         folder: the run.
@@ -66,31 +72,80 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, after_step: int) -> None:
-        self.path = folder / METRICS
         kept = [line for line in read_metrics(folder) if line["step"] <= after_step]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._stream = self.path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
+        write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+        self._lines = Journal(folder / METRICS)
+        path = board.board_path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(board.header(after_step + 1))
+        self._events = Journal(path)
+        self._added = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
 
     def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> None:
         """Writes the numbers of a step."""
-        self._write({"kind": "step", "step": step, **asdict(metrics), **extra})
+        self._add({"kind": "step", "step": step, **asdict(metrics), **extra})
+
+    def start(self, step: int, parts: dict[str, float]) -> None:
+        """Writes where the time went until a group's first step, in seconds."""
+        self._add({"kind": "start", "step": step, **parts})
 
     def scores(self, step: int, scores: dict[str, float]) -> None:
         """Writes held-out scores of the weights after a step."""
-        self._write({"kind": "validation", "step": step, **scores})
+        self._add({"kind": "validation", "step": step, **scores})
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._stream.write(json.dumps({**line, "time": round(time.time(), 3)}) + "\n")
-        self._stream.flush()
-        for name, value in line.items():
-            if name not in ("kind", "step") and value is not None:
-                self._board.add_scalar(f"{line['kind']}/{name}", value, line["step"])
+    def flush(self) -> None:
+        """Returns when all lines are on the disk.
+
+        Raises:
+            OSError: they are not; none is lost.
+        """
+        self._lines.flush(to_disk=True)
+        self._events.flush(to_disk=True)
 
     def close(self) -> None:
-        """Closes both files."""
-        self._stream.close()
-        self._board.close()
+        """Ends the thread after a last try."""
+        self._closed = True
+        self._added.set()
+        self._thread.join(_LAST_SECONDS)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        line = {name: _or_none(value) for name, value in line.items()} | {"time": round(time.time(), 3)}
+        self._lines.add((json.dumps(line, allow_nan=False) + "\n").encode())
+        self._events.add(board.record(line))
+        self._added.set()
+
+    def _run(self) -> None:
+        failing = False
+        while not self._closed or self._added.is_set():
+            self._added.wait()
+            self._added.clear()
+            try:
+                self._lines.flush()
+                self._events.flush()
+            except OSError as error:
+                if self._closed:
+                    get_logger().warning(
+                        "the last lines of %s could not be written (%s)", self._lines.path, error.strerror
+                    )
+                    return
+                if not failing:
+                    words = "%s cannot be written now (%s): new lines are kept in memory"
+                    get_logger().warning(words, self._lines.path, error.strerror)
+                failing = True
+                time.sleep(_BACK_OFF_SECONDS)
+                self._added.set()
+            else:
+                if failing:
+                    get_logger().info("metrics are written again, none is missing")
+                failing = False
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -47,6 +47,9 @@ class ProgressBar:
             self.bar.initial = line["step"]
             self.bar.unpause()
         self.bar.n = line["step"]
+        if line.get("skipped"):
+            self.bar.set_postfix_str("loss not finite, skipped")
+            return
         self.bar.set_postfix_str(
             f"loss {line['loss']:.3f} (contrastive {line['contrastive']:.3f} mlm {line['mlm']:.3f}) "
             f"{line['documents_per_second']:.0f} docs/s {line['tokens_per_second'] / 1000:.1f}k tok/s "

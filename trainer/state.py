@@ -1,5 +1,7 @@
 """What a run must remember beside its weights: one record, from which the rest is computed."""
 
+from pydantic import Field
+
 from common.config import Strict
 
 
@@ -20,3 +22,9 @@ class RunState(Strict):
     """Held-out scores of these weights; empty when they were not validated."""
     files: dict[str, str]
     """SHA-256 of each other file of the checkpoint."""
+    sizes: dict[str, int] = Field(default_factory=dict)
+    """Bytes of each of these files."""
+    skipped: int = 0
+    """Steps so far whose loss was not finite and whose update was left out (`on_bad_loss`)."""
+    skipped_in_a_row: int = 0
+    """How many of them were the last ones."""

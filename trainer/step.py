@@ -5,7 +5,7 @@ Legend: n documents on this rank, A anchors a document, B documents of the globa
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common import seeding
 from common.logs import get_logger
-from trainer.batches import SpanBatch
+from trainer.batches import DIGEST, SpanBatch
 from trainer.flops import linear_weights, step_flops
 from trainer.gather import World
 from trainer.microbatch import Microbatch, out_of_memory
@@ -35,12 +35,14 @@ class RankBatch:
         start: place of its first document in the global batch.
         num_documents: n; 0 when there are more ranks than documents.
         batch_documents: B.
+        digest: of the spans (SpanBatch.digest); 0 where nobody asks for it.
     """
 
     spans: SpanBatch
     start: int
     num_documents: int
     batch_documents: int
+    digest: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class StepMetrics:
         num_tokens: tokens that went through the encoder, specials included.
         padding_share: share of the encoder's token places that held padding.
         flops: multiplications and additions of forward and backward (trainer/flops.py).
+        batch_digest: of documents, spans and masks of the global batch; the same for any number of workers.
+        skipped: the loss or the gradient was not finite, and the update was left out.
     """
 
     loss: float
@@ -100,10 +104,20 @@ class StepMetrics:
     num_tokens: int
     padding_share: float
     flops: float
+    batch_digest: int
+    skipped: bool = False
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss or the gradient is not a finite number; the parameters are those of the step before."""
+    """The loss or the gradient is not a finite number; the parameters are those of the step before.
+
+    Attributes:
+        measured: what the step measured, where there was one.
+    """
+
+    def __init__(self, message: str, measured: StepMetrics | None = None) -> None:
+        super().__init__(message)
+        self.measured = measured
 
 
 @dataclass(frozen=True)
@@ -151,33 +165,35 @@ class Stepper:
         contrastive, mlm_sum = float(found.contrastive), found.mlm_sum
         places = sum(self.encoder.token_places(piece) for piece in self.microbatch.cut(batch.spans))
         flops = step_flops(self.encoder.model, self.weights, batch.spans.lengths, len(batch.spans.labels))
-        counts = mlm_sum.new_tensor([batch.spans.num_tokens, places, flops], dtype=torch.float64)
+        counts = mlm_sum.new_tensor([batch.spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
         totals = self.world.sum(torch.cat([mlm_sum.double()[None], counts])).tolist()
         mlm = totals[0] / max(1, found.num_selected)
         loss = contrastive + mlm
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise NonFiniteLossError(
-                f"step {step}: loss {loss} (contrastive {contrastive}, mlm {mlm}), gradient norm {norm}: not "
-                f"finite, nothing was updated. Try a smaller optim.lr (now {self.optim.lr}), a larger temperature, or "
-                "precision: fp32"
-            )
-        lr = learning_rate(self.optim, step, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        if found.embeddings is not None:
-            self.objective.remember(found.embeddings)
-        return StepMetrics(
+        measured = StepMetrics(
             loss=loss,
             contrastive=contrastive,
             mlm=mlm,
             grad_norm=norm,
-            lr=lr,
+            lr=learning_rate(self.optim, step, self.total_steps),
             num_selected=found.num_selected,
             num_tokens=int(totals[1]),
             padding_share=1 - totals[1] / max(1.0, totals[2]),
             flops=totals[3],
+            batch_digest=int(totals[4]) % DIGEST,
         )
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteLossError(
+                f"step {step}: loss {loss} (contrastive {contrastive}, mlm {mlm}), gradient norm {norm}: not "
+                f"finite, nothing was updated. Try a smaller optim.lr (now {self.optim.lr}), a larger temperature, or "
+                "precision: fp32",
+                replace(measured, skipped=True),
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = measured.lr
+        self.optimizer.step()
+        if found.embeddings is not None:
+            self.objective.remember(found.embeddings)
+        return measured
 
     def gradients(self, batch: RankBatch, step: int) -> Gradients:
         """Accumulates this rank's part of the global gradient in the encoder's parameters.

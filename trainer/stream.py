@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,69 +21,13 @@ from ray.data import DataContext
 
 from common.logs import get_logger
 from pipeline.shards import ShardSet
+from trainer.chunks import RankPlan, read_chunk
 from trainer.feed import Feed
-from trainer.plan import Plan
 from trainer.step import RankBatch
 
-_CHUNK_DOCUMENTS = 1024  # a task of fewer is mostly overhead
-_CHUNK_TOKENS = 16 * 1024 * 1024  # but a chunk of long documents must fit the object store with room to spare
 _MOST_CHUNKS = 512  # of one Dataset: before its first block comes, Ray Data takes about a millisecond for each
 _AHEAD_BATCHES = 4
 _PATIENCE_SECONDS = 30
-
-_shards: dict[str, ShardSet] = {}  # opened once a process
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """A rank's slice of the plan, cut into chunks of whole steps.
-
-    Attributes:
-        plan: the run's plan.
-        folder: the shards.
-        start: first position of the global batch that the rank reads.
-        end: position after its last.
-        first_step: 0-based step the stream begins with.
-        last_step: step after the last.
-        chunk_steps: steps a chunk covers.
-    """
-
-    plan: Plan
-    folder: str
-    start: int
-    end: int
-    first_step: int
-    last_step: int
-    chunk_steps: int
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks from the first step to the last."""
-        return -(-(self.last_step - self.first_step) // self.chunk_steps)
-
-    def chunk(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and document numbers of a chunk, in order."""
-        first = self.first_step + number * self.chunk_steps
-        last = min(first + self.chunk_steps, self.last_step)
-        return self.plan.documents(first, last, self.start, self.end)
-
-
-def rank_plan(plan: Plan, shards: ShardSet, rank: int, world_size: int, first_step: int, last_step: int) -> RankPlan:
-    """The slice of `rank`, with chunks that are neither too small to be quick nor too large to hold."""
-    start, end = plan.slice(rank, world_size)
-    mean_tokens = max(1, shards.manifest.totals["num_tokens"] // max(1, shards.manifest.totals["kept"]))
-    documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
-    chunk_steps = max(1, documents // max(1, end - start))
-    return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps)
-
-
-def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
-    """Ray Data task: a chunk's number after `first` in, its documents out, with the epoch in which each is read."""
-    if rank_plan.folder not in _shards:
-        _shards[rank_plan.folder] = ShardSet(Path(rank_plan.folder), "train", look=False)
-    epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
-    table = _shards[rank_plan.folder].take(documents).select(["id", "tokens", "windows", "num_tokens"])
-    return table.append_column("epoch", pa.array(epochs))
 
 
 def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
@@ -130,9 +74,10 @@ def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[R
     for table in documents(rank_plan):
         table = table.combine_chunks()
         spans = feed.batch(table, table.column("epoch").to_numpy())
+        digest = spans.digest()
         if device.type == "cuda":
             spans = spans.pin_memory()
-        yield RankBatch(spans.to(device), rank_plan.start, len(table), size)
+        yield RankBatch(spans.to(device), rank_plan.start, len(table), size, digest)
 
 
 @dataclass
@@ -146,17 +91,23 @@ class Ahead:
 
     items: Iterator[Any]
     waited_seconds: float = 0.0
+    _ready: "queue.Queue[tuple[Any, BaseException | None]]" = field(default_factory=lambda: queue.Queue(_AHEAD_BATCHES))
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Starts the thread before the first item is asked for."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(self._ready, self._stopped), daemon=True)
+            self._thread.start()
 
     def __iter__(self) -> Iterator[Any]:
-        """The items in order; an error of the thread is raised here."""
-        ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD_BATCHES)
-        stopped = threading.Event()
-        thread = threading.Thread(target=self._run, args=(ready, stopped), daemon=True)
-        thread.start()
+        """The items in order, once; an error of the thread is raised here."""
+        self.begin()
         try:
             while True:
                 begun = time.monotonic()
-                item, error = _get(ready)
+                item, error = _get(self._ready)
                 self.waited_seconds += time.monotonic() - begun
                 if error is not None:
                     if isinstance(error, StopIteration):
@@ -164,11 +115,11 @@ class Ahead:
                     raise error
                 yield item
         finally:
-            stopped.set()
-            while thread.is_alive():  # it may be waiting to put what nobody will read
-                while not ready.empty():
-                    ready.get_nowait()
-                thread.join(timeout=0.05)
+            self._stopped.set()
+            while self._thread is not None and self._thread.is_alive():  # it may wait to put what nobody will read
+                while not self._ready.empty():
+                    self._ready.get_nowait()
+                self._thread.join(timeout=0.05)
 
     def _run(self, ready: "queue.Queue[tuple[Any, BaseException | None]]", stopped: threading.Event) -> None:
         try:

@@ -1,146 +1,99 @@
 """Entry: `declutr train CONFIG [key=value ...]`, or this file as a script (`ray submit cluster.yaml trainer/train.py`).
 
-Checks everything that can be checked, builds the TorchTrainer, watches it, exports. The same command continues a run.
+Starts Ray in a thread while everything else is loaded and checked. The same command continues a run.
 """
 
 import argparse
+import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# Ray reads these when it starts: reports are otherwise answered every 2 s only, and each costs as much.
-os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+from pydantic import ConfigDict
 
-import ray
-import ray.train
-from ray.train.torch import TorchConfig, TorchTrainer
+from common.config import ConfigError, Strict, expand, load_config, print_config
+from common.logs import setup_logging
+from trainer.scaling import ScalingConfig
 
-from common.config import ConfigError, expand, load_config, print_config
-from common.logs import get_logger, setup_logging
-from common.storage import read_json, write_json, write_text
-from pipeline.session import start_ray
-from pipeline.shards import ShardError, ShardSet
-from trainer import checkpoint
-from trainer.checks import DECISIVE, problems, refuse
-from trainer.config import TrainConfig
-from trainer.export import export
-from trainer.loop import CHECKPOINTS, train_loop
-from trainer.metrics import read_metrics
-from trainer.parts import total_steps
-from trainer.plan import Plan
-from trainer.progress import ProgressBar
-
-SUMMARY = "summary.json"
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
 
 
-class TrainingFailedError(RuntimeError):
-    """The run stopped before its last step; what was saved is kept, the same command continues."""
+class _Peek(Strict):
+    """What must be known to start Ray."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    run: str
+    scaling: ScalingConfig = ScalingConfig()
 
 
-def train(config: TrainConfig) -> dict[str, Any]:
-    """Trains to the last step, continuing what the run folder holds, and exports the encoder.
+class _EarlyRay:
+    """Starts Ray in a thread while the rest is loaded and checked, for a run that is not finished.
 
-    Returns:
-        The run's summary, as written to `summary.json`: final and initial scores, steps, seconds, export folder.
-
-    Raises:
-        ConfigError: with every problem found before Ray starts.
-        TrainingFailedError: the workers failed more often than `scaling.max_failures`, or a loss is not finite.
+    The thread stays for as long as this process does: Ray has Linux kill its head when the parent dies, and to Linux
+    the parent is the thread that started it.
     """
-    refuse(problems(config))
-    run = expand(config.run).absolute()
-    run.mkdir(parents=True, exist_ok=True)
-    write_text(run / "config.yaml", print_config(config))
-    write_json(run / DECISIVE, config.decisive())
-    shards = ShardSet(expand(config.data), "train")
-    steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
-    latest = checkpoint.find_latest(run / CHECKPOINTS)
-    if latest is not None:
-        done = latest[1].step
-        get_logger().info(
-            "%s: %s", run, f"continuing after step {done} of {steps}" if done < steps else "finished already"
-        )
-    if latest is None or latest[1].step < steps:
-        begun = time.monotonic()
-        fit(config, run, steps)
-        _add_seconds(run, time.monotonic() - begun)
-    folder = export(config, run)
-    validations = [line for line in read_metrics(run) if line["kind"] == "validation"]
-    summary = {
-        "run": config.run,
-        "steps": steps,
-        "seconds": read_json(run / "seconds.json"),
-        "export": str(folder),
-        "first_scores": _scores(validations[0]) if validations else {},
-        "last_scores": _scores(validations[-1]) if validations else {},
-    }
-    write_json(run / SUMMARY, summary)
-    return summary
 
-
-def fit(config: TrainConfig, run: Path, steps: int) -> None:
-    """Runs the worker group until the last step.
-
-    Raises:
-        TrainingFailedError: with the workers' own error.
-    """
-    scaling = config.scaling
-    # A worker and the tasks that read for it must all find a CPU, or they wait for each other without a word.
-    needed = scaling.workers * scaling.cpus_per_worker + scaling.storage_threads
-    start_ray(max(needed, os.cpu_count() or 1), scaling.address)
-    resources = ray.cluster_resources()
-    if resources.get("CPU", 0) < needed:
-        get_logger().warning("the cluster has %g CPUs, this run needs %d: it waits", resources.get("CPU", 0), needed)
-    gpus = resources.get("GPU", 0)
-    use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.workers)
-    # Ray's own record of checkpoints only knows those of one driver; ours are found by looking at the folder.
-    (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
-    trainer = TorchTrainer(
-        train_loop,
-        train_loop_config={"config": located(config).model_dump(mode="json")},
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=scaling.workers,
-            use_gpu=use_gpu,
-            resources_per_worker={"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})},
-        ),
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
-        run_config=ray.train.RunConfig(
-            name=CHECKPOINTS,
-            storage_path=str(run),
-            failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
-        ),
-    )
-    with ProgressBar(run, steps):
+    def __init__(self, name: str, overrides: Sequence[str]) -> None:
+        self._thread: threading.Thread | None = None
+        self._tried = threading.Event()
         try:
-            result = trainer.fit()
-        except ray.train.TrainingFailedError as error:
-            raise TrainingFailedError(
-                f"{error}\nWhat was saved is in {run / CHECKPOINTS}; the same command continues"
-            ) from error
-    if result.return_value is not None:
-        raise TrainingFailedError(f"{result.return_value}. What was saved before is in {run / CHECKPOINTS}")
+            peek = load_config(name, "train", _Peek, overrides)
+        except ConfigError:  # said with all other problems in a moment
+            return
+        session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # somebody else's, in this process
+        if not session and not (expand(peek.run) / "summary.json").is_file():
+            self._thread = threading.Thread(target=self._start, args=(peek.scaling,), name="declutr-ray", daemon=True)
+
+    def _start(self, scaling: ScalingConfig) -> None:
+        from pipeline.session import start_ray
+
+        try:
+            with contextlib.suppress(Exception):  # the supervisor tries again, and says why it fails
+                start_ray(scaling.num_cpus, scaling.address)
+        finally:
+            self._tried.set()
+        threading.Event().wait()
+
+    def begin(self) -> None:
+        """Starts it."""
+        if self._thread:
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until Ray is there, or has failed to start."""
+        if self._thread:
+            self._tried.wait()
+
+    def end(self) -> None:
+        """Leaves nothing behind, also where the run was refused."""
+        if self._thread:
+            self._tried.wait()
+            import ray
+
+            ray.shutdown()
 
 
-def located(config: TrainConfig) -> TrainConfig:
-    """The configuration with absolute paths: workers run in a folder of their own."""
-    update: dict[str, Any] = {key: str(expand(getattr(config, key)).absolute()) for key in ("run", "data")}
-    pretrained = config.encoder.pretrained
-    if pretrained is not None and expand(pretrained).is_dir():
-        update["encoder"] = config.encoder.model_copy(update={"pretrained": str(expand(pretrained).absolute())})
-    return config.model_copy(update=update)
+def train(config: "TrainConfig") -> dict[str, Any]:
+    """Trains to the last step; see `trainer.run.run_training`."""
+    from trainer.run import run_training
+
+    return run_training(config)
 
 
-def _scores(line: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if name not in ("kind", "step", "time")}
-
-
-def _add_seconds(run: Path, seconds: float) -> None:
-    path = run / "seconds.json"
-    before = read_json(path) if path.is_file() else 0.0
-    write_json(path, round(before + seconds, 3))
+def _began() -> float:
+    """When this process began, as Unix time; now, where there is no /proc."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        running_seconds = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except FileNotFoundError:
+        return time.time()
+    return time.time() - running_seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,18 +101,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train", description="From shards to a sentence encoder.")
     parser.add_argument("config", help="YAML file with a `train` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser.add_argument("--fork", metavar="NEW_RUN", help="begin a new run with the old one's weights and step")
     parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
     arguments = parser.parse_args(argv)
     setup_logging("train")
+    early = None if arguments.print_config or arguments.fork else _EarlyRay(arguments.config, arguments.overrides)
+    if early:
+        early.begin()
+    from pipeline.shards import ShardError
+    from trainer.checkpoint import CheckpointError
+    from trainer.config import TrainConfig
+    from trainer.fork import fork
+    from trainer.lock import RunLockedError
+    from trainer.run import run_training
+    from trainer.supervisor import RunStoppedError, TrainingFailedError
+
     try:
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides)
         if arguments.print_config:
             sys.stdout.write(print_config(config))
             return 0
-        summary = train(config)
-    except (ConfigError, ShardError, TrainingFailedError) as error:
+        if arguments.fork:
+            config = fork(config, arguments.fork)
+        summary = run_training(config, _began(), early.wait if early else None)
+    except (ConfigError, ShardError, CheckpointError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except OSError as error:  # a full disk, a storage that is gone
+        sys.stderr.write(f"{error}; what was saved is kept, the same command continues\n")
+        return 1
+    except RunStoppedError as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return stopped.status
+    finally:
+        if early:
+            early.end()
     scores = ", ".join(f"{name} {value:.4f}" for name, value in summary["last_scores"].items())
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
     sys.stdout.write(f"; held-out {scores}" if scores else "")

@@ -14,7 +14,7 @@ def run(arguments: list[str]) -> int:
     from common.logs import setup_logging
     from evaluation.demo import demo
     from pipeline.shards import ShardError
-    from trainer.train import TrainingFailedError
+    from trainer.supervisor import RunStoppedError, TrainingFailedError
 
     setup_logging("demo")
     try:
@@ -23,4 +23,7 @@ def run(arguments: list[str]) -> int:
     except (ConfigError, ShardError, TrainingFailedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except RunStoppedError as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return stopped.status
     return 0

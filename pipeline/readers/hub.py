@@ -4,9 +4,9 @@ import fnmatch
 import re
 from typing import Any
 
+from common.remote import network_errors
 from pipeline.corpus import HubCorpus, Input
 from pipeline.readers.files import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix
-from pipeline.readers.places import network_errors
 
 _CONVERTED = "refs/convert/parquet"
 """Branch on which the Hub keeps a Parquet copy of datasets in other forms: CONFIG/SPLIT/0000.parquet."""

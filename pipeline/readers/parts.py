@@ -5,10 +5,11 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
+from common.remote import is_remote
 from pipeline.corpus import END, Part, Record
 from pipeline.readers.files import Rules, read_archive, read_stream
 from pipeline.readers.lines import read_jsonl, read_text, unreadable
-from pipeline.readers.places import is_remote, open_input, stream_of
+from pipeline.readers.places import open_input, stream_of
 from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream, compression_of, decompressed
 from pipeline.readers.tables import Rows, read_arrow_batches, read_parquet
 

@@ -2,28 +2,15 @@
 
 import glob
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
-from urllib.parse import urlsplit
-
-import pyarrow as pa
-import pyarrow.fs
-from fsspec.core import url_to_fs
-from fsspec.implementations.arrow import ArrowFSWrapper
 
 from common.config import expand
+from common.remote import address_of, filesystem, is_remote, network_errors
 from pipeline.corpus import Input
 from pipeline.readers.streams import CHUNK_BYTES, ByteStream
 
-_ARROW_PROTOCOLS = ("s3", "gs", "gcs")
 _REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path is an address with a protocol."""
-    return "://" in path
 
 
 def find_inputs(given: str) -> Iterator[Input]:
@@ -64,7 +51,7 @@ def is_hidden(relative: str) -> bool:
 
 def _find_remote(given: str) -> Iterator[Input]:
     with network_errors():
-        files, path, query = _filesystem(given)
+        files, path, query = filesystem(given)
         if glob.has_magic(path):
             parts = path.split("/")
             num_plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
@@ -77,39 +64,15 @@ def _find_remote(given: str) -> Iterator[Input]:
             except FileNotFoundError:
                 return
             if entry["type"] == "file":
-                yield Input(_address(files, path, given, query), path.rsplit("/", 1)[-1], entry["size"], searched=False)
+                yield Input(
+                    address_of(files, path, given, query), path.rsplit("/", 1)[-1], entry["size"], searched=False
+                )
                 return
             found = files.find(path, detail=True)
         for name in sorted(found):
             relative = name.removeprefix(root).lstrip("/")
             if found[name]["type"] == "file" and not is_hidden(relative):
-                yield Input(_address(files, name, given, query), relative, found[name]["size"] or 0, searched=True)
-
-
-def _address(files: Any, name: str, given: str, query: str) -> str:
-    """What to give `open_input` for a file of this file system."""
-    parts = urlsplit(given)
-    if parts.scheme in _ARROW_PROTOCOLS:
-        user = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
-        return f"{parts.scheme}://{user}{name}{query and '?'}{query}"
-    return str(files.unstrip_protocol(name))
-
-
-def _filesystem(address: str) -> tuple[Any, str, str]:
-    """File system, path in it, and the options that stood in the address."""
-    parts = urlsplit(address)
-    if parts.scheme in _ARROW_PROTOCOLS:
-        bucket = parts.netloc.rpartition("@")[2]
-        return _arrow(parts.scheme, parts.netloc, parts.query), f"{bucket}{parts.path}", parts.query
-    files, path = url_to_fs(address)
-    return files, path, ""
-
-
-@lru_cache
-def _arrow(scheme: str, netloc: str, query: str) -> ArrowFSWrapper:
-    """One connection a process. Credentials and endpoint come from the environment or the address, as in Arrow."""
-    files, _ = pa.fs.FileSystem.from_uri(f"{scheme}://{netloc}{query and '?'}{query}")
-    return ArrowFSWrapper(files)
+                yield Input(address_of(files, name, given, query), relative, found[name]["size"] or 0, searched=True)
 
 
 def open_input(path: str) -> BinaryIO:
@@ -121,7 +84,7 @@ def open_input(path: str) -> BinaryIO:
     if not is_remote(path):
         return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
     with network_errors():
-        files, name, _ = _filesystem(path)
+        files, name, _ = filesystem(path)
         return cast(BinaryIO, _RemoteFile(files.open(name, "rb")))
 
 
@@ -172,24 +135,3 @@ class _RemoteFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def network_errors() -> Iterator[None]:
-    """Turns what the HTTP libraries raise into OSError; they have already tried again where that helps.
-
-    Raises:
-        OSError: what they raised, or a protocol that is not known or not installed.
-    """
-    # Imported here: half a second that only those pay who read from far away.
-    from aiohttp import ClientError
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    # The HTTPError of the client that huggingface_hub is built on, whichever it is.
-    http_error: type[Exception] = HfHubHTTPError.__mro__[1]
-    try:
-        yield
-    except OSError:
-        raise
-    except (ClientError, http_error, HFValidationError, pa.ArrowException, ValueError, ImportError) as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error

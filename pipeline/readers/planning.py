@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.config import expand
+from common.remote import is_remote
 from pipeline.corpus import END, FilesCorpus, HubCorpus, Input, Part
 from pipeline.readers.archives import find_members, is_tar
 from pipeline.readers.files import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, Rules, bare_suffix, format_of, rules_of
 from pipeline.readers.hub import hub_inputs
-from pipeline.readers.places import find_inputs, is_remote, open_input, stream_of
+from pipeline.readers.places import find_inputs, open_input, stream_of
 from pipeline.readers.streams import (
     BLOCK_BYTES,
     COMPRESSED_SUFFIXES,

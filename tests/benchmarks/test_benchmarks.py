@@ -13,7 +13,7 @@ import ray
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, embed, feed, memory, models, prepare, scale, sharding, step, wide
+from benchmarks import batch, documents, embed, feed, memory, models, prepare, saving, scale, sharding, step, wide
 from pipeline.schema import shard_schema
 from pipeline.shards import ShardSet, check_shards
 from pipeline.tokenization import train_tokenizer
@@ -99,6 +99,19 @@ def test_embed(tmp_path):
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
 
 
+@pytest.mark.dist
+def test_saving(tmp_path):
+    short = ["--documents", "2", "--every-seconds", "0.05", "--stretches", "2", "--folder", str(tmp_path)]
+    found = figures(saving.main, tmp_path, *TINY, *short)
+    low, high = found["overhead_range"]
+    assert low <= found["overhead"] <= high
+    assert len(found["step_seconds"]["with"]) == len(found["step_seconds"]["without"]) == 2
+    assert len(found["copy_seconds"]) == 4
+    assert found["checkpoint_mib"] > 0.1
+    assert found["agree_share"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
 def test_feed(tmp_path):
     found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
     assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
@@ -143,7 +156,7 @@ def test_needs_neither_ray_nor_data(tmp_path):
     """With Ray refused, in an empty folder: imports, and a whole run."""
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "import benchmarks.batch, benchmarks.feed, benchmarks.step\n"
+        "import benchmarks.batch, benchmarks.feed, benchmarks.saving, benchmarks.step\n"
         "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
         f"benchmarks.step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
     )

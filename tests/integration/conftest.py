@@ -1,6 +1,5 @@
 """A corpus prepared by the real command, once for all tests."""
 
-import logging
 import shutil
 
 import pytest
@@ -38,18 +37,3 @@ def copied(finished, tmp_path):
     """A copy of the finished run, to break."""
     shutil.copytree(finished / "run", tmp_path / "run")
     return tmp_path / "run"
-
-
-@pytest.fixture
-def log():
-    """Messages of the project's logger in this process."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("declutr")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel("INFO")
-    yield lines
-    logger.setLevel(level)
-    logger.removeHandler(handler)

@@ -167,6 +167,15 @@ def test_a_shard_with_a_broken_footer_is_named(run_bad, broken):
     assert f"{path} is not an Arrow file" in line
 
 
+def test_a_shard_that_was_changed_in_place_is_named(run_bad, broken):
+    path = broken / load_manifest(broken).shards[0].name
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    (line,) = run_bad(folder=broken)
+    assert f"{path} is damaged: SHA-256" in line
+
+
 def test_shards_without_a_manifest_or_tokenizer(run_bad, broken):
     shutil.rmtree(broken / "tokenizer")
     (line,) = run_bad(folder=broken)

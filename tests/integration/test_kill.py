@@ -1,4 +1,7 @@
-"""Killed runs continue, and end in the same bits as a run that nobody touched."""
+"""A killed worker is replaced, and the run ends in the same bits as one that nobody touched.
+
+What else can happen to a run is in the fault matrix: `make chaos-short`.
+"""
 
 import os
 import signal
@@ -8,19 +11,16 @@ import ray
 import tinyruns as runs
 
 from common.storage import hash_file
-from trainer.checkpoint import steps_in
 from trainer.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-STEPS = 300  # a driver that is told to end takes seconds over it, in which its workers go on
-# After SIGKILL of the driver these look for their dead head for about a minute, then end by themselves.
-RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+STEPS = 500
 CHANGES = {
     "encoder": {"dropout": 0.1},
     "objective": {"queue_size": 24},
     "steps": STEPS,
-    "validation": {"every_steps": 100},
-    "checkpoint": {"every_steps": 5},  # each report takes a moment: time to kill between two,
+    "validation": {"every_steps": 50},
+    "checkpoint": {"every_steps": 5},
     "scaling": {"workers": 2},
 }
 
@@ -61,29 +61,3 @@ def test_a_killed_worker_is_replaced_and_the_bits_stay(data, untouched, tmp_path
     assert "Traceback" not in err
     assert_same_bits(tmp_path / "run", untouched)
     assert runs.wait_gone(everything) == {}
-
-
-def test_a_killed_driver_leaves_nothing_and_the_same_command_continues(data, untouched, tmp_path):
-    run = tmp_path / "run"
-    done = 0
-    agents = {}
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        driver, before = start(data, tmp_path)
-        runs.wait_for_step(driver, before, run, done + 12)
-        everything = runs.descendants(driver.pid)
-        assert len(runs.train_workers(driver.pid)) == 2
-        os.kill(driver.pid, number)
-        _, err = driver.communicate(timeout=60)
-        assert driver.returncode != 0
-        assert ("continuing after" in err) == (done > 0)
-        agents |= {pid: title for pid, title in everything.items() if title.startswith(RAY_AGENTS)}
-        others = {pid: title for pid, title in everything.items() if pid not in agents}
-        assert runs.wait_gone(others) == {}, number
-        assert done + 10 <= steps_in(run / "checkpoints")[-1] < STEPS
-        done = steps_in(run / "checkpoints")[-1]
-    driver, _ = start(data, tmp_path)
-    _, err = driver.communicate(timeout=200)
-    assert driver.returncode == 0, err
-    assert f"continuing after step {done} of {STEPS}" in err
-    assert_same_bits(run, untouched)
-    assert runs.wait_gone(agents, timeout=120) == {}

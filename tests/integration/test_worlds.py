@@ -11,10 +11,11 @@ from transformers import AutoTokenizer
 
 from pipeline.session import start_ray
 from pipeline.shards import ShardSet
+from trainer.chunks import rank_plan
 from trainer.model import vocabulary_of
 from trainer.parts import build_encoder, build_feed
 from trainer.plan import Plan
-from trainer.stream import Ahead, batches, documents, rank_plan
+from trainer.stream import Ahead, batches, documents
 from trainer.train import train
 
 pytestmark = pytest.mark.ray

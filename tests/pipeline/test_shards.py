@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 
 import numpy as np
@@ -129,7 +130,10 @@ def test_damage_that_keeps_the_size_is_found(tmp_path):
     data = bytearray(path.read_bytes())
     at = bytes(data).index(np.array(tokens_of(19)[1:6], dtype=np.uint16).tobytes())
     data[at : at + 2] = b"\xff\xff"
+    written = path.stat()
     path.write_bytes(data)
+    assert any("SHA-256" in problem for problem in check_shards(folder)), "it is newer than the manifest"
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
     assert check_shards(folder) == []
     damaged, beyond = check_shards(folder, full=True)
     assert "SHA-256" in damaged

@@ -66,7 +66,7 @@ def train_values(data, run, **changes):
         "batch_documents": 8,
         "steps": 6,
         "validation": {"every_steps": 0, "max_documents": 40},
-        "checkpoint": {"every_steps": 1000},
+        "checkpoint": {"every_steps": 1000, "every_seconds": None},
         "scaling": {"workers": 1, "device": "cpu", "storage_threads": 1},
     }
     for key, value in changes.items():

@@ -1,5 +1,6 @@
 """Documents to span batches."""
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import VOCABULARY, documents, rank_batch, tiny_feed
 
+from trainer.batches import DIGEST
 from trainer.feed import Vocabulary
 from trainer.masking import mask_tokens
 from trainer.objectives import DeclutrConfig
@@ -155,3 +157,19 @@ def test_microbatches_cut_between_spans():
         selected = torch.cat([piece.selected + int(s) for piece, s in zip(pieces, shifts, strict=False)])
         assert torch.equal(selected, batch.selected)
         assert torch.equal(torch.cat([piece.labels for piece in pieces]), batch.labels)
+
+
+def test_the_digest_adds_up_over_ranks_and_knows_documents_tokens_masks_and_epochs():
+    feed, table, epochs = tiny_feed(HALF_MASKED), documents(LENGTHS, 12), np.array([0, 1, 0, 7, 3])
+    whole = feed.batch(table, epochs)
+    parts = [feed.batch(table.slice(a, b - a), epochs[a:b]) for a, b in ((0, 2), (2, 2), (2, 5))]
+    assert sum(part.digest() for part in parts) % DIGEST == whole.digest()
+    assert feed.batch(table, epochs + 1).digest() != whole.digest()
+    assert feed.batch(table.take([1, 0, 2, 3, 4]), epochs).digest() != whole.digest()
+    for changed, place in (("input_ids", 4), ("labels", 0), ("keys", 1)):
+        values = getattr(whole, changed).clone()
+        values[place] += 1
+        assert dataclasses.replace(whole, **{changed: values}).digest() != whole.digest(), changed
+    moved = whole.selected.clone()
+    moved[-1] += 1
+    assert dataclasses.replace(whole, selected=moved).digest() != whole.digest()

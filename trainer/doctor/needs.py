@@ -69,10 +69,10 @@ def needs_of(config: TrainConfig) -> Needs:
     return Needs(
         parameters=_parameters(config),
         checkpoints=config.checkpoint.keep_last + int(best) + 1,
-        workers=scaling.workers,
+        workers=scaling.least_workers,
         cpus_per_worker=scaling.cpus_per_worker,
         storage_threads=scaling.storage_threads,
-        gpus=scaling.workers if scaling.device == "cuda" else 0,
+        gpus=scaling.least_workers if scaling.device == "cuda" else 0,
         wishes_gpus=scaling.device == "auto",
     )
 

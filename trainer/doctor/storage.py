@@ -8,15 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-import pyarrow.fs
-from fsspec.core import url_to_fs
-from fsspec.implementations.arrow import ArrowFSWrapper
 
 from common.config import expand
+from common.remote import filesystem, is_remote
 from common.storage import fsync_path
-from pipeline.readers.places import is_remote
 from trainer.doctor.finding import EVERYWHERE, Finding, judged
 
 SEEN_SECONDS = 10.0
@@ -24,7 +19,6 @@ _SLOW_SECONDS = 2.0
 _SYNC_LIMIT_MS = 100.0
 _SYNCS = 5
 _REPLACES = 50
-_ARROW = ("s3", "gs", "gcs")
 
 
 @dataclass(frozen=True)
@@ -94,11 +88,7 @@ def _write_mark(folder: str, mark: str, node: str) -> None:
 
 
 def _filesystem(folder: str) -> tuple[Any, str]:
-    parts = urlsplit(folder)
-    if parts.scheme in _ARROW:
-        files, path = pyarrow.fs.FileSystem.from_uri(folder)
-        return ArrowFSWrapper(files), path.rstrip("/")
-    files, path = url_to_fs(folder)
+    files, path, _ = filesystem(folder)
     return files, path.rstrip("/")
 
 

@@ -1,0 +1,35 @@
+# The image that deploy/kuberay.yaml runs. With CUDA, as the torch of PyPI is on Linux; the driver comes from the host:
+#   docker build -t declutr .
+# Without CUDA, a few GiB smaller; ADDRESS is the index of torch's CPU builds (see pytorch.org, "Start locally"):
+#   docker build -t declutr:cpu --build-arg TORCH="torch --index-url ADDRESS" .
+FROM python:3.11-slim-bookworm
+
+# wget: KubeRay's health checks use it.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends wget \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 declutr
+USER declutr
+WORKDIR /home/declutr/declutr
+ENV PATH=/home/declutr/venv/bin:$PATH \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    RAY_USAGE_STATS_ENABLED=0
+
+# As `make setup` does it, dependencies first: they change less often than the code.
+ARG TORCH=torch
+COPY --chown=declutr constraints.txt requirements.lock ./
+RUN python -m venv /home/declutr/venv \
+    && python -m pip install --no-cache-dir --quiet --disable-pip-version-check -c constraints.txt $TORCH \
+    && python -m pip install --no-cache-dir --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+COPY --chown=declutr pyproject.toml README.md ./
+COPY --chown=declutr configs configs
+COPY --chown=declutr common common
+COPY --chown=declutr pipeline pipeline
+COPY --chown=declutr trainer trainer
+COPY --chown=declutr evaluation evaluation
+COPY --chown=declutr benchmarks benchmarks
+RUN python -m pip install --no-cache-dir --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+
+# Nothing listens and nothing starts by itself; KubeRay brings the command.
+CMD ["declutr", "--help"]

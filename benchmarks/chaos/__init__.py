@@ -1,0 +1,1 @@
+"""The fault matrix: real runs, real faults, compared with the run that nobody disturbed."""

@@ -1,0 +1,101 @@
+"""Is a run that was disturbed the quiet run? Every step's documents and losses, the last parameters, no more files."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.chaos.run import ChaosError, Run
+from common.storage import hash_file
+from trainer.checkpoint import checkpoint_path, steps_in
+from trainer.export import EXPORT
+from trainer.loop import CHECKPOINTS
+
+_LOSSES = ("loss", "contrastive", "mlm")
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class End:
+    """What a whole run came to.
+
+    Attributes:
+        digests: of documents, spans and masks, by step.
+        losses: by step.
+        parameters: checksums of the files of the last checkpoint and of the encoder.
+        seconds: from the first step to the last.
+    """
+
+    digests: dict[int, int]
+    losses: dict[int, tuple[float, ...]]
+    parameters: dict[str, str]
+    seconds: float
+
+    @classmethod
+    def of(cls, run: Run) -> "End":
+        """Of a run that has ended, or as far as it came."""
+        lines = run.lines()
+        last = max(lines, default=0)
+        return cls(
+            {step: line["batch_digest"] for step, line in lines.items()},
+            {step: tuple(line[name] for name in _LOSSES) for step, line in lines.items()},
+            _parameters(run.folder, last),
+            lines[last]["time"] - lines[min(lines)]["time"] if lines else 0.0,
+        )
+
+
+@dataclass
+class Differences:
+    """What differs from the quiet run; None where it cannot be told."""
+
+    batches_identical: bool | None = None
+    parameters_identical: bool | None = None
+    loss_difference: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def differences(run: Run, quiet: End, ended: bool, world_changes: bool, alters: bool = False) -> Differences:
+    """Compares a run with the quiet one.
+
+    Args:
+        run: the disturbed run.
+        quiet: the other.
+        ended: it came to its end; else only the steps that it took are compared.
+        world_changes: its number of workers changed, so sums were taken in another order.
+        alters: updates were left out on purpose: only documents, spans and masks are compared.
+    """
+    found = Differences()
+    try:
+        end = End.of(run)
+    except ChaosError as error:
+        found.problems.append(str(error))
+        return found
+    if ended and not alters and set(end.digests) != set(quiet.digests):
+        found.problems.append(f"{len(end.digests)} steps in the metrics, the quiet run has {len(quiet.digests)}")
+    common = sorted(set(end.digests) & set(quiet.digests))
+    others = [step for step in common if end.digests[step] != quiet.digests[step]]
+    found.batches_identical = not others and bool(common)
+    if others:
+        found.problems.append(f"other documents or spans at {len(others)} steps, first {others[0]}")
+    if alters:
+        return found
+    apart = [max(abs(a - b) for a, b in zip(end.losses[s], quiet.losses[s], strict=True)) for s in common]
+    found.loss_difference = max(apart, default=0.0)
+    if found.loss_difference > (_TOLERANCE if world_changes else 0):
+        found.problems.append(f"losses differ by up to {found.loss_difference:.1e}")
+    if ended and not world_changes:
+        found.parameters_identical = end.parameters == quiet.parameters
+        if not found.parameters_identical:
+            changed = [name for name in quiet.parameters if end.parameters.get(name) != quiet.parameters[name]]
+            found.problems.append(f"other bits in {', '.join(changed)}")
+    if ended:
+        halves = [str(path) for path in run.folder.rglob(".*.tmp")]
+        if halves:
+            found.problems.append(f"half-written and left: {', '.join(halves)}")
+    return found
+
+
+def _parameters(folder: Path, step: int) -> dict[str, str]:
+    paths = []
+    if step in steps_in(folder / CHECKPOINTS):
+        paths = sorted(checkpoint_path(folder / CHECKPOINTS, step).glob("*.safetensors"))
+    paths.append(folder / EXPORT / "model.safetensors")
+    return {str(path.relative_to(folder)): hash_file(path) for path in paths if path.is_file()}

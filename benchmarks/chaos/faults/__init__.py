@@ -1,0 +1,1 @@
+"""What can happen to a run, by what it happens to."""

@@ -1,0 +1,140 @@
+"""Files that are not what they were: checkpoints, shards, a full disk, storage that is away."""
+
+import errno
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from benchmarks.chaos.fault import Fault
+from benchmarks.chaos.faults.kills import struck
+from benchmarks.chaos.run import ChaosError, Mark, Run
+from pipeline.manifest import load_manifest
+from trainer.checkpoint import steps_in
+from trainer.loop import CHECKPOINTS
+
+AWAY_SECONDS = 30.0
+
+
+def _stop(run: Run) -> Mark:
+    """SIGKILL of the command, and nothing of it left that could write."""
+    assert run.driver is not None
+    run.workers()
+    mark = run.mark()
+    run.driver.kill()
+    run.driver.wait()
+    mark = struck(mark, time.time())
+    deadline = time.monotonic() + 30
+    while run.census.titled("RayTrainWorker"):
+        if time.monotonic() > deadline:
+            raise ChaosError("workers live on without their command")
+        time.sleep(0.1)
+    return mark
+
+
+def flip(path: Path) -> None:
+    """Changes one bit in the middle of a file."""
+    with path.open("r+b") as stream:
+        stream.seek(path.stat().st_size // 2)
+        byte = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte[0] ^ 1]))
+
+
+def broken_checkpoints(run: Run) -> Mark:
+    """The newest checkpoint truncated, the one before with a bit flipped, the one before that half-written."""
+    mark = _stop(run)
+    folder = run.folder / CHECKPOINTS
+    steps = steps_in(folder)
+    if len(steps) < 4:
+        raise ChaosError(f"{len(steps)} checkpoints: too few to break three")
+    newest, second, third = (folder / f"step-{step:08d}" for step in reversed(steps[-3:]))
+    with (newest / "encoder.safetensors").open("r+b") as stream:
+        stream.truncate(1000)
+    flip(second / "optimizer.safetensors")
+    (third / "state.json").unlink()
+    run.start()
+    run.wait_for("words about the broken ones", lambda: all(p.name in run.said(mark) for p in (newest, second, third)))
+    return mark
+
+
+def changed_shard(run: Run) -> Mark:
+    """A bit of a shard flipped between two commands: refused; put back: continued."""
+    mark = _stop(run)
+    folder = Path(run.values["data"])
+    path = folder / load_manifest(folder).shards[0].name
+    before = path.stat()
+    flip(path)
+    try:
+        run.start()
+        status = run.wait()
+    finally:
+        flip(path)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if status != 1 or path.name not in run.said(mark):
+        raise ChaosError(f"status {status}: a changed shard was not refused")
+    run.start()
+    return mark
+
+
+def full_disk(run: Run) -> Mark:
+    """The disks of the run are full to the last byte while checkpoints are due; later there is room again."""
+    run.workers()
+    mark = run.mark()
+    fillers = [folder / "filler" for folder in (run.folder / CHECKPOINTS, run.folder)]
+    try:
+        for filler in fillers:
+            _fill(filler)
+        mark = struck(mark, time.time())
+        run.wait_for("words about the full disk", lambda: "No space left" in run.said(mark), 60, ended=True)
+    finally:
+        for filler in fillers:
+            filler.unlink(missing_ok=True)
+    return _continue(run, mark)
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as stream:
+        for size in (2**20, 2**12, 1):
+            try:
+                while True:
+                    stream.write(b"0" * size)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+
+def storage_away(run: Run) -> Mark:
+    """The file system of the checkpoints refuses every write for a while."""
+    run.workers()
+    folder = run.folder / CHECKPOINTS
+    mark = run.mark()
+    deadline = time.monotonic() + 20
+    while subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True, check=False).returncode:
+        if time.monotonic() > deadline:  # refused while a file is being written there
+            raise ChaosError(f"{folder} cannot be mounted read-only")
+        time.sleep(0.003)
+    mark = struck(mark, time.time())
+    away = float(run.environment.get("DECLUTR_CHAOS_AWAY", AWAY_SECONDS))
+    try:
+        time.sleep(away)
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+    return _continue(run, mark)
+
+
+def _continue(run: Run, mark: Mark) -> Mark:
+    """Gives the command again if it has ended; then there must be a new checkpoint."""
+    if run.driver is not None and run.driver.poll() is not None:
+        run.start()
+    newest = run.newest_checkpoint()
+    run.wait_for("a new checkpoint", lambda: run.newest_checkpoint() > newest, 120, ended=True)
+    return mark
+
+
+FAULTS = (
+    Fault("broken_checkpoints", broken_checkpoints, "passing over a broken checkpoint"),
+    Fault("changed_shard", changed_shard, "is damaged: SHA-256"),
+    Fault("disk_full", full_disk, "No space left", restarts=False, needs_root=True),
+    Fault("storage_away", storage_away, "Read-only file system", restarts=False, needs_root=True),
+)

@@ -1,0 +1,73 @@
+"""Machines that vanish, are about to be taken away, or join."""
+
+import subprocess
+import sys
+import time
+
+from benchmarks.chaos.fault import Fault
+from benchmarks.chaos.faults.kills import struck
+from benchmarks.chaos.run import ChaosError, Mark, Run
+
+_DEADLINE_SECONDS = 30
+
+
+def node_killed(run: Run) -> Mark:
+    """Every process of a worker's node dies at once; a spare node is there."""
+    assert run.nodes is not None
+    node = run.nodes.holder(run.workers()[-1].pid)
+    run.nodes.add()
+    time.sleep(3)
+    mark = run.mark()
+    mark = struck(mark, time.time())
+    run.nodes.remove(node)
+    return mark
+
+
+def preempted(run: Run) -> Mark:
+    """The cloud says that a worker's node goes away soon: a checkpoint within the time left, and on without it."""
+    assert run.nodes is not None
+    node = run.nodes.holder(run.workers()[-1].pid)
+    run.nodes.add()
+    time.sleep(3)
+    before = run.newest_checkpoint()
+    mark = run.mark()
+    mark = struck(mark, time.time())
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", run.nodes.address),
+            *("--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"),
+            *("--reason-message", "spot", "--deadline-remaining-seconds", str(_DEADLINE_SECONDS)),
+        ],
+        env=run.environment,
+        check=True,
+        capture_output=True,
+    )
+    run.wait_for("a checkpoint before the deadline", lambda: run.newest_checkpoint() != before, _DEADLINE_SECONDS)
+    run.wait_for("workers elsewhere", lambda: run.mark().inode != mark.inode, 120)
+    run.nodes.remove(node)
+    return mark
+
+
+def elastic(run: Run) -> Mark:
+    """2 workers, then 3, then 1, then 2, as nodes join and die."""
+    assert run.nodes is not None
+    first = run.mark()
+    for wanted in (3, 1, 2):
+        mark = run.mark()
+        if wanted > len(run.nodes.nodes):
+            run.nodes.add(wanted - len(run.nodes.nodes))
+        while wanted < len(run.nodes.nodes):
+            run.nodes.remove(run.nodes.nodes[-1])
+        try:
+            run.wait_for(f"{wanted} workers", lambda at=wanted: len(run.workers()) == at, 180, every_seconds=1)
+            run.wait_step(mark.step + 1, mark)
+        except ChaosError as error:
+            raise ChaosError(f"{error} (the world should have become {wanted})") from error
+    return struck(first, first.seconds)
+
+
+FAULTS = (
+    Fault("node_killed", node_killed, "node|worker", setting="cluster"),
+    Fault("preemption_notice", preempted, "about to be taken away", setting="cluster"),
+    Fault("elastic_2_3_1_2", elastic, "worker", setting="elastic"),
+)

@@ -1,0 +1,83 @@
+"""Workers that live and do not do their work: stopped, slow, raising, with a gradient that is not a number."""
+
+import signal
+import time
+
+from benchmarks.chaos.fault import Fault
+from benchmarks.chaos.faults.kills import struck
+from benchmarks.chaos.run import ChaosError, Mark, Run
+
+_SLOW_SECONDS = 20.0
+_NAN = """
+import trainer.step
+whole = trainer.step.Stepper.gradients
+def poisoned(self, batch, step):
+    found = whole(self, batch, step)
+    if {first} <= step < {end}:
+        next(p for group in self.optimizer.param_groups for p in group["params"]).grad.fill_(float("nan"))
+    return found
+trainer.step.Stepper.gradients = poisoned
+"""
+_RAISE = """
+import trainer.step
+def broken(self, batch, step):
+    raise OSError("chaos: the device does not answer")
+trainer.step.Stepper.gradients = broken
+"""
+
+
+def raising(run: Run) -> Mark:
+    """An exception in the step of the last worker."""
+    victim = run.workers()[-1]
+    mark = run.mark()
+    run.execute(victim, _RAISE)
+    return struck(mark, time.time())
+
+
+def hung(run: Run) -> Mark:
+    """SIGSTOP of the last worker: it lives, and does nothing any more. Nobody wakes it."""
+    victim = run.workers()[-1]
+    mark = run.mark()
+    return struck(mark, run.kill(victim, signal.SIGSTOP))
+
+
+def slow(run: Run) -> Mark:
+    """The last worker gets a ninth of its time for a while: the run is slower, and the worker is named."""
+    victim = run.workers()[-1]
+    mark = run.mark()
+    begun = time.time()
+    while time.time() < begun + _SLOW_SECONDS:
+        run.kill(victim, signal.SIGSTOP)
+        time.sleep(0.4)
+        run.kill(victim, signal.SIGCONT)
+        time.sleep(0.05)
+    if run.mark().inode != mark.inode:
+        raise ChaosError("the workers were started again because one was slow")
+    return struck(mark, begun)
+
+
+def poison(run: Run, steps: int) -> Mark:
+    """NaN in the last worker's gradient for that many steps from a moment on."""
+    victim = run.workers()[-1]
+    mark = run.mark()
+    first = mark.step + 60
+    run.execute(victim, _NAN.format(first=first, end=first + steps))
+    run.wait_for("the bad step", lambda: run.last_step() >= first - 1, ended=True)
+    return run.mark()
+
+
+def nan_stops(run: Run) -> Mark:
+    """NaN in one worker's gradient; the run ends, and the same command continues."""
+    mark = poison(run, 1)
+    if run.wait(60) == 0:
+        raise ChaosError("the command ended with status 0 after a loss that is not a number")
+    run.start()
+    return mark
+
+
+FAULTS = (
+    Fault("worker_raises", raising, "the device does not answer"),
+    Fault("worker_hung", hung, "worker 1 .*hangs"),
+    Fault("worker_slow", slow, "worker 1 .*is slow", restarts=False),
+    Fault("nan_stops", nan_stops, r"not\s+finite, nothing was updated"),
+)

@@ -1,0 +1,148 @@
+"""Where the faults happen: one temporary folder, mounts in a namespace of our own, clusters of several nodes here."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.census import Census
+from benchmarks.chaos.run import ATTACHED, ROOT, Run
+from trainer.loop import CHECKPOINTS
+
+_CLONE_NEWNS = 0x00020000
+_RUN_MIB = 256  # the lines of a soak of an hour
+_CHECKPOINTS_MIB = 16
+# A dead node is noticed after two seconds instead of half a minute; a cluster's user would set this on every node.
+_QUICK = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
+}
+
+
+def environment(top: Path) -> dict[str, str]:
+    """For everything that is started: this checkout's code, Ray's files below `top`, no foreign cluster."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "DECLUTR_LOG")}
+    return kept | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ATTACHED}",
+        "PYTHONWARNINGS": "ignore",
+        "DECLUTR_CHAOS": str(top / "attach"),
+        "RAY_TMPDIR": str(top / "ray"),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "passive",  # more threads than cores: none may spin
+        **_QUICK,
+    }
+
+
+def leave_mounts_to_ourselves() -> None:
+    """As root: mounts made from here on are seen by this process and its children alone, and end with them.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if os.geteuid() != 0:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "no mount namespace of our own")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+
+
+@contextmanager
+def temporary() -> Iterator[Path]:
+    """A folder with a short name (Ray's sockets lie below it), gone afterwards."""
+    top = Path(tempfile.mkdtemp(prefix="chaos-"))
+    (top / "attach").mkdir()
+    (top / "ray").mkdir()
+    try:
+        yield top
+    finally:
+        for path in mounts_below(top):
+            subprocess.run(["umount", "--lazy", str(path)], check=False)
+        shutil.rmtree(top, ignore_errors=True)
+
+
+def mounts_below(top: Path) -> list[Path]:
+    """Mounts below a folder, the innermost first."""
+    with Path("/proc/mounts").open(encoding="utf-8") as stream:
+        found = [Path(line.split()[1]) for line in stream]
+    return sorted((path for path in found if path.is_relative_to(top)), key=lambda path: -len(path.parts))
+
+
+@contextmanager
+def small_disks(run: Run) -> Iterator[None]:
+    """The run's folder on a small disk of its own, its checkpoints on another."""
+    disks = [(run.folder, _RUN_MIB), (run.folder / CHECKPOINTS, _CHECKPOINTS_MIB)]
+    for path, mib in disks:
+        path.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        run.end()
+        for path, _ in reversed(disks):
+            subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+class Nodes:
+    """A Ray cluster of several nodes on this machine: a head without room for workers, and nodes for one worker each.
+
+    Attributes:
+        address: of the cluster.
+    """
+
+    def __init__(self, census: Census) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.census = census
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20},
+        )
+        self.address = str(self._cluster.address)
+        self.nodes: list[Any] = []
+
+    def add(self, number: int = 1) -> None:
+        """Starts nodes."""
+        self.nodes += [
+            self._cluster.add_node(num_cpus=3, object_store_memory=80 * 2**20, wait=False) for _ in range(number)
+        ]
+
+    def holder(self, pid: int) -> Any:
+        """The node on which a process runs."""
+        table = {process.pid: process for process in self.census.alive()}
+        while pid in table:
+            for node in self.nodes:
+                if any(entry.process.pid == pid for entries in node.all_processes.values() for entry in entries):
+                    return node
+            pid = table[pid].parent
+        raise LookupError(f"process {pid} belongs to no node")
+
+    def remove(self, node: Any) -> None:
+        """All of a node's processes die at once, as when its machine does."""
+        below = self._below(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+        self.nodes.remove(node)
+        self.census.end([process for process in self.census.alive() if process.pid in below])
+
+    def _below(self, node: Any) -> set[int]:
+        found = {entry.process.pid for entries in node.all_processes.values() for entry in entries}
+        while True:
+            more = {process.pid for process in self.census.alive() if process.parent in found} - found
+            if not more:
+                return found
+            found |= more
+
+    def close(self) -> None:
+        """Ends the cluster."""
+        with suppress(Exception):
+            self._cluster.shutdown()

@@ -1,0 +1,229 @@
+"""A run as its user has it: the command in a process of its own, its output, its folder."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.chaos.census import Census, Process
+from trainer.checkpoint import steps_in
+from trainer.loop import CHECKPOINTS
+from trainer.metrics import METRICS, read_last_step
+
+ROOT = Path(__file__).resolve().parents[2]
+ATTACHED = Path(__file__).with_name("attached")
+_POLL_SECONDS = 0.02
+_BAR = re.compile(
+    r"^train:\s.*?(?=\d\d:\d\d:\d\d \S+ [A-Z]+ |$)"
+)  # the progress bar, up to a line of the log behind it
+
+
+class ChaosError(RuntimeError):
+    """Something did not come about in time, or the command ended when it should not have."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a run, to compare with.
+
+    Attributes:
+        seconds: wall clock.
+        characters: of the command's output so far.
+        inode: of the metrics file.
+        lines: of the steps so far.
+    """
+
+    seconds: float
+    characters: int
+    inode: int | None
+    lines: dict[int, dict[str, Any]]
+
+    @property
+    def step(self) -> int:
+        """The last step so far."""
+        return max(self.lines, default=0)
+
+
+@dataclass
+class Run:
+    """One run and the command that trains it, started as often as its user starts it.
+
+    Attributes:
+        place: folder of the configuration, the output and the run.
+        values: the `train` section.
+        census: of all our processes.
+        environment: of the command.
+        nodes: of the cluster it runs on, if it is one of ours.
+        patience: by which every limit of waiting is multiplied, for busy machines.
+        starts: how often the command was started.
+        ended: when its end was seen, wall clock.
+    """
+
+    place: Path
+    values: dict[str, Any]
+    census: Census
+    environment: dict[str, str]
+    nodes: Any = None
+    patience: float = 1.0
+    starts: int = 0
+    ended: float = 0.0
+    driver: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _ranks: dict[int, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return Path(self.values["run"])
+
+    @property
+    def output(self) -> Path:
+        """What the command said, over all its starts."""
+        return self.place / "output.txt"
+
+    def start(self, *overrides: str) -> None:
+        """Starts the command; the same one every time."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        config = self.place / "train.yaml"
+        config.write_text(yaml.safe_dump({"train": self.values}), encoding="utf-8")
+        self.starts += 1
+        with self.output.open("ab") as stream:
+            self.driver = subprocess.Popen(
+                [sys.executable, "-m", "trainer.train", str(config), *overrides],
+                env=self.environment,
+                cwd=self.place,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+            )
+
+    def wait(self, seconds: float = 300) -> int:
+        """The command's exit status."""
+        assert self.driver is not None
+        try:
+            return self.driver.wait(seconds * self.patience)
+        except subprocess.TimeoutExpired as error:
+            raise ChaosError(f"the command has not ended after {seconds:.0f} s") from error
+
+    def end(self) -> None:
+        """Ends the command if it still runs, and all that came of it."""
+        if self.driver is not None and self.driver.poll() is None:
+            self.driver.terminate()
+            try:
+                self.driver.wait(20 * self.patience)
+            except subprocess.TimeoutExpired:
+                self.driver.kill()
+                self.driver.wait()
+
+    def lines(self) -> dict[int, dict[str, Any]]:
+        """The line of every step in the metrics, by step."""
+        try:
+            raw = (self.folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]
+        except FileNotFoundError:
+            return {}
+        lines = [json.loads(line) for line in raw if line]
+        steps = [line for line in lines if line["kind"] == "step"]
+        found = {line["step"]: line for line in steps}
+        if len(found) != len(steps):
+            raise ChaosError(f"{self.folder / METRICS}: a step is there twice")
+        return found
+
+    def last_step(self) -> int:
+        """The last step in the metrics."""
+        line = read_last_step(self.folder / METRICS)
+        return 0 if line is None else int(line["step"])
+
+    def mark(self) -> Mark:
+        """This moment."""
+        path = self.folder / METRICS
+        inode = path.stat().st_ino if path.is_file() else None
+        return Mark(time.time(), self.output.stat().st_size, inode, self.lines())
+
+    def said(self, mark: Mark) -> str:
+        """What the command said since, without the progress bar."""
+        with self.output.open("rb") as stream:
+            stream.seek(mark.characters)
+            text = stream.read().decode(errors="replace")
+        lines = [_BAR.sub("", part).strip() for line in text.split("\n") for part in line.split("\r")]
+        return "\n".join(line for line in lines if line)
+
+    def wait_for(
+        self, what: str, check: Any, seconds: float = 120, ended: bool = False, every_seconds: float = _POLL_SECONDS
+    ) -> Any:
+        """Polls until `check` answers something true; `ended`: the command may end meanwhile."""
+        deadline = time.monotonic() + seconds * self.patience
+        while True:
+            found = check()
+            if found:
+                return found
+            if not ended and self.driver is not None and self.driver.poll() is not None:
+                found = check()
+                if found:
+                    return found
+                raise ChaosError(f"waiting for {what}: the command ended with status {self.driver.returncode}")
+            if time.monotonic() > deadline:
+                raise ChaosError(f"waited {seconds:.0f} s for {what}")
+            time.sleep(every_seconds)
+
+    def wait_step(self, step: int, since: Mark | None = None, seconds: float = 120) -> None:
+        """Waits until that step is done; with `since`, by workers that began after it."""
+
+        def reached() -> bool:
+            path = self.folder / METRICS
+            if not path.is_file() or (since is not None and path.stat().st_ino == since.inode):
+                return False
+            return self.last_step() >= step
+
+        self.wait_for(f"step {step}", reached, seconds)
+
+    def newest_checkpoint(self) -> int:
+        """The step of the newest checkpoint, whole or not; 0 before the first."""
+        return max(steps_in(self.folder / CHECKPOINTS), default=0)
+
+    def workers(self) -> list[Process]:
+        """The processes that train, in the order of their ranks."""
+
+        def found() -> list[Process]:
+            ranks = {self._rank(worker): worker for worker in self.census.titled("RayTrainWorker")}
+            return [ranks[rank] for rank in sorted(ranks)] if ranks and min(ranks) == 0 else []
+
+        workers: list[Process] = self.wait_for("the workers", found, every_seconds=0.5)
+        return workers
+
+    def _rank(self, worker: Process) -> int:
+        """Rank of a worker; -1 before it has one."""
+        if worker.pid not in self._ranks:
+            answer = Path(self.environment["DECLUTR_CHAOS"]) / f"{worker.pid}.rank"
+            asked = (
+                f"import os\nwith open({str(answer)!r}, 'w') as stream:\n    stream.write(os.environ.get('RANK', '-1'))"
+            )
+            try:
+                self.execute(worker, asked)
+            except ChaosError:  # it died meanwhile
+                return -1
+            rank = int(answer.read_text())
+            if rank < 0:
+                return rank
+            self._ranks[worker.pid] = rank
+        return self._ranks[worker.pid]
+
+    def kill(self, process: Process, number: int = signal.SIGKILL) -> float:
+        """Sends a signal to one of our processes; the time at which it was sent."""
+        os.kill(process.pid, number)
+        return time.time()
+
+    def execute(self, process: Process, code: str) -> None:
+        """Has a worker run a piece of Python, as a debugger would (attached/sitecustomize.py)."""
+        folder = Path(self.environment["DECLUTR_CHAOS"])
+        aside = folder / f"{process.pid}.tmp"
+        aside.write_text(code, encoding="utf-8")
+        aside.rename(folder / f"{process.pid}.py")
+        self.wait_for("the code to be run", lambda: not (folder / f"{process.pid}.py").exists(), 60)

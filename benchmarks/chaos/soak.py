@@ -1,0 +1,112 @@
+"""python -m benchmarks.chaos.soak --minutes 30 --seed N --json OUT: training with a random fault every minute.
+
+Which fault comes n-th is drawn from (seed, "chaos", n). It ends with the parameters of the quiet run, or with status 1.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+
+from benchmarks.chaos.__main__ import left_behind, table
+from benchmarks.chaos.census import Census
+from benchmarks.chaos.fault import Fault, Row, fail, observe
+from benchmarks.chaos.faults import files, kills, workers
+from benchmarks.chaos.matrix import Bench
+from benchmarks.chaos.place import environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
+from benchmarks.chaos.run import ChaosError, Run
+from benchmarks.record import facts, parser, progress, publish
+from common import seeding
+
+_EVERY_SECONDS = 60.0
+_MEASURED_STEPS = 300
+_AWAY_SECONDS = 10.0
+_SHARE_TRAINING = 0.6  # of a minute with a fault, about; the rest goes by with starts
+_KINDS = tuple(fault for fault in (*kills.FAULTS, *workers.FAULTS, *files.FAULTS) if fault.trains)
+
+
+def drawn(seed: int, number: int, kinds: tuple[Fault, ...]) -> Fault:
+    """The fault that comes as this number."""
+    return kinds[seeding.torch_seed(seed, "chaos", number) % len(kinds)]
+
+
+def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
+    """Trains to the end, with a fault every minute."""
+    kinds = tuple(fault for fault in _KINDS if fault.possible)
+    rows: list[Row] = []
+    run.start()
+    run.wait_step(1, seconds=300)
+    due = time.monotonic() + _EVERY_SECONDS
+    while True:
+        while time.monotonic() < due and run.driver is not None and run.driver.poll() is None:
+            time.sleep(0.5)
+        # a fault takes steps to be noticed and to recover from: none is begun just before the end
+        if run.last_step() > bench.steps - 500 or (run.driver is not None and run.driver.poll() is not None):
+            break
+        fault = drawn(seed, len(rows), kinds)
+        due = time.monotonic() + _EVERY_SECONDS
+        row, mark = observe(run, fault)
+        row.seen_by_user, problem = fault.seen(run.said(mark))
+        if problem:
+            fail(row, problem)
+        rows.append(row)
+        progress(f"{len(rows)}: {fault.name}: {row.problem or 'goes on'}, step {run.last_step()}")
+    if status := run.wait(900):
+        raise ChaosError(f"the command ended with status {status}: {run.output.read_text(errors='replace')[-1000:]}")
+    return rows
+
+
+def main() -> int:
+    """Runs the soak."""
+    options = parser("chaos.soak", __doc__)
+    options.add_argument("--minutes", type=float, default=30, help="of training with faults, about (30)")
+    given = options.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    leave_mounts_to_ourselves()
+    record = facts("chaos.soak", given.commit)
+    rows: list[Row] = []
+    problem = ""
+    begun = time.monotonic()
+    with temporary() as top:
+        os.environ.update(environment(top))
+        with Census() as census, census.nothing_outlives():
+            bench = Bench(top, given.seed, census, progress, _MEASURED_STEPS, _AWAY_SECONDS)
+            progress(f"seed {given.seed}")
+            bench.prepare()
+            bench.undisturbed()
+            assert bench.quiet is not None
+            a_step = bench.quiet.seconds / _MEASURED_STEPS
+            # several epochs then: the corpus was made for the first run
+            bench.steps = max(1000, round(given.minutes * 60 * _SHARE_TRAINING / a_step / 100) * 100)
+            bench.undisturbed()
+            run = bench.new_run()
+            soaked = time.monotonic()
+            with small_disks(run) if os.geteuid() == 0 else nullcontext():
+                try:
+                    rows = soak(bench, run, given.seed)
+                    bench.judge(run, rows)
+                except ChaosError as error:
+                    problem = str(error)
+            soaked = time.monotonic() - soaked
+            left = left_behind(census) + [f"mount {path}" for path in mounts_below(top)]
+    figures = {
+        **record,
+        "seed": given.seed,
+        "steps": bench.steps,
+        "quiet_seconds": round(bench.quiet.seconds, 1),
+        "soak_seconds": round(soaked, 1),
+        "seconds": round(time.monotonic() - begun, 1),
+        "problem": problem,
+        "left_behind": left,
+        "faults": [asdict(row) for row in rows],
+    }
+    publish(figures, given.json)
+    print(table(rows))
+    print(f"seed {given.seed}: {len(rows)} faults in {bench.steps} steps {problem}")
+    return int(bool(problem or left) or not rows or any(not row.recovered for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

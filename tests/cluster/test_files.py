@@ -1,0 +1,186 @@
+"""cluster.yaml, the image and the KubeRay job as far as they can be judged without a cloud: valid, safe, up to date."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from common.config import load_config
+from pipeline.config import PipelineConfig
+from trainer.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "cluster.md"
+SECTIONS = {"prepare": PipelineConfig, "train": TrainConfig}
+
+
+def read(name):
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def blocks(kind, holding):
+    """Code blocks of docs/cluster.md of a kind, with these words."""
+    found = re.findall(rf"```{kind}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    return [block for block in found if holding in block]
+
+
+def variant(provider):
+    """cluster.yaml with the keys that docs/cluster.md gives for another provider in place of its own."""
+    changed = read("cluster.yaml")
+    (block,) = blocks("yaml", f"type: {provider}")
+    changed |= yaml.safe_load(block)
+    if provider == "local":  # Ray has node types of its own for hosts that are there already
+        del changed["available_node_types"], changed["head_node_type"]
+    return changed
+
+
+@pytest.mark.parametrize("provider", ["aws", "gcp", "local"])
+def test_cluster_file_and_its_variants_are_what_ray_up_takes(provider):
+    config = read("cluster.yaml") if provider == "aws" else variant(provider)
+    prepared = prepare_config(config)
+    validate_config(prepared)
+    workers = [node for name, node in prepared["available_node_types"].items() if name != prepared["head_node_type"]]
+    assert all(node["min_workers"] < node["max_workers"] for node in workers)
+
+
+@pytest.mark.parametrize("provider", ["aws", "gcp", "local"])
+def test_token_on_every_host_and_no_port_for_the_world(provider):
+    config = prepare_config(read("cluster.yaml") if provider == "aws" else variant(provider))
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert [line for line in config["setup_commands"] if "RAY_AUTH_MODE=token" in line]  # of head and workers
+    head, worker = " ".join(config["head_start_ray_commands"]), " ".join(config["worker_start_ray_commands"])
+    assert "--dashboard-host=127.0.0.1" in head
+    for text in (head, worker, (ROOT / "cluster.yaml").read_text(), DOCUMENT.read_text()):
+        assert "0.0.0.0" not in text
+        assert "RAY_AUTH_MODE=disabled" not in text
+
+
+def install_lines():
+    """What the Makefile installs, with its variables in place."""
+    makefile = (ROOT / "Makefile").read_text()
+    lines = [line.strip() for line in makefile.splitlines() if "-m pip install --quiet --disable" in line]
+    assert len(lines) == 3
+    return [line.replace("$(BIN)/python -m pip install ", "").replace("$(TORCH)", "torch") for line in lines]
+
+
+def test_the_install_is_that_of_the_makefile():
+    setup = [line for line in read("cluster.yaml")["setup_commands"] if "pip install" in line]
+    for place, prefix in (("~/declutr/", "~/venv/bin/python -m pip install "), ("", "")):
+        if place:
+            found = [line.removeprefix(prefix).replace(place, "").replace("-e ~/declutr", "-e .") for line in setup]
+        else:
+            text = (ROOT / "Dockerfile").read_text().replace("--no-cache-dir ", "")
+            found = [line.rstrip("\\ ") for line in re.findall(r"pip install (.*)", text)]
+            found = [line.replace("$TORCH", "torch") for line in found]
+        assert found == install_lines()
+
+
+def test_all_of_the_code_travels():
+    packages = re.search(r"^packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    wanted = {name.split(".")[0] for name in re.findall(r'"([\w.]+)"', packages[1])}
+    wanted |= {"pyproject.toml", "README.md", "requirements.lock", "constraints.txt", "configs"}
+    mounted = {local for remote, local in read("cluster.yaml")["file_mounts"].items() if "declutr" in remote}
+    copied = set()
+    for line in re.findall(r"^COPY --chown=declutr (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
+        copied |= set(line.split())
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert mounted == copied == allowed == wanted
+    assert all((ROOT / name).exists() for name in wanted)
+
+
+def test_image_runs_as_nobody_in_particular_and_holds_no_secret():
+    text = (ROOT / "Dockerfile").read_text()
+    assert text.index("\nUSER declutr\n") < text.index("\nCOPY ")
+    assert not re.search(r"(?i)token|secret|password|EXPOSE|--privileged", text)
+
+
+def commands(text):
+    """The arguments of every `ray submit ... -- ...` and `declutr ...` in a text."""
+    for line in text.replace("\\\n", " ").splitlines():
+        line = line.strip().lstrip("#").strip().removeprefix("entrypoint: ")
+        if match := re.match(r"ray submit cluster\.yaml (pipeline/prepare|trainer/train)\.py -- (.*)", line):
+            yield match[1].rpartition("/")[2], match[2]
+        elif match := re.match(r"declutr (prepare|train) (.*)", line):
+            yield match[1], match[2]
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/kuberay.yaml", "docs/cluster.md"])
+def test_every_command_line_is_one_that_we_understand(name):
+    found = list(commands((ROOT / name).read_text()))
+    assert found
+    for section, arguments in found:
+        assert not set(arguments) & set("{}*?$\"'"), "ray submit joins arguments without quotes"
+        config, *overrides = shlex.split(arguments)
+        load_config(config, section, SECTIONS[section], overrides)
+
+
+def pods():
+    cluster = read("deploy/kuberay.yaml")["spec"]["rayClusterSpec"]
+    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+def test_kuberay_job_asks_for_what_it_needs_and_no_more():
+    job = read("deploy/kuberay.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["rayVersion"] in (ROOT / "requirements.lock").read_text()
+    for group in cluster["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] < group["maxReplicas"]
+    for pod in pods():
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+        (container,) = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert {"cpu", "memory"} <= set(container["resources"]["limits"])
+        assert not [port for port in container.get("ports", []) if "hostPort" in port]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert "env" not in container
+
+
+def test_documented_claim_is_the_one_the_job_mounts():
+    (block,) = blocks("yaml", "PersistentVolumeClaim")
+    claim = yaml.safe_load(block)
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    named = {volume["persistentVolumeClaim"]["claimName"] for pod in pods() for volume in pod["volumes"][:1]}
+    assert named == {claim["metadata"]["name"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["pipeline/prepare.py", "trainer/train.py", "common/remote.py"])
+def test_scripts_run_from_the_home_folder(script, tmp_path):
+    """As `ray submit` runs them: the file alone, copied home, with the package installed elsewhere."""
+    config = {"prepare": "configs/openwebtext.yaml", "train": "configs/declutr-base.yaml"}
+    copied = shutil.copy(ROOT / script, tmp_path)
+    name = Path(script).stem
+    arguments = [config[name], "--print-config"] if name in config else ["--help"]
+    done = subprocess.run(
+        [sys.executable, copied, *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    if name in config:
+        missing = subprocess.run(
+            [sys.executable, copied, "configs/nowhere.yaml"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert missing.returncode == 1
+        assert str(tmp_path / "configs" / "nowhere.yaml") in missing.stderr

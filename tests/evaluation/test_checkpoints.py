@@ -1,0 +1,79 @@
+"""`declutr checkpoints RUN` on folders that the trainer's own writer made."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from evaluation.cli import main
+from trainer import checkpoint
+from trainer.state import RunState
+
+
+@pytest.fixture
+def run(tmp_path):
+    settings = {
+        "run": "r",
+        "data": "d",
+        "encoder": {"scratch": {"model_type": "roberta"}},
+        "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4},
+        "validation": {"every_steps": 2, "score": "mrr"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    for step, score in ((2, 0.75), (4, 0.5), (6, None), (8, 0.25)):
+        state = RunState(
+            step=step,
+            documents=1000 * step,
+            world_size=3,
+            config_hash="c",
+            data_hash="d",
+            scores={} if score is None else {"mrr": score},
+            files={},
+            skipped=step // 8,
+        )
+        contents = {"encoder.safetensors": {"weight": torch.ones(2**18)}}
+        checkpoint.save(tmp_path / "checkpoints", state, contents)
+    return tmp_path
+
+
+def test_every_checkpoint_has_a_line(run, capsys):
+    assert main(["checkpoints", str(run)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["step", "documents", "age"]
+    assert [line.split()[0] for line in lines] == ["2", "4", "6", "8"]
+    assert "best" in lines[0]
+    assert "mrr 0.7500" in lines[0]
+    assert "every" in lines[1]
+    assert "last, every" in lines[3]
+    assert "8,000" in lines[3]
+    assert "1 steps skipped" in lines[3]
+    assert all("verified" in line and " 1.0 " in line for line in lines)
+
+
+def test_json_and_an_exit_status_for_the_newest(run, capsys):
+    older = run / "checkpoints" / "step-00000004" / "encoder.safetensors"
+    raw = bytearray(older.read_bytes())
+    raw[500] ^= 1
+    older.write_bytes(raw)
+    assert main(["checkpoints", str(run), "--json"]) == 0, "the newest one is whole"
+    found = json.loads(capsys.readouterr().out)
+    assert [row["broken"] for row in found] == [
+        None,
+        "encoder.safetensors is truncated or altered (checksum differs)",
+        None,
+        None,
+    ]
+    assert [row["kept"] for row in found] == [["best"], [], ["last"], ["last", "every"]]
+    assert found[0]["scores"] == {"mrr": 0.75}
+    assert found[3]["world_size"] == 3
+    assert found[3]["size_bytes"] > 2**20
+    assert 0 <= found[3]["age_seconds"] < 600
+    (run / "checkpoints" / "step-00000008" / "state.json").unlink()
+    assert main(["checkpoints", str(run)]) == 1
+    assert "BROKEN: state.json is missing" in capsys.readouterr().out
+
+
+def test_no_run(tmp_path, capsys):
+    assert main(["checkpoints", str(tmp_path)]) == 1
+    assert "no checkpoint lies in" in capsys.readouterr().err

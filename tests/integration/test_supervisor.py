@@ -1,0 +1,134 @@
+"""What the driver survives, refuses, and says."""
+
+import os
+import signal
+
+import pytest
+import ray
+import tinyruns as runs
+
+from common.config import ConfigError
+from common.storage import hash_file, read_json
+from trainer.checkpoint import checkpoint_path, read_state, steps_in
+from trainer.failure import FAILURES
+from trainer.fork import FORK, fork
+from trainer.lock import RunLock, RunLockedError
+from trainer.run import run_training
+from trainer.supervisor import TrainingFailedError
+from trainer.train import main
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session():
+    yield
+    ray.shutdown()
+
+
+def config_of(data, run, **changes):
+    values = runs.train_values(data, run, **runs.FINISHED)
+    for key, value in changes.items():
+        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
+    return type(runs.train_config(data, run)).model_validate(values)
+
+
+def test_a_run_that_another_command_works_on_is_left_alone(data, copied):
+    before = {path: hash_file(path) for path in copied.rglob("*") if path.is_file()}
+    with RunLock(copied, lambda: None), pytest.raises(RunLockedError, match=f"pid {os.getpid()}"):
+        run_training(config_of(data, copied))
+    assert {path: hash_file(path) for path in copied.rglob("*") if path.is_file()} == before
+    assert not ray.is_initialized()
+
+
+def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, finished, copied, tmp_path):
+    changed = config_of(data, copied, optim={"lr": 0.0005}, steps=10)
+    with pytest.raises(ConfigError, match=r"optim.lr was 0.001, now 0.0005; steps was 8, now 10.*--fork NEW_RUN"):
+        run_training(changed)
+    new = tmp_path / "new"
+    forked = fork(changed, str(new))
+    assert forked == changed.model_copy(update={"run": str(new)})
+    old = checkpoint_path(finished / "run" / "checkpoints", 8)
+    path = checkpoint_path(new / "checkpoints", 8)
+    assert read_state(path).config_hash == changed.hash() != read_state(old).config_hash
+    for name in ("encoder", "optimizer", "objective"):
+        assert hash_file(path / f"{name}.safetensors") == hash_file(old / f"{name}.safetensors")
+    record = read_json(new / FORK)
+    assert (record["step"], record["changed"]) == (8, ["optim.lr was 0.001, now 0.0005", "steps was 8, now 10"])
+    run_training(forked)
+    after = runs.steps_of(new)
+    assert list(after) == list(range(1, 11))
+    assert {step: after[step] for step in range(1, 9)} == runs.steps_of(finished / "run")
+    assert fork(changed, str(new)) == forked  # the same command continues
+    assert steps_in(copied / "checkpoints") == steps_in(finished / "run" / "checkpoints")
+
+
+def test_a_fork_takes_a_new_queue_where_the_old_one_does_not_fit(data, copied, tmp_path):
+    changed = config_of(data, copied, objective={"queue_size": 24}, steps=10)
+    fork(changed, str(tmp_path / "new"))
+    path = checkpoint_path(tmp_path / "new" / "checkpoints", 8)
+    assert read_state(path).step == 8  # its checksums hold
+    other = checkpoint_path(copied / "checkpoints", 8)
+    assert hash_file(path / "objective.safetensors") != hash_file(other / "objective.safetensors")
+
+
+def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_path):
+    wider = {"scratch": {**runs.SCRATCH, "intermediate_size": 64}}
+    for changes, message in (
+        ({"encoder": wider, "steps": 10}, r"holds other shapes.*intermediate.*\[48, 32\].*\[64, 32\]"),
+        ({"optim": {"lr": 0.1}}, "is at step 8 already, the new run ends at 8"),
+        ({"spans": {"max_tokens": 15}}, "spans.max_tokens = 15"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fork(config_of(data, copied, **changes), str(tmp_path / "new"))
+        assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match="exists already and is no fork"):
+        fork(config_of(data, copied), str(copied))
+
+
+def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, log):
+    """A file where rank 0 wants a folder: the same error at the same step, whoever tries."""
+    for step in steps_in(copied / "checkpoints")[-1:]:
+        (checkpoint_path(copied / "checkpoints", step) / "state.json").unlink()  # the last steps are to be done again
+    board = copied / "tensorboard"
+    for path in board.iterdir():
+        path.unlink()
+    board.rmdir()
+    board.write_text("in the way")
+    config = config_of(data, copied, scaling={"same_failures": 2, "back_off_seconds": 0.1})
+    with pytest.raises(TrainingFailedError) as ended:
+        run_training(config)
+    message = str(ended.value)
+    assert "worker 0: FileExistsError" in message
+    assert "The same happened 2 times in a row" in message
+    assert len(message.splitlines()) == 2
+    assert "Traceback" not in message
+    account = (copied / FAILURES).read_text()
+    assert account.count("=== ") == 2
+    assert "Traceback" in account
+    assert sum("starting again" in line for line in log) == 1
+    assert not (copied / "lock.json").exists()
+
+
+def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_path):
+    config = runs.write_config(tmp_path / "train.yaml", train=runs.train_values(data, tmp_path / "run"))
+    driver, _ = runs.start_command("trainer.train", config, tmp_path / "run")
+    while not (tmp_path / "run" / "lock.json").exists():
+        assert driver.poll() is None, driver.communicate()
+    everything = runs.descendants(driver.pid)
+    os.kill(driver.pid, signal.SIGINT)
+    _, err = driver.communicate(timeout=100)
+    assert driver.returncode == 128 + signal.SIGINT
+    assert "after SIGINT; the same command continues" in err
+    assert "Traceback" not in err
+    assert runs.wait_gone(everything) == {}
+    assert not (tmp_path / "run" / "lock.json").exists()
+
+
+def test_problems_are_said_although_ray_has_begun_to_start(data, tmp_path, capsys):
+    values = runs.train_values(data, tmp_path / "run", batch_documents=10**6, spans={"max_tokens": 15})
+    assert main([str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
+    said = capsys.readouterr().err
+    assert "batch_documents = 1000000" in said
+    assert "spans.max_tokens = 15" in said
+    assert not ray.is_initialized()

@@ -1,0 +1,179 @@
+"""What workers do between two steps: agree, save, stop, leave a bad loss out. Without Ray."""
+
+import copy
+import types
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from groups import run_group
+from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+
+from trainer import checkpoint
+from trainer.config import TrainConfig
+from trainer.gather import Wish, World
+from trainer.loop import Worker, never
+from trainer.objectives import DeclutrConfig
+from trainer.saver import SaveError, Saver
+from trainer.step import NonFiniteLossError
+
+RARE = 62
+"""A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
+BAD = {2, 5}
+
+
+def worker(run, world=None, notice=never, total_steps=6, **changes):
+    values = {
+        "run": str(run),
+        "data": "none",
+        "encoder": {"scratch": {"model_type": "roberta"}},
+        "on_bad_loss": "skip",
+    } | changes
+    config = TrainConfig.model_validate(values)
+    encoder = tiny_encoder()
+    with torch.no_grad():
+        encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
+    objective = DeclutrConfig(terms="contrastive", queue_size=6)
+    stepper = tiny_stepper(encoder, objective, world=world or World(), total_steps=total_steps)
+    manifest = types.SimpleNamespace(
+        shards=[],
+        tokenizer=types.SimpleNamespace(fingerprint="f"),
+        geometry=types.SimpleNamespace(model_dump=lambda **_: {}),
+    )
+    shards = types.SimpleNamespace(manifest=manifest)
+    return Worker(config, run, shards, stepper, None, None, torch.device("cpu"), notice)
+
+
+def batch(step, world=None, bad=BAD):
+    table = documents([60, 50, 70, 55], 12, seed=step)
+    clean = [np.where(np.array(row) == RARE, 4, row).tolist() for row in table["tokens"].to_pylist()]
+    if step in bad:
+        clean[0] = [RARE] * len(clean[0])
+    table = table.set_column(1, "tokens", pa.array(clean, pa.list_(pa.uint16())))
+    size, rank = (world.size, world.rank) if world else (1, 0)
+    return rank_batch(tiny_feed(DeclutrConfig(terms="contrastive")), table, rank * 4 // size, (rank + 1) * 4 // size)
+
+
+def take(one, first, last, world=None, bad=BAD):
+    return [one.take(batch(step, world, bad), step) for step in range(first, last + 1)]
+
+
+def tensors(one):
+    contents = checkpoint.collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
+    return {f"{file}:{name}": tensor for file, named in contents.items() for name, tensor in named.items()}
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_bad_loss_changes_nothing_but_the_count(tmp_path, log):
+    one, other = worker(tmp_path), worker(tmp_path)
+    measured = take(one, 1, 6)
+    assert [m.skipped for m in measured] == [step in BAD for step in range(1, 7)]
+    assert (one.skipped, one.skipped_in_a_row) == (2, 0)
+    assert len([line for line in log if "skipped" in line]) == 2
+    for step in sorted(set(range(1, 7)) - BAD):
+        assert other.take(batch(step), step) == measured[step - 1]
+    assert same(tensors(one), tensors(other))
+
+
+def test_it_is_exact_over_a_resume(tmp_path):
+    one = worker(tmp_path)
+    whole = take(one, 1, 6)
+    first = worker(tmp_path)
+    with_saver = Saver(tmp_path / "checkpoints", first.config.checkpoint, "mrr")
+    take(first, 1, 2)
+    first.save(2, {}, with_saver)
+    with_saver.wait()
+    with_saver.close()
+    second = worker(tmp_path)
+    assert second.resume() == 2
+    assert (second.skipped, second.skipped_in_a_row) == (1, 1)
+    again = take(second, 3, 6)
+    assert [m.loss for m in again if not m.skipped] == [m.loss for m in whole[2:] if not m.skipped]
+    assert second.skipped == 2
+    assert same(tensors(second), tensors(one))
+
+
+def test_too_many_in_a_row_stop_the_run(tmp_path):
+    one = worker(tmp_path, max_skipped_steps=2)
+    take(one, 1, 3, bad={1, 2})
+    take(one, 4, 5, bad={4, 5})
+    with pytest.raises(NonFiniteLossError, match=r"step 6: loss nan .* max_skipped_steps = 2"):
+        take(one, 6, 6, bad={6})
+
+
+def test_stopping_is_the_default(tmp_path):
+    one = worker(tmp_path, on_bad_loss="stop")
+    with pytest.raises(NonFiniteLossError, match="step 2: loss nan"):
+        take(one, 1, 6)
+    assert worker(tmp_path, on_bad_loss="stop").config.hash() == worker(tmp_path).config.hash()
+
+
+def on_ranks(world, folder):
+    """A bad loss on one rank's share alone, a notice on the last rank alone, a storage that only rank 0 sees fail."""
+    union = world.agree(Wish.SAVE if world.rank == 0 else Wish.STOP if world.rank == 1 else Wish(0))
+    nothing = world.agree(Wish(0))
+    one = worker(folder, world, notice=lambda: world.rank == world.size - 1)
+    skipped = [m.skipped for m in take(one, 1, 3, world)]
+    saver = Saver(folder / "checkpoints", one.config.checkpoint, "mrr") if world.rank == 0 else None
+    ended = one.between(3, {}, saver)
+    world.largest(0)
+    other = worker(folder, world)
+    resumed = other.resume()
+    failing = copy.copy(other)
+    if saver is not None:
+        saver.close()
+        saver._failure = "the disk is full"
+    try:
+        failing.between(4, {}, saver)
+        words = ""
+    except SaveError as error:
+        words = str(error)
+    return union, nothing, skipped, ended, resumed, other.skipped, same(tensors(other), tensors(one)), words
+
+
+@pytest.mark.dist
+def test_every_rank_does_the_same(tmp_path):
+    results = run_group(2, on_ranks, tmp_path)
+    for union, nothing, skipped, ended, resumed, count, equal, words in results:
+        assert union == Wish.SAVE | Wish.STOP
+        assert nothing == Wish(0)
+        assert skipped == [False, True, False]
+        assert ended
+        assert resumed == 3
+        assert count == 1
+        assert equal
+        assert words
+    assert "the disk is full" in results[0][-1]
+
+
+def test_a_notice_ends_after_a_whole_checkpoint(tmp_path):
+    told = iter([False, True])
+    one = worker(tmp_path, notice=lambda: next(told), checkpoint={"every_steps": 100})
+    saver = Saver(tmp_path / "checkpoints", one.config.checkpoint, "mrr")
+    take(one, 1, 1)
+    assert not one.between(1, {}, saver)
+    assert checkpoint.steps_in(saver.folder) == []
+    take(one, 2, 2)
+    assert one.between(2, {}, saver)
+    assert checkpoint.find_latest(saver.folder)[1].step == 2
+    saver.close()
+
+
+def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
+    """While the writer has not begun, training goes on: what is written are the weights of the step that was saved."""
+    one = worker(tmp_path)
+    take(one, 1, 1, bad=())
+    contents = checkpoint.collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
+    kept = copy.deepcopy(contents)
+    take(one, 2, 3, bad=())
+    assert all(torch.equal(contents[file][name], kept[file][name]) for file in kept for name in kept[file])
+    parts = one.stepper.encoder, one.stepper.optimizer, one.stepper.objective
+    again = checkpoint.collect(*parts, memory=contents)
+    assert again["encoder.safetensors"].keys() == kept["encoder.safetensors"].keys()
+    name = "model.roberta.embeddings.LayerNorm.bias"
+    assert again["encoder.safetensors"][name].data_ptr() == contents["encoder.safetensors"][name].data_ptr()
+    assert not torch.equal(again["encoder.safetensors"][name], kept["encoder.safetensors"][name])

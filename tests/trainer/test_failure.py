@@ -1,0 +1,36 @@
+"""Which of many errors is the reason, and how it is said."""
+
+import pytest
+from ray.exceptions import RayActorError
+from ray.train import WorkerGroupError
+
+from trainer.failure import FAILURES, describe
+
+LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
+DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
+
+
+@pytest.mark.parametrize(
+    ("errors", "summary", "kind"),
+    [
+        ({0: LEFT, 2: ValueError("row 17 is bad")}, "worker 2: ValueError: row 17 is bad", "ValueError: row # is bad"),
+        ({0: LEFT, 1: DEAD}, "worker 1 (host spot-3, pid 30750) died (killed, crashed, or out of memory", "death"),
+        ({0: DEAD, 1: DEAD}, "worker 0 (host spot-3, pid 30750) died (and 1 more)", "death"),
+        ({1: RayActorError(preempted=True)}, "worker 1 died: its node is gone", "death"),
+        ({1: LEFT}, "worker 1 lost the others: RuntimeError", "death"),
+    ],
+)
+def test_the_reason_is_the_workers_own(errors, summary, kind, tmp_path):
+    failure = describe(WorkerGroupError("everything\nRay said", errors))
+    assert failure.summary.startswith(summary)
+    assert (failure.kind, failure.lost) == (kind, False)
+    assert "\n" not in failure.summary
+    failure.log(tmp_path, 12)
+    account = (tmp_path / FAILURES).read_text()
+    assert f"after step 12: {failure.summary}" in account
+    assert "Ray said" in account
+
+
+def test_a_dead_coordinator_is_not_a_worker():
+    failure = describe(RayActorError(error_msg="The actor died."))
+    assert (failure.summary, failure.lost) == ("the process that coordinates the workers died", True)

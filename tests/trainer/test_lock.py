@@ -1,0 +1,107 @@
+"""One command a run folder, also after a kill -9 and over hosts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trainer import lock
+from trainer.lock import LOCK, RunLock, RunLockedError
+
+HOLD = "import sys; from pathlib import Path; from trainer.lock import RunLock\n"
+HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
+
+
+def start(folder):
+    """A command that holds the folder until its input ends."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], **pipes)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = start(tmp_path)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def take(folder, lost=lambda: None):
+    with RunLock(folder, lost):
+        assert (folder / LOCK).exists()
+
+
+def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder):
+    with pytest.raises(RunLockedError, match=rf"another command works on this run .*pid {holder.pid}"):
+        take(tmp_path)
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
+
+
+def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / LOCK).exists()
+    take(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_stopped_command_still_holds_its_lock(tmp_path, holder):
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(RunLockedError):
+        take(tmp_path)
+
+
+@pytest.mark.usefixtures("holder")
+def test_a_pid_that_is_used_again_is_not_the_holder(tmp_path):
+    record = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps(record | {"pid": os.getpid()}))
+    take(tmp_path)
+
+
+def test_of_another_host_the_heartbeat_decides(tmp_path, holder):
+    record = json.loads((tmp_path / LOCK).read_text()) | {"host": "elsewhere"}
+    (tmp_path / LOCK).write_text(json.dumps(record))
+    with pytest.raises(RunLockedError, match="host elsewhere"):
+        take(tmp_path)
+    holder.kill()
+    holder.wait()
+    old = time.time() - 61
+    os.utime(tmp_path / LOCK, (old, old))
+    take(tmp_path)
+
+
+def test_a_lock_cut_off_by_a_kill_is_nobodys(tmp_path):
+    (tmp_path / LOCK).write_text('{"host": "els')
+    take(tmp_path)
+
+
+def test_who_lost_its_lock_is_told_and_leaves_the_others_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.02)
+    told = []
+    with RunLock(tmp_path, lambda: told.append("lost")):
+        other = json.loads((tmp_path / LOCK).read_text()) | {"token": "another"}
+        (tmp_path / LOCK).write_text(json.dumps(other))
+        deadline = time.monotonic() + 20
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert told == ["lost"]
+    assert json.loads((tmp_path / LOCK).read_text())["token"] == "another"
+
+
+def test_of_many_commands_at_once_exactly_one_gets_a_stale_lock(tmp_path):
+    (tmp_path / LOCK).write_text("{")
+    commands = [start(tmp_path) for _ in range(3)]
+    deadline = time.monotonic() + 60
+    while sum(command.poll() is not None for command in commands) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (holder,) = [command for command in commands if command.poll() is None]
+    assert holder.communicate(timeout=60)[0] == "held\n"
+    for command in commands:
+        if command is not holder:
+            assert "RunLockedError" in command.communicate()[1]
+    assert not (tmp_path / LOCK).exists()

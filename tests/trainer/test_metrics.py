@@ -1,0 +1,83 @@
+"""Every step once, in the file and in TensorBoard, through faults of the storage and restarts."""
+
+import json
+import math
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from volumes import small_volume
+
+from trainer.board import BOARD
+from trainer.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
+from trainer.step import StepMetrics
+
+
+def measured(step):
+    numbers = {"contrastive": 1.0, "mlm": 2.0, "grad_norm": 1.0, "lr": 0.1, "num_selected": 1, "num_tokens": 5}
+    return StepMetrics(loss=step / 8, padding_share=0.0, flops=1.0, **numbers)
+
+
+def take(writer, steps):
+    for step in steps:
+        writer.step(step, measured(step), {"seconds": 0.5, "mfu": None})
+
+
+def shown(folder, tag="step/loss"):
+    board = EventAccumulator(str(folder / BOARD), size_guidance={"scalars": 0})
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars(tag)]
+
+
+def test_lines_and_events_and_a_resume(tmp_path):
+    first = MetricsWriter(tmp_path, 0)
+    take(first, range(1, 8))
+    first.scores(4, {"mrr": 0.5})
+    first.close()
+    with (tmp_path / METRICS).open("a") as stream:
+        stream.write('{"kind": "step", "st')  # a kill
+    second = MetricsWriter(tmp_path, 5)
+    take(second, range(6, 10))
+    second.flush()
+    assert [line["step"] for line in read_metrics(tmp_path) if line["kind"] == "step"] == list(range(1, 10))
+    assert read_last_step(tmp_path / METRICS)["step"] == 9
+    assert shown(tmp_path) == [(step, step / 8) for step in range(1, 10)]
+    assert shown(tmp_path, "validation/mrr") == [(4, 0.5)]
+    second.close()
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    bad = StepMetrics(math.nan, math.inf, 1.0, -math.inf, 0.1, 1, 5, 0.0, 1.0, skipped=True)
+    writer.step(1, bad, {})
+    writer.close()
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse)
+    assert line["loss"] is line["contrastive"] is line["grad_norm"] is None
+    assert line["skipped"] is True
+    assert shown(tmp_path, "step/skipped") == [(1, 1.0)]
+
+
+def test_a_full_and_a_read_only_storage_lose_nothing(tmp_path):
+    with small_volume(tmp_path / "small", 2) as volume:
+        run = volume.path / "run"
+        run.mkdir()
+        writer = MetricsWriter(run, 0)
+        take(writer, range(1, 11))
+        writer.flush()
+        volume.fill()
+        take(writer, range(11, 200))
+        try:
+            writer.flush()
+            raise AssertionError("the disk was not full")
+        except OSError:
+            pass
+        volume.drain()
+        writer.flush()
+        volume.read_only(True)
+        take(writer, range(200, 210))
+        volume.read_only(False)
+        writer.close()
+        assert [line["step"] for line in read_metrics(run)] == list(range(1, 210))
+        assert shown(run) == [(step, step / 8) for step in range(1, 210)]

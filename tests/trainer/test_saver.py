@@ -1,0 +1,196 @@
+"""The writer beside the training: in order, patient, and honest about a storage that is full, read-only or silent."""
+
+import threading
+import time
+
+import pytest
+import torch
+from volumes import small_volume
+
+from trainer import checkpoint, saver
+from trainer.config import CheckpointConfig
+from trainer.saver import SaveError, Saver
+from trainer.state import RunState
+
+MIB = 2**20
+
+
+@pytest.fixture
+def volume(tmp_path):
+    with small_volume(tmp_path / "small", 6) as mounted:
+        (mounted.path / "run").mkdir()
+        yield mounted
+
+
+@pytest.fixture
+def opened():
+    """Makes savers that are closed at the end."""
+    made = []
+
+    def make(folder, before=lambda: None, clock=time.monotonic, **config):
+        made.append(Saver(folder, CheckpointConfig(**config), "mrr", before, clock))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def give(one, step, mib=1.0):
+    contents = {"encoder.safetensors": {"weight": torch.full((int(mib * MIB / 4),), float(step))}}
+    one.lend()
+    state = RunState(step=step, documents=step, world_size=1, config_hash="c", data_hash="d", scores={}, files={})
+    one.give(state, contents)
+
+
+def until(condition, what, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_checkpoints_are_written_verified_and_pruned(tmp_path, opened):
+    one = opened(tmp_path / "checkpoints", keep_last=2)
+    for step in (1, 2, 3, 4):
+        give(one, step)
+    one.wait()
+    assert checkpoint.steps_in(one.folder) == [3, 4]
+    _, state = checkpoint.find_latest(one.folder)
+    assert state.step == 4
+    assert state.sizes["encoder.safetensors"] > MIB
+    assert not one.failed()
+    assert one.lend()["encoder.safetensors"]["weight"][0] == 4  # the memory comes back
+
+
+def test_a_full_disk_is_waited_out(volume, opened, log):
+    one = opened(volume.path / "run" / "checkpoints", keep_last=1)
+    give(one, 1)
+    one.wait()
+    volume.fill(leave_bytes=MIB // 2)
+    give(one, 2)
+    until(lambda: log, "nothing was said")
+    assert "checkpoint of step 2 cannot be written" in log[0]
+    assert "No space left on device" in log[0]
+    assert "it needs 1.0 MiB, 0.5 MiB are free" in log[0]
+    assert checkpoint.find_latest(one.folder)[1].step == 1
+    until(lambda: not list(one.folder.glob(".*")), "half a checkpoint was left")
+    give(one, 3)  # takes the place of the one that could not be written
+    volume.drain()
+    one.wait()
+    assert checkpoint.steps_in(one.folder) == [3]
+    assert len([line for line in log if "cannot be written" in line]) == 1
+    assert "step 3 is written, after" in log[-1]
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_patience_ends_with_one_reason(volume, opened, fault):
+    one = opened(volume.path / "run" / "checkpoints", patience_seconds=0.7)
+    give(one, 1)
+    one.wait()
+    if fault == "full":
+        volume.fill()
+    else:
+        volume.read_only(True)
+    give(one, 2)
+    try:
+        with pytest.raises(SaveError) as given_up:
+            one.wait()
+        assert one.failed()
+        words = "No space left on device" if fault == "full" else "Read-only file system"
+        assert f"step 2 cannot be written to {one.folder} ({words}): it needs 1.0 MiB, " in str(given_up.value)
+        assert "checkpoint.patience_seconds" in str(given_up.value)
+        with pytest.raises(SaveError):
+            one.lend()
+        assert checkpoint.find_latest(one.folder)[1].step == 1
+    finally:
+        if fault == "read-only":
+            volume.read_only(False)
+
+
+def test_a_storage_that_comes_back_from_read_only(volume, opened, log):
+    one = opened(volume.path / "run" / "checkpoints")
+    give(one, 1)
+    one.wait()
+    volume.read_only(True)
+    give(one, 2)
+    until(lambda: log, "nothing was said")
+    volume.read_only(False)
+    one.wait()
+    assert checkpoint.steps_in(one.folder) == [1, 2]
+    assert "Read-only file system" in log[0]
+
+
+def test_what_must_lie_before_a_checkpoint_is_written_first(tmp_path, opened, log):
+    """`before` fails twice: no checkpoint until it has done its work."""
+    calls = []
+
+    def before():
+        calls.append(checkpoint.steps_in(tmp_path))
+        if len(calls) < 3:
+            raise OSError(5, "Input/output error")
+
+    one = opened(tmp_path, before=before)
+    give(one, 1)
+    one.wait()
+    assert calls == [[], [], []]
+    assert checkpoint.steps_in(tmp_path) == [1]
+    assert len([line for line in log if "Input/output error" in line]) == 1
+
+
+def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeypatch, log):
+    monkeypatch.setattr(saver, "_UNHURRIED_SECONDS", 0.05)
+    go, now = threading.Event(), [0.0]
+    one = opened(
+        tmp_path,
+        before=go.wait,
+        clock=lambda: now[0],
+        every_steps=2,
+        every_seconds=60,
+        patience_seconds=100,
+    )
+    give(one, 2)
+    until(lambda: one._writing_since is not None, "not begun")
+    assert not one.due(4)
+    assert not one.due(6)
+    assert len(log) == 1, log
+    assert "step 4 is still being written" in log[0]
+    now[0] = 99
+    assert not one.due(7)
+    assert not one.failed()
+    now[0] = 101
+    assert one.failed()
+    with pytest.raises(SaveError, match="has not finished a checkpoint for 101 s"):
+        one.wait()
+    go.set()
+
+
+def test_due_by_steps_and_by_the_clock(tmp_path, opened):
+    now = [0.0]
+    one = opened(tmp_path, clock=lambda: now[0], every_steps=None, every_seconds=60)
+    found = []
+    for step in range(1, 200):
+        now[0] += 7
+        if one.due(step):
+            found.append(step)
+            give(one, step, mib=0.01)
+            one.wait()
+    assert found == list(range(9, 200, 9))
+    by_steps = opened(tmp_path / "b", clock=lambda: now[0], every_steps=5, every_seconds=None)
+    assert [step for step in range(1, 12) if by_steps.due(step)] == [5, 10]
+
+
+def test_an_error_that_is_no_storage_is_raised_in_the_training(tmp_path, opened):
+    one = opened(tmp_path)
+    one.lend()
+    state = RunState(step=1, documents=1, world_size=1, config_hash="c", data_hash="d", scores={}, files={})
+    one.give(state, {"encoder.safetensors": {"weight": torch.zeros(3, dtype=torch.complex64)}})
+    with pytest.raises(KeyError, match="complex64"):
+        one.wait()
+
+
+def test_closing_finishes_what_was_given(tmp_path):
+    one = Saver(tmp_path, CheckpointConfig(), "mrr")
+    give(one, 1)
+    one.close()
+    assert checkpoint.find_latest(tmp_path)[1].step == 1

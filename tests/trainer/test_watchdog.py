@@ -1,0 +1,121 @@
+"""Who hangs and who is slow, told from pulses."""
+
+import pytest
+
+from trainer.pulse import Pulse, Stopwatch, describe_start
+from trainer.watchdog import Watchdog
+
+
+def pulse(rank, step=7, entered=30, phase="gather", group="g", **more):
+    return {
+        "rank": rank,
+        "size": 3,
+        "group": group,
+        "node": "n",
+        "host": f"host-{rank}",
+        "pid": 100 + rank,
+        "step": step,
+        "steps": 7,
+        "phase": phase,
+        "phase_seconds": 0.0,
+        "entered": entered,
+        "own_seconds": 0.1,
+    } | more
+
+
+def watch(looks, hang_seconds=20.0, every=0.5):
+    """Feeds `looks(seconds)` to a watchdog until it finds a hang; the hang and when."""
+    dog, now = Watchdog(hang_seconds, slow_factor=2.0), 0.0
+    while now < 200:
+        hang = dog.look(looks(now), now)
+        if hang:
+            return hang, now
+        now += every
+    return None, now
+
+
+def alive(now, **changes):
+    """What a living worker writes: the time in its phase goes on."""
+    return {"phase_seconds": now, **changes}
+
+
+def test_a_stopped_worker_is_found_by_its_silence_and_named():
+    hang, at = watch(
+        lambda now: [
+            pulse(0, **alive(now)),
+            pulse(1, phase="forward", entered=29, **alive(min(now, 3))),  # stops at 3 s
+            pulse(2, **alive(now)),
+        ]
+    )
+    assert at == pytest.approx(20, abs=1)
+    assert (hang.pulse["rank"], round(hang.silent_seconds)) == (1, 17)
+    said = str(hang)
+    for word in ("worker 1", "host-1", "pid 101", "last seen in forward", "after step 7", "the others wait in gather"):
+        assert word in said
+
+
+def test_of_living_workers_the_one_that_did_not_enter_the_exchange_is_named():
+    hang, _ = watch(
+        lambda now: [
+            pulse(0, entered=31, **alive(now)),
+            pulse(1, entered=31, **alive(now)),
+            pulse(2, entered=30, phase="data", **alive(now)),
+        ]
+    )
+    assert hang.pulse["rank"] == 2
+    assert "hangs: in data after step 7" in str(hang)
+    assert "the others wait in gather" in str(hang)
+
+
+def test_where_all_wait_alike_that_is_said():
+    hang, _ = watch(lambda now: [pulse(rank, **alive(now)) for rank in range(3)])
+    assert "all 3 workers wait alike, none is missing" in str(hang)
+
+
+def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
+    assert watch(lambda now: [pulse(rank, entered=int(now) // 15) for rank in range(3)])[0] is None
+    _, at = watch(lambda now: [pulse(rank, steps=0, phase="data", **alive(now)) for rank in range(3)], hang_seconds=5)
+    assert at == pytest.approx(60, abs=1)
+
+
+def test_a_finished_group_and_the_pulses_of_a_group_that_is_gone_do_not_hang():
+    assert watch(lambda now: [pulse(rank, phase="ended", **alive(now)) for rank in range(3)])[0] is None
+
+    def shrunk(now):
+        gone = pulse(2, group="old", entered=3)
+        return [pulse(rank, group="new", entered=int(now * 2)) for rank in range(2)] + [gone]
+
+    assert watch(shrunk)[0] is None
+
+
+def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
+    def looks(own):
+        dog, found = Watchdog(600.0, slow_factor=2.0), []
+        for look in range(100):
+            dog.look([pulse(rank, steps=50, step=look, own_seconds=own(rank, look)) for rank in range(3)], look * 0.5)
+            found += dog.slow()
+        return found
+
+    (sentence,) = looks(lambda rank, _: 0.25 if rank == 1 else 0.1)
+    assert sentence == "worker 1 (host host-1, pid 101) is slow: 0.25 s of its own a step, the others 0.10 s"
+    assert looks(lambda rank, look: 0.25 if rank == 1 and look % 10 < 9 else 0.1) == []
+    assert looks(lambda rank, _: 0.19 if rank == 1 else 0.1) == []
+
+
+def test_a_pulse_tells_a_workers_own_time_from_waiting():
+    pulse = Pulse(0, 2)
+    pulse.finished(1, 100.0)  # a first step is not typical
+    assert pulse.own_seconds is None
+    with pulse.exchange("gather"):
+        assert pulse.snapshot()["phase"] == "gather"
+    waited = pulse._waited
+    assert waited > 0
+    pulse.finished(2, 1.0)
+    assert pulse.own_seconds == pytest.approx(1.0 - waited)
+    assert (pulse.step, pulse.steps, pulse.entered, pulse.phase) == (2, 2, 1, "data")
+
+
+def test_the_parts_of_a_start_add_up():
+    watch = Stopwatch({"command": 100.0, "imports": 102.5, "ray": 105.0})
+    assert watch.parts() == {"imports": 2.5, "ray": 2.5}
+    assert describe_start(8, watch.parts()) == "step 8 after 5.0 s: imports 2.5, ray 2.5"

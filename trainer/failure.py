@@ -1,0 +1,109 @@
+"""What went wrong with a group of workers: the worker's own error, short, and Ray's whole account for the log file."""
+
+import re
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray.train
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+from common.logs import get_logger
+
+FAILURES = "failures.log"
+# What workers say when another one has left them in the middle of an exchange.
+_COLLATERAL = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|timed out|ncclremoteerror|remote process exited",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One end of a group before its last step.
+
+    Attributes:
+        summary: one line for a person.
+        kind: what makes two failures the same: no pid, no address, no time.
+        account: everything Ray said.
+        lost: the group's coordinator or Ray itself is gone, not a worker.
+    """
+
+    summary: str
+    kind: str
+    account: str
+    lost: bool = False
+
+    def log(self, run: Path, step: int) -> None:
+        """Appends the whole account to the run's `failures.log`; to the log where the run's storage fails, too."""
+        moment = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        try:
+            with (run / FAILURES).open("a", encoding="utf-8") as stream:
+                stream.write(f"=== {moment}, after step {step}: {self.summary}\n{self.account.rstrip()}\n\n")
+        except OSError as error:
+            get_logger().warning("%s cannot be written (%s):\n%s", run / FAILURES, error.strerror, self.account)
+
+
+def describe(error: BaseException) -> Failure:
+    """The failure behind an error of `TorchTrainer.fit`."""
+    account = "".join(traceback.format_exception(error))
+    if isinstance(error, ray.train.WorkerGroupError):
+        return _of_workers(error.worker_failures, account)
+    if isinstance(error, ray.train.ControllerError):
+        cause = error.controller_failure
+        return Failure(f"the workers could not be started: {_line(cause)}", f"start {type(cause).__name__}", account)
+    if isinstance(error, RayActorError):
+        return Failure("the process that coordinates the workers died", "coordinator", account, lost=True)
+    return Failure(f"Ray: {_line(error)}", type(error).__name__, account, lost=isinstance(error, RayError))
+
+
+def _of_workers(failures: dict[int, Exception], account: str) -> Failure:
+    """The worker that began it: one that raised an error of its own, else one that died."""
+    deaths = {rank: error for rank, error in failures.items() if _is_death(error)}
+    raised = {rank: error for rank, error in failures.items() if rank not in deaths}
+    own = {rank: error for rank, error in raised.items() if not _COLLATERAL.search(str(error))}
+    if own and not deaths:
+        rank = min(own)
+        return Failure(f"worker {rank}: {_line(own[rank])}", _kind(own[rank]), account)
+    if deaths:
+        rank = min(deaths)
+        also = f" (and {len(deaths) - 1} more)" if len(deaths) > 1 else ""
+        return Failure(f"{_who(rank, deaths[rank])} died{also}{_why(deaths[rank])}", "death", account)
+    rank = min(raised)
+    return Failure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account)
+
+
+def _is_death(error: Exception) -> bool:
+    inner = getattr(error, "health_check_failure", error)
+    return isinstance(inner, RayActorError) or type(error).__name__ == "WorkerHealthCheckFailedError"
+
+
+def _who(rank: int, error: Exception) -> str:
+    """The worker, with its place where Ray tells it."""
+    text = str(error)
+    host, pid = re.search(r"hostname='([^']+)'", text), re.search(r"\bpid[=:] ?(\d+)", text)
+    return f"worker {rank} (host {host[1]}, pid {pid[1]})" if host and pid else f"worker {rank}"
+
+
+def _why(error: Exception) -> str:
+    """What Ray knows of a worker's death; mostly only that it is dead."""
+    inner = getattr(error, "health_check_failure", error)
+    if isinstance(inner, OutOfMemoryError):
+        return ": its node ran out of memory"
+    if getattr(inner, "preempted", False) or "its node" in str(inner):
+        return ": its node is gone"
+    return " (killed, crashed, or out of memory: Ray does not know which)"
+
+
+def _line(error: BaseException) -> str:
+    """Type and message, one line."""
+    if isinstance(error, RayTaskError):  # a whole traceback: its last line is the error
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[-1].strip()
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:500]}" if message else type(error).__name__
+
+
+def _kind(error: BaseException) -> str:
+    return re.sub(r"\d+", "#", _line(error))

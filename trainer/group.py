@@ -1,0 +1,80 @@
+"""One start of the worker group on Ray: session, TorchTrainer, and what came of it."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+# Ray Train reads these when it starts. Reports are otherwise answered every 2 s only, and each costs as much; a group
+# that does not get its resources otherwise waits a minute before another size is tried. How fast a dead node is noticed
+# is the head's affair: RAY_health_check_period_ms and its like, where `ray start --head` runs (cluster.yaml).
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+# The supervisor itself looks for nodes that are to be taken away; Ray's watcher would be one more process each start.
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+
+import ray
+import ray.train
+from ray.exceptions import RayError
+from ray.train.torch import TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from common.logs import get_logger
+from trainer.backend import SignalledTorchConfig
+from trainer.config import TrainConfig
+from trainer.loop import CHECKPOINTS, train_loop
+
+_BACKEND_SECONDS = 1800
+
+
+def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, float]) -> TorchTrainer:
+    """The trainer of a run whose paths are absolute. One start: who starts again is trainer/supervisor.py.
+
+    Args:
+        config: of the run, its paths absolute.
+        run: its folder.
+        bulletin: name of the bulletin the workers write to.
+        marks: what the start has taken so far (trainer/pulse.py, Stopwatch).
+    """
+    scaling = config.scaling
+    resources = ray.cluster_resources()
+    needed = scaling.least_workers * scaling.cpus_per_worker + 1
+    if resources.get("CPU", 0) < needed:
+        get_logger().warning("the cluster has %g CPUs, this run needs %d: it waits", resources.get("CPU", 0), needed)
+    gpus = resources.get("GPU", 0)
+    use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.least_workers)
+    # Ray's own record of checkpoints only knows those of one driver; ours are found by looking at the folder.
+    (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
+    per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+    return TorchTrainer(
+        train_loop,
+        train_loop_config={"config": config.model_dump(mode="json"), "bulletin": bulletin, "marks": marks},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=scaling.workers,
+            use_gpu=use_gpu,
+            resources_per_worker=per_worker,
+            elastic_resize_monitor_interval_s=scaling.resize_seconds,
+        ),
+        torch_config=SignalledTorchConfig(
+            backend="nccl" if use_gpu else "gloo", timeout_s=max(_BACKEND_SECONDS, 2 * int(scaling.hang_seconds))
+        ),
+        run_config=ray.train.RunConfig(
+            name=CHECKPOINTS, storage_path=str(run), failure_config=ray.train.FailureConfig(max_failures=0)
+        ),
+    )
+
+
+def kill_worker(pulse: dict[str, Any]) -> None:
+    """Ends a worker's process on its own host, also one that is stopped. Where it cannot, Ray will notice by itself."""
+    there = NodeAffinitySchedulingStrategy(node_id=pulse["node"], soft=False)
+    try:
+        ray.get(_kill.options(num_cpus=0, scheduling_strategy=there).remote(pulse["pid"]), timeout=30)
+    except RayError as error:  # its node is gone, or does not answer
+        get_logger().warning("worker %d (pid %d) cannot be ended: %s", pulse["rank"], pulse["pid"], error)
+
+
+@ray.remote  # type: ignore[untyped-decorator]
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,156 @@
+"""One command a run folder: a lock with the holder's place and a heartbeat, which a kill -9 does not leave locked.
+
+On the holder's own host the process itself is asked for; from another host the heartbeat decides. The check and the
+write happen under flock, so of two commands at the same moment one is refused.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+LOCK = "lock.json"
+_BEAT_SECONDS = 5.0
+_STALE_SECONDS = 60.0
+
+
+class RunLockedError(RuntimeError):
+    """Another command works on this run folder."""
+
+
+class RunLock:
+    """Holds a run folder while its block runs.
+
+    Args:
+        run: the folder; it must exist.
+        lost: called, from a thread, when another command took the lock over because this process had been stopped for
+            longer than a minute.
+
+    Raises:
+        RunLockedError: on entering, when a living command holds it.
+    """
+
+    def __init__(self, run: Path, lost: Callable[[], None]) -> None:
+        self._path = run / LOCK
+        self._lost = lost
+        self._token = secrets.token_hex(8)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="declutr-lock")
+
+    def __enter__(self) -> "RunLock":
+        with _open_locked(self._path) as stream:
+            holder = _read(stream)
+            if holder is not None and _lives(holder, self._path):
+                raise RunLockedError(
+                    f"{self._path.parent}: another command works on this run (host {holder['host']}, pid "
+                    f"{holder['pid']}, since {holder['since']}); wait for it, stop it, or name another folder"
+                )
+            self._write(stream)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        with _open_locked(self._path) as stream:
+            holder = _read(stream)
+            if holder is not None and holder["token"] == self._token:
+                self._path.unlink()
+
+    def _write(self, stream: TextIO) -> None:
+        holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "began": _began(os.getpid()),
+            "processes": _pid_namespace(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "token": self._token,
+        }
+        stream.seek(0)
+        stream.truncate()
+        json.dump(holder, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_BEAT_SECONDS):
+            try:
+                with self._path.open() as stream:
+                    holder = _read(stream)
+                if holder is None or holder["token"] != self._token:
+                    self._lost()
+                    return
+                os.utime(self._path)
+            except FileNotFoundError:
+                self._lost()
+                return
+
+
+def _open_locked(path: Path) -> TextIO:
+    """The file at the path, made if it is missing, under flock; closing it lets go."""
+    while True:
+        stream = path.open("a+", encoding="utf-8")
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            if os.fstat(stream.fileno()).st_ino == path.stat().st_ino:
+                return stream
+        except FileNotFoundError:
+            pass
+        stream.close()  # it was let go, and unlinked, between the two calls
+
+
+def _read(stream: TextIO) -> dict[str, Any] | None:
+    stream.seek(0)
+    try:
+        holder: dict[str, Any] = json.loads(stream.read())
+    except ValueError:  # new, or cut off by a kill
+        return None
+    return holder
+
+
+def _lives(holder: dict[str, Any], path: Path) -> bool:
+    """Does the holder still run?"""
+    if (holder["host"], holder["processes"]) == (socket.gethostname(), _pid_namespace()):
+        began = _began(holder["pid"])
+        return began is not None and began == str(holder["began"])
+    clock = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # the file system's clock, not ours
+    clock.touch()
+    try:
+        return clock.stat().st_mtime - path.stat().st_mtime < _STALE_SECONDS
+    finally:
+        clock.unlink()
+
+
+def _began(pid: int) -> str | None:
+    """When a process of this host began; None where there is none. Pids are used again, times are not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+    except ProcessLookupError:
+        return None
+    else:
+        state, *fields = stat.rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]
+    try:  # no /proc: macOS
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return "running"
+
+
+def _pid_namespace() -> str:
+    """Two containers may have the same name and not see each other's processes."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,108 @@
+"""A training run from its folder to its export: what the command and the Python API share."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.config import expand, print_config
+from common.logs import get_logger
+from common.storage import read_json, write_json, write_text
+from pipeline.shards import ShardSet
+from trainer import checkpoint
+from trainer.checks import DECISIVE, problems, refuse
+from trainer.config import TrainConfig
+from trainer.export import export
+from trainer.lock import RunLock
+from trainer.loop import CHECKPOINTS
+from trainer.metrics import read_metrics
+from trainer.parts import total_steps
+from trainer.plan import Plan
+from trainer.progress import ProgressBar
+from trainer.signals import Signals
+from trainer.supervisor import Supervisor
+
+SUMMARY = "summary.json"
+
+
+def run_training(
+    config: TrainConfig, begun: float | None = None, ray_is_there: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """Trains to the last step, continuing what the run folder holds, and exports the encoder.
+
+    Args:
+        config: of the run.
+        begun: when the command began (Unix time), where it is a command; for the log of its start.
+        ray_is_there: waits for a Ray that starts meanwhile.
+
+    Returns:
+        The run's summary, as written to `summary.json`: final and initial scores, steps, seconds, export folder.
+
+    Raises:
+        ConfigError: with every problem found before Ray starts.
+        TrainingFailedError: the run cannot go on, with the workers' reason.
+        RunStoppedError: SIGTERM or SIGINT came; what was done is saved.
+        RunLockedError: another command works on the run folder.
+    """
+    marks = {"command": begun, "imports": time.time()} if begun else {"command": time.time()}
+    refuse(problems(config))
+    marks["checks"] = time.time()
+    if ray_is_there:
+        ray_is_there()
+    run = expand(config.run).absolute()
+    run.mkdir(parents=True, exist_ok=True)
+    with Signals() as signals, RunLock(run, lambda: signals.ask("the loss of the run's lock to another command")):
+        return _train(config, run, signals, marks)
+
+
+def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
+    write_text(run / "config.yaml", print_config(config))
+    write_json(run / DECISIVE, config.decisive())
+    shards = ShardSet(expand(config.data), "train")
+    steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
+    latest = checkpoint.find_latest(run / CHECKPOINTS)
+    if latest is not None:
+        done = latest[1].step
+        get_logger().info(
+            "%s: %s", run, f"continuing after step {done} of {steps}" if done < steps else "finished already"
+        )
+    if latest is None or latest[1].step < steps:
+        begun = time.monotonic()
+        try:
+            with ProgressBar(run, steps):
+                Supervisor(located(config), run, steps, signals, marks).run_to_end()
+        finally:
+            _add_seconds(run, time.monotonic() - begun)
+    folder = export(config, run)
+    validations = [line for line in read_metrics(run) if line["kind"] == "validation"]
+    summary = {
+        "run": config.run,
+        "steps": steps,
+        "seconds": read_json(run / "seconds.json") if (run / "seconds.json").is_file() else 0.0,
+        "export": str(folder),
+        "first_scores": _scores(validations[0]) if validations else {},
+        "last_scores": _scores(validations[-1]) if validations else {},
+    }
+    write_json(run / SUMMARY, summary)
+    return summary
+
+
+def located(config: TrainConfig) -> TrainConfig:
+    """The configuration with absolute paths: workers run in a folder of their own."""
+    update: dict[str, Any] = {key: str(expand(getattr(config, key)).absolute()) for key in ("run", "data")}
+    pretrained = config.encoder.pretrained
+    if pretrained is not None and expand(pretrained).is_dir():
+        update["encoder"] = config.encoder.model_copy(update={"pretrained": str(expand(pretrained).absolute())})
+    return config.model_copy(update=update)
+
+
+def _scores(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name not in ("kind", "step", "time")}
+
+
+def _add_seconds(run: Path, seconds: float) -> None:
+    path = run / "seconds.json"
+    try:
+        write_json(path, round((read_json(path) if path.is_file() else 0.0) + seconds, 3))
+    except OSError as error:  # why the run ended is what must be said
+        get_logger().warning("%s cannot be written (%s)", path, error.strerror)

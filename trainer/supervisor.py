@@ -1,0 +1,228 @@
+"""Keeps a run going: starts the group, watches it, starts it again after what can be survived, and says why it ends.
+
+Ray Train is asked for one start of the group at a time (it restarts by itself only to grow or after a drained node), so
+that there is one policy for everything that fails: a worker, its node, a hang, the coordinator, the local Ray session.
+"""
+
+import secrets
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from common.logs import get_logger
+from pipeline.session import start_ray
+from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
+from trainer.config import TrainConfig
+from trainer.failure import FAILURES, Failure, describe
+from trainer.group import build_group, kill_worker
+from trainer.loop import CHECKPOINTS
+from trainer.metrics import METRICS, read_last_step
+from trainer.pulse import Stopwatch, describe_start
+from trainer.signals import Signals
+from trainer.watchdog import Watchdog
+
+_MOST_PAUSE_SECONDS = 60.0
+_LOST_SECONDS = 20.0  # Ray ends a process that has not reached its head for 60 s
+
+
+class TrainingFailedError(RuntimeError):
+    """The run stopped before its last step; what was saved is kept, the same command continues."""
+
+
+class RunStoppedError(RuntimeError):
+    """The run was told to stop, and did, in good order.
+
+    Attributes:
+        status: exit status of the command.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Supervisor:
+    """A run from its latest checkpoint to its last step.
+
+    Args:
+        config: its paths absolute.
+        run: its folder.
+        steps: its last step.
+        signals: to this process.
+        marks: what the start of this command has done so far, for the Stopwatch.
+    """
+
+    def __init__(self, config: TrainConfig, run: Path, steps: int, signals: Signals, marks: dict[str, float]) -> None:
+        self.config, self.run, self.steps, self.signals = config, run, steps, signals
+        self.restarts = 0
+        self._started: set[str] = set()
+        self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
+        self._watchdog = Watchdog(config.scaling.hang_seconds, config.scaling.slow_factor)
+        self._hang = ""
+        self._stopwatch = Stopwatch(marks)
+
+    def run_to_end(self) -> None:
+        """Starts the group until the run is at its last step.
+
+        Raises:
+            TrainingFailedError: it will not get there; with the workers' own reason.
+            RunStoppedError: after SIGTERM or SIGINT to this process.
+        """
+        while True:
+            self._watchdog = Watchdog(self.config.scaling.hang_seconds, self.config.scaling.slow_factor)
+            self._hang = ""
+            outcome = self._start_once()
+            if outcome is None:
+                return
+            self._stopwatch = Stopwatch({"failure": time.time()})
+            if isinstance(outcome, Failure):
+                self._go_on_after(outcome)
+            elif outcome.get("given_up"):
+                raise TrainingFailedError(f"{outcome['given_up']}. What was saved before is in {self._checkpoints}")
+            elif self.signals.received is not None:
+                raise self._stopped(outcome["step"])
+            else:
+                get_logger().warning("saved at step %d after %s; starting again", outcome["step"], outcome["stopped"])
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.run / CHECKPOINTS
+
+    def _start_once(self) -> dict[str, Any] | Failure | None:
+        """One start: None at the end of the run, why its workers ended, or what went wrong."""
+        try:
+            start_ray(self.config.scaling.num_cpus, self.config.scaling.address)
+        except Exception as error:  # noqa: BLE001 - Ray raises it bare, for example when a busy machine is slow
+            ray.shutdown()
+            return Failure(f"Ray did not start: {error}", "ray", "".join(traceback.format_exception(error)), lost=True)
+        self.signals.listen()  # ray.init has taken SIGTERM
+        self._stopwatch.mark("ray")
+        bulletin = Bulletin(secrets.token_hex(8))
+        fit = _Fit(build_group(self.config, self.run, bulletin.name, self._stopwatch.marks))
+        reader = Reader(bulletin)
+        fit.start()
+        reader.start()
+        try:
+            lost = self._watch(fit, reader)
+        finally:
+            reader.end()
+        if lost is not None:
+            ray.shutdown()
+            return lost
+        if fit.error is None:
+            outcome: dict[str, Any] | None = fit.value
+            return outcome
+        if self.signals.received is not None:
+            raise self._stopped(None)
+        failure = describe(fit.error)
+        if self._hang:
+            failure = Failure(self._hang, "hang", failure.account)
+        if failure.lost:
+            ray.shutdown()
+        return failure
+
+    def _watch(self, fit: "_Fit", reader: Reader) -> Failure | None:
+        """Looks at the workers until they end; what was lost, if Ray itself does not answer any more."""
+        asked_at: float | None = None
+        while not fit.wait(EVERY_SECONDS):
+            now = time.monotonic()
+            if self.signals.received is not None and asked_at is None:
+                asked_at = now
+                reader.wish = self.signals.received
+            if asked_at is not None and (not reader.pulses or now - asked_at > self.config.scaling.stop_seconds):
+                if reader.pulses:
+                    get_logger().warning("the workers did not end within %.0f s", now - asked_at)
+                ray.shutdown()  # else nobody is there yet who could save anything
+                raise self._stopped(None)
+            if reader.draining and reader.wish is None:
+                get_logger().warning("%s: saving", reader.draining)
+                reader.wish = reader.draining
+            silent = now - reader.answered
+            if silent > _LOST_SECONDS:
+                return Failure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
+            self._judge(reader.pulses, now)
+        return None
+
+    def _judge(self, pulses: list[dict[str, Any]], now: float) -> None:
+        hang = self._watchdog.look(pulses, now)
+        for pulse in pulses:
+            if pulse["rank"] == 0 and pulse["start"] and pulse["group"] not in self._started:
+                self._started.add(pulse["group"])
+                get_logger().info("%s", describe_start(pulse["step"] - pulse["steps"] + 1, pulse["start"]))
+        for sentence in self._watchdog.slow():
+            get_logger().warning("%s", sentence)
+        if hang is None or self._hang:
+            return
+        self._hang = str(hang)
+        get_logger().error("%s; starting the group again", hang)
+        kill_worker(hang.pulse)
+
+    def _go_on_after(self, failure: Failure) -> None:
+        """Counts a failure, pauses if it is not the first without progress.
+
+        Raises:
+            TrainingFailedError: there were too many, or it is the same again and again.
+        """
+        scaling = self.config.scaling
+        line = read_last_step(self.run / METRICS)
+        step = max(0, self._watchdog.reached, line["step"] if line else 0)
+        failure.log(self.run, step)
+        here = (failure.kind, step)
+        before, times = self._streak
+        times = times + 1 if before == here else 1
+        self._streak = (here, times)
+        where = f"after step {step}: {failure.summary}"
+        rest = f"What was saved is in {self._checkpoints}, everything Ray said in {self.run / FAILURES}"
+        if times >= scaling.same_failures:
+            raise TrainingFailedError(
+                f"{where}\nThe same happened {times} times in a row, so it would happen again. {rest}"
+            )
+        if self.restarts >= scaling.max_failures:
+            raise TrainingFailedError(
+                f"{where}\nThat was failure {self.restarts + 1}, scaling.max_failures = {scaling.max_failures}: the "
+                f"same command continues. {rest}"
+            )
+        self.restarts += 1
+        pause = 0.0 if times == 1 else min(_MOST_PAUSE_SECONDS, scaling.back_off_seconds * 2 ** (times - 2))
+        get_logger().warning(
+            "%s; starting again%s (restart %d of at most %d)",
+            where,
+            f" in {pause:g} s" if pause else "",
+            self.restarts,
+            scaling.max_failures,
+        )
+        if self.signals.wait(pause):
+            raise self._stopped(None)
+
+    def _stopped(self, step: int | None) -> RunStoppedError:
+        """The end after a signal; `step`: what the workers saved on being asked."""
+        where = "stopped without a save of its own" if step is None else f"stopped at step {step} of {self.steps}"
+        return RunStoppedError(
+            f"{self.config.run}: {where} after {self.signals.received}; the same command continues", self.signals.status
+        )
+
+
+class _Fit(threading.Thread):
+    """`TorchTrainer.fit` in a thread: the main one is for signals and for watching."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(daemon=True, name="declutr-fit")
+        self._trainer = trainer
+        self._done = threading.Event()
+        self.value: dict[str, Any] | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.value = self._trainer.fit().return_value
+        except BaseException as error:  # noqa: BLE001 - judged by the supervisor
+            self.error = error
+        self._done.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Has it ended, after at most so long?"""
+        return self._done.wait(seconds)

@@ -1,0 +1,97 @@
+"""Writes a safetensors file and its checksum in one pass, beside a thread that trains.
+
+The safetensors library can do it too, but it copies all tensors into one string first, holds Python's lock while it
+writes, tells a full disk in words instead of an `errno`, and the checksum needs a second pass. Reading is left to it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# safetensors' names, in the order in which it lays out tensors: the most aligned first, then by name
+_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+_CHUNK_BYTES = 16 * 2**20
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a file that `safetensors.torch.load_file` reads; it lies on the disk when this returns.
+
+    Chunks go to the disk at once and leave the page cache: a checkpoint would push out of it the shards that are being
+    read, and fresh pages for a gigabyte cost more than writing it.
+
+    Args:
+        path: does not exist yet.
+        tensors: on the CPU, contiguous.
+
+    Returns:
+        SHA-256 of what was written, in hexadecimal: of the tensors in memory, not of what a disk made of them.
+
+    Raises:
+        OSError: a full disk, a storage that does not answer; also when fewer bytes arrived than were written.
+    """
+    names = sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name))
+    digest = hashlib.sha256()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        written = _write(handle, memoryview(_header(names, tensors)), digest, 0)
+        for name in names:
+            written = _write(handle, _raw(tensors[name]), digest, written)
+        os.fsync(handle)
+        found = os.fstat(handle).st_size
+        if found != written:
+            raise OSError(f"{path} holds {found} bytes after {written} were written")
+    finally:
+        os.close(handle)
+    return digest.hexdigest()
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the tensors themselves."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
+    entries, at = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        end = at + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write(handle: int, raw: memoryview, digest: "hashlib._Hash", at: int) -> int:
+    """Writes at a place of the file; returns the place behind. Both calls leave Python's lock to the training."""
+    for start in range(0, len(raw), _CHUNK_BYTES):
+        chunk = raw[start : start + _CHUNK_BYTES]
+        digest.update(chunk)
+        done = 0
+        while done < len(chunk):
+            done += os.write(handle, chunk[done:])
+        if len(chunk) == _CHUNK_BYTES:  # small ones wait for the last fsync
+            os.fdatasync(handle)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(handle, at, len(chunk), os.POSIX_FADV_DONTNEED)
+        at += len(chunk)
+    return at
