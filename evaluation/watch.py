@@ -18,7 +18,7 @@ from pipeline.session import SessionConfig
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointError
 from trainer.loop import CHECKPOINTS
-from trainer.train import SUMMARY
+from trainer.run import SUMMARY
 
 FOLDER = "scores"
 """Folder of a run that holds the tasks' files."""
