@@ -17,6 +17,7 @@ from evaluation.senteval.plan import Choice
 from pipeline.session import SessionConfig
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointError
+from trainer.lock import LOCK
 from trainer.loop import CHECKPOINTS
 from trainer.run import SUMMARY
 
@@ -70,8 +71,11 @@ class Follower:
             once: score what is there and return.
         """
         number, passed_over = 0, set[tuple[int, str]]()
+        if not (self.run / CHECKPOINTS).is_dir():
+            self.say(f"{self.run}: no checkpoints yet{'' if once else '; waiting for them'}")
         while True:
-            ended = (self.run / SUMMARY).is_file()  # before looking: a last checkpoint is older than the summary
+            # before looking: the last checkpoint is older than the summary, and a run that goes on holds its lock
+            ended = (self.run / SUMMARY).is_file() and not (self.run / LOCK).exists()
             waiting = [key for key in self.pending() if key not in passed_over]
             if waiting:
                 if self.score(*waiting[0]):
@@ -100,10 +104,10 @@ class Follower:
         begun = time.monotonic()
         try:
             encoder = load_encoder(str(checkpoint.checkpoint_path(self.run / CHECKPOINTS, step)), device=self.device)
+            found = evaluate(encoder, self.inspections, self.choice, self.run / FOLDER, self.session, self.say)
         except EncoderError as error:
             self.say(f"step {step}: not scored: {error}")
             return False
-        found = evaluate(encoder, self.inspections, self.choice, self.run / FOLDER, self.session, self.say)
         (report,) = found.reports.values()
         tasks = {name: report.results[name].headline for name in self.choice.tasks if name in report.results}
         whole = len(tasks) == len(self.choice.tasks)
