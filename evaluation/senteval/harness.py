@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.storage import hash_json, read_json, write_json
+from common.storage import read_json, write_json
 from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.senteval.collapse import collapse_warnings, sample_rows
 from evaluation.senteval.data import sentence_rows, sentences
@@ -22,7 +22,7 @@ from evaluation.senteval.plan import Choice, StoredUnit, Unit, plan_units
 from evaluation.senteval.results import Protocol, Report, result_of
 from evaluation.senteval.scoring import Method, method_for
 from evaluation.senteval.tasks import TASKS
-from evaluation.senteval.vectors import embed_all
+from evaluation.senteval.vectors import embed_all, parts_folder
 from evaluation.senteval.workers import score_units
 from pipeline.session import SessionConfig
 
@@ -84,7 +84,7 @@ def evaluate(
     if todo:
         if there:
             say(f"{encoder.name}: {len(there)} of {len(units)} results were there")
-        found, warnings = _score(encoder, todo, choice, output, session, say)
+        found, warnings = _score(encoder, units, todo, choice, output, session, say)
         there |= found
         write_json(folder / "encoder.json", {"fingerprint": encoder.fingerprint, "warnings": list(warnings)})
         shutil.rmtree(output / _CACHE / encoder.fingerprint[:16], ignore_errors=True)
@@ -93,6 +93,7 @@ def evaluate(
 
 def _score(
     encoder: SentenceEncoder,
+    units: Sequence[Unit],
     todo: Sequence[Unit],
     choice: Choice,
     output: Path,
@@ -100,8 +101,9 @@ def _score(
     say: Callable[[str], None],
 ) -> tuple[dict[tuple[str, Method], StoredUnit], tuple[str, ...]]:
     """Embeds the sentences of the units that are to be done, and does them."""
-    datas = {unit.data.task.name: unit.data for unit in todo}
-    rows = sentence_rows(datas.values())
+    rows = _rows(units)  # what a killed call has embedded is taken, also of units that it has done
+    if not parts_folder(output / _CACHE, encoder.fingerprint, list(rows)).is_dir():
+        rows = _rows(todo)
     vectors = embed_all(encoder, list(rows), output / _CACHE, say)
     warnings = collapse_warnings(vectors.take(sample_rows(len(rows))))
     for warning in warnings:
@@ -121,6 +123,10 @@ def _score(
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
         say(f"{encoder.name}: {len(found)}/{len(todo)} {unit.name} {outcome}{more}")
     return found, warnings
+
+
+def _rows(units: Sequence[Unit]) -> dict[str, int]:
+    return sentence_rows({unit.data.task.name: unit.data for unit in units}.values())
 
 
 def assemble(
@@ -168,8 +174,3 @@ def _known_warnings(folder: Path, fingerprint: str) -> tuple[str, ...]:
         return ()
     stored = read_json(path)
     return tuple(stored["warnings"]) if stored.get("fingerprint") == fingerprint else ()
-
-
-def choice_hash(choice: Choice) -> str:
-    """Identity of what was asked for."""
-    return hash_json(choice.model_dump(mode="json"))

@@ -73,6 +73,11 @@ def texts_hash(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
+def parts_folder(cache: Path, fingerprint: str, texts: Sequence[str], part_rows: int = PART_ROWS) -> Path:
+    """Where the parts of an encoder's embeddings of these texts lie."""
+    return cache / fingerprint[:16] / f"{texts_hash(texts)[:16]}-{part_rows}"
+
+
 def embed_all(
     encoder: SentenceEncoder,
     texts: Sequence[str],
@@ -92,7 +97,7 @@ def embed_all(
     Raises:
         EncoderError: the encoder gave another shape than it says, or values that are not finite.
     """
-    folder = cache / encoder.fingerprint[:16] / f"{texts_hash(texts)[:16]}-{part_rows}"
+    folder = parts_folder(cache, encoder.fingerprint, texts, part_rows)
     vectors = Vectors(folder, len(texts), encoder.size, part_rows)
     numbers = range(-(-len(texts) // part_rows))
     missing = [part for part in numbers if not vectors.there(part)]

@@ -10,6 +10,7 @@ from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.words import HashedWords
 from evaluation.senteval.checking import inspect
 from evaluation.senteval.collapse import collapse_warnings, sample_rows
+from evaluation.senteval.data import sentence_rows
 from evaluation.senteval.harness import evaluate
 from evaluation.senteval.plan import Choice, choose_tasks
 from evaluation.senteval.settings import ClassifierConfig
@@ -73,6 +74,18 @@ def test_each_sentence_is_embedded_once_and_results_are_read_the_second_time(fol
     assert not list((tmp_path / "embeddings").rglob("*.npy"))  # of no use once all is scored
 
 
+def test_a_task_more_embeds_no_sentence_of_those_that_are_done(folder, tmp_path):
+    scored(Counting(), folder, tmp_path, "STS12")
+    encoder = Counting()
+    found = scored(encoder, folder, tmp_path, "STS12", "SST2")
+    assert set(encoder.texts) == set(scored_sentences(folder, "SST2"))
+    assert found.reports["senteval"].results.keys() == {"STS12", "SST2"}
+
+
+def scored_sentences(folder, name):
+    return sentence_rows([inspect(find(name), folder, allow_unchecked=True).data])
+
+
 def test_other_settings_and_other_data_are_scored_anew(folder, tmp_path):
     scored(Counting(), folder, tmp_path / "out", "SST2")
     other = Counting()
@@ -126,6 +139,7 @@ def test_a_killed_scoring_goes_on(folder, tmp_path):
     again = scored(encoder, folder, tmp_path / "killed", "SICK-E", "SST2", "STS12", said=said)
     assert again.reports == whole.reports
     assert "2 of 3 results were there" in said[0]
+    assert encoder.texts == []  # the embeddings were there too
     assert any(": 1/1 STS12" in line for line in said)
 
 
