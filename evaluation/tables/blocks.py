@@ -61,6 +61,7 @@ class Block:
 
     Attributes:
         name: for links.
+        short: title of a few words.
         title: what is scored, and how.
         columns: labels.
         rows: those scored here first.
@@ -68,6 +69,7 @@ class Block:
     """
 
     name: str
+    short: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -170,7 +172,7 @@ def _sts(models: Sequence[_Model], way: str, title: str) -> Block:
         found = model.scores(task, None).get(f"spearman.{way}")
         return None if found is None else 100 * found
 
-    return Block(f"sts-{way}", title, (*_YEARS, "mean"), _rows(models, _YEARS, value, _mean))
+    return Block(f"sts-{way}", f"STS, {way}", title, (*_YEARS, "mean"), _rows(models, _YEARS, value, _mean))
 
 
 def _all(models: Sequence[_Model]) -> Block:
@@ -180,7 +182,7 @@ def _all(models: Sequence[_Model]) -> Block:
         return None if found is None else 100 * found
 
     title = "STS by cosine, one correlation over all pairs (SimCSE's way)"
-    return Block("sts-all", title, (*_labels(STS), "mean"), _rows(models, STS, value, _rounded_mean))
+    return Block("sts-all", "STS, all", title, (*_labels(STS), "mean"), _rows(models, STS, value, _rounded_mean))
 
 
 def _block(models: Sequence[_Model], name: str, title: str, tasks: tuple[str, ...]) -> Block:
@@ -188,7 +190,7 @@ def _block(models: Sequence[_Model], name: str, title: str, tasks: tuple[str, ..
         scores = model.scores(task, "senteval")
         return headline(task, scores) if scores else None
 
-    return Block(name, title, _labels(tasks), _rows(models, tasks, value))
+    return Block(name, name.capitalize(), title, _labels(tasks), _rows(models, tasks, value))
 
 
 def _transfer(models: Sequence[_Model]) -> Block:
@@ -196,7 +198,9 @@ def _transfer(models: Sequence[_Model]) -> Block:
         return model.scores(task, None).get("acc")
 
     title = "Transfer, accuracy (SimCSE's seven)"
-    return Block("transfer", title, (*_labels(TRANSFER), "mean"), _rows(models, TRANSFER, value, _rounded_mean))
+    return Block(
+        "transfer", "Transfer", title, (*_labels(TRANSFER), "mean"), _rows(models, TRANSFER, value, _rounded_mean)
+    )
 
 
 def _averages(models: Sequence[_Model]) -> Block:
@@ -212,12 +216,17 @@ def _averages(models: Sequence[_Model]) -> Block:
     for model in models:
         rows += [marked(model, row) for row in _rows([model], tuple(_AVERAGES), value)]
     title = "Averages of DeCLUTR's papers, of complete sets alone; published ones computed from the tables"
-    return Block("averages", title, tuple(_AVERAGES.values()), tuple(rows))
+    return Block("averages", "Averages", title, tuple(_AVERAGES.values()), tuple(rows))
 
 
 def _geometry(models: Sequence[_Model]) -> Block:
     names = ("alignment", "uniformity")
     rows = _rows(models, names, lambda model, name: model.geometry.get(name))
     return Block(
-        "geometry", "Alignment (0 is best) and uniformity (lower is better) on STS-B", names, rows, percent=False
+        "geometry",
+        "Geometry",
+        "Alignment (0 is best) and uniformity (lower is better) on STS-B",
+        names,
+        rows,
+        percent=False,
     )

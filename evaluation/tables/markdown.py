@@ -19,7 +19,7 @@ def _lines(blocks: Sequence[Block], told: Remarks) -> Iterator[str]:
         yield ""
         yield _row(["", *block.columns])
         yield _row(["---", *("---:" for _ in block.columns)])
-        yield from (_row([_name(row), *(shown(cell, block.percent) for cell in row.cells)]) for row in block.rows)
+        yield from (_row([_name(row, told), *(shown(cell, block.percent) for cell in row.cells)]) for row in block.rows)
     for title, lines in told.parts():
         yield ""
         yield f"## {title}"
@@ -34,9 +34,9 @@ def shown(cell: Cell, percent: bool = True) -> str:
     return f"{cell.value:.{2 if percent else 3}f}{'*' if cell.marked else ''}"
 
 
-def _name(row: Row) -> str:
+def _name(row: Row, told: Remarks) -> str:
     label = _plain(row.label)
-    return f"*{label}*, published" if row.source else f"**{label}**"
+    return f"*{label}*, published ({told.numbers[row.source]})" if row.source else f"**{label}**"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ from evaluation.tables.remarks import Remarks
 
 def page(blocks: Sequence[Block], told: Remarks) -> str:
     """The whole document. The same blocks give the same text."""
-    links = [tag("a", block.title.partition(",")[0], href=f"#{block.name}") for block in blocks]
+    links = [tag("a", block.short, href=f"#{block.name}") for block in blocks]
     sections = [
-        tag("section", tag("h2", block.title, id=f"{block.name}-head"), _table(block), id=block.name)
+        tag("section", tag("h2", block.title, id=f"{block.name}-head"), _table(block, told), id=block.name)
         for block in blocks
     ]
     notes = [join(tag("h2", title), tag("ul", *(tag("li", line) for line in lines))) for title, lines in told.parts()]
@@ -41,21 +41,21 @@ def page(blocks: Sequence[Block], told: Remarks) -> str:
     return document("SentEval: sentence encoders compared", body)
 
 
-def _table(block: Block) -> Html:
+def _table(block: Block, told: Remarks) -> Html:
     head = tag(
         "tr", tag("th", "", scope="col"), *(tag("th", name, scope="col", class_="number") for name in block.columns)
     )
     rows = [
-        tag("tr", tag("th", _name(row), scope="row"), *(_cell(cell, row, block.percent) for cell in row.cells))
+        tag("tr", tag("th", _name(row, told), scope="row"), *(_cell(cell, row, block.percent) for cell in row.cells))
         for row in block.rows
     ]
-    inner = tag("table", tag("caption", block.title), tag("thead", head), tag("tbody", *rows))
+    inner = tag("table", tag("thead", head), tag("tbody", *rows))
     return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=block.title)
 
 
-def _name(row: Row) -> Html:
+def _name(row: Row, told: Remarks) -> Html:
     label = tag("bdi", row.label, class_="label")
-    return join(label, tag("small", f"published: {row.source}")) if row.source else label
+    return join(label, tag("small", f"published ({told.numbers[row.source]})")) if row.source else label
 
 
 def _cell(cell: Cell, row: Row, percent: bool) -> Html:

@@ -1,6 +1,6 @@
 """What stands below the tables: what is missing and why, warnings, marks, doubts, sources."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from evaluation.senteval.harness import Evaluated
@@ -16,13 +16,15 @@ class Remarks:
         missing: tasks without a score, by encoder.
         marks: what `*` means here.
         warnings: of encoders and tasks.
-        sources: papers, with what is doubted in them.
+        sources: papers, each with its number.
+        numbers: number of each paper, for rows that come from it.
     """
 
     missing: tuple[str, ...]
     marks: tuple[str, ...]
     warnings: tuple[str, ...]
     sources: tuple[str, ...]
+    numbers: Mapping[str, int]
 
     def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Titles and lines of the kinds that have any."""
@@ -61,14 +63,18 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
         if model.doubt:
             doubts.setdefault(f"{model.source}, {_labels(model.doubted)}: {model.doubt}", []).append(model.model)
     marks += [f"{', '.join(names)} in {doubt}" for doubt, names in doubts.items()]
-    return Remarks(tuple(missing), tuple(marks), tuple(warnings), _sources(published))
+    numbers = {source: number for number, source in enumerate(dict.fromkeys(one.source for one in published), start=1)}
+    return Remarks(tuple(missing), tuple(marks), tuple(warnings), _sources(published, numbers), numbers)
 
 
-def _sources(published: Sequence[PublishedModel]) -> tuple[str, ...]:
-    """Each paper once, with its way of putting STS together."""
+def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:
+    """Each paper with its number and its way of putting STS together."""
     ways = {"mean": "mean of subsets", "wmean": "weighted mean", "all": "all pairs"}
     found = dict.fromkeys((model.source, ways[model.sts]) for model in published)
-    return tuple(f"{source}; STS12-16 by {way}; copied from the paper, not computed here" for source, way in found)
+    return tuple(
+        f"{numbers[source]}: {source}; STS12-16 by {way}; copied from the paper, not computed here"
+        for source, way in found
+    )
 
 
 def _labels(names: Iterable[str]) -> str:

@@ -119,7 +119,8 @@ def test_all_three_files_say_the_same(tmp_path):
     assert "Content-Security-Policy" in page
     assert "&lt;script&gt;" in page
     text = (tmp_path / "scores.md").read_text()
-    assert "*DeCLUTR-base*, published" in text
+    assert "*DeCLUTR-base*, published (1)" in text
+    assert "\n- 1: DeCLUTR (arXiv 2006.03659v1)" in text
     for block in told["tables"]:
         assert block["title"].split(",")[0] in text
         numbers = [cell["value"] for row in block["rows"] for cell in row["cells"] if cell["value"] is not None]
