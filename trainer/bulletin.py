@@ -106,10 +106,11 @@ class Reader(threading.Thread):
             self._ended.wait(EVERY_SECONDS)
 
     def end(self) -> None:
-        """Ends it, and takes the bulletin down."""
+        """Ends it after a last look, and takes the bulletin down."""
         self._ended.set()
         self.join(timeout=2 * _CALL_SECONDS)
         with contextlib.suppress(*UNREACHABLE):  # it goes with the head
+            self.pulses = self._bulletin.pulses()
             self._bulletin.clear()
 
 

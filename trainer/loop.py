@@ -30,7 +30,7 @@ from trainer.microbatch import Microbatch, MicrobatchError
 from trainer.notice import Ear
 from trainer.parts import build_encoder, build_feed, build_stepper, held_out_validator, load_tokenizer, total_steps
 from trainer.plan import Plan
-from trainer.pulse import Pulse, Stopwatch, WatchedWorld
+from trainer.pulse import Pulse, Stopwatch, WatchedWorld, Words
 from trainer.saver import SaveError, Saver
 from trainer.state import RunState
 from trainer.step import NonFiniteLossError, RankBatch, StepMetrics, Stepper
@@ -74,6 +74,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
         ray.get_runtime_context().get_node_id(),
     )
     setup_logging(f"worker {pulse.rank}/{pulse.size}")
+    get_logger().addHandler(Words(pulse))
     with Ear(Bulletin(settings["bulletin"]), pulse) as ear:
         return _train(config, pulse, stopwatch, ear)
 

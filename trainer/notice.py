@@ -38,11 +38,13 @@ class Ear:
         self._thread.join()
 
     def _listen(self) -> None:
+        ended = False
         while True:
             try:
                 self._bulletin.post(self._pulse.snapshot())
                 self._heard = self._bulletin.asked_to_stop()
             except UNREACHABLE as error:  # the head is away: Ray itself ends us if it stays away
                 get_logger().debug("the bulletin does not answer: %s", error)
-            if self._stop.wait(EVERY_SECONDS):
+            if ended:
                 return
+            ended = self._stop.wait(EVERY_SECONDS)  # then once more: its last words

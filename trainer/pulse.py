@@ -4,6 +4,7 @@ Of a group that stands still, the worker to blame is the one that has entered th
 one that it did not reach. Keeping count costs a few assignments a step.
 """
 
+import logging
 import os
 import socket
 import time
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.gather import Wish, World
 
+_KEPT_WORDS = 10
 _SMOOTHING = 0.1  # weight of the newest step in the mean of a worker's own time
 
 
@@ -35,6 +37,8 @@ class Pulse:
         own_seconds: mean time of a step without waiting for data or others; None before the first.
         start: where the time went until this group's first step, in seconds; empty before it: imports, checks, ray,
             group, model, batch, first.
+        said: its last words in the log, oldest first.
+        num_said: how many there were in all.
     """
 
     rank: int
@@ -47,6 +51,8 @@ class Pulse:
     entered: int = 0
     own_seconds: float | None = None
     start: dict[str, float] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    num_said: int = 0
     _since: float = field(default_factory=time.monotonic)
     _waited: float = 0.0
     _host: str = field(default_factory=socket.gethostname)
@@ -101,6 +107,8 @@ class Pulse:
             "phase_seconds": round(time.monotonic() - self._since, 3),
             "entered": self.entered,
             "own_seconds": self.own_seconds,
+            "said": self.said,
+            "num_said": self.num_said,
             "start": self.start,
         }
 
@@ -129,6 +137,23 @@ class Stopwatch:
 def describe_start(step: int, parts: dict[str, float]) -> str:
     """The sentence on a start that a person reads."""
     return f"step {step} after {sum(parts.values()):.1f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
+
+
+class Words(logging.Handler):
+    """Takes what a worker logs onto its pulse, for the driver to say: Ray keeps a worker's own output in a file.
+
+    Args:
+        pulse: of this worker. The first one's news are passed on, of the others only warnings.
+    """
+
+    def __init__(self, pulse: Pulse) -> None:
+        super().__init__(logging.INFO if pulse.rank == 0 else logging.WARNING)
+        self._pulse = pulse
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the last few."""
+        self._pulse.said = [*self._pulse.said[1 - _KEPT_WORDS :], record.getMessage()]
+        self._pulse.num_said += 1
 
 
 @dataclass(frozen=True)

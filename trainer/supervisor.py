@@ -60,6 +60,8 @@ class Supervisor:
         self.config, self.run, self.steps, self.signals = config, run, steps, signals
         self.restarts = 0
         self._started: set[str] = set()
+        self._heard: dict[tuple[str, int], int] = {}
+        self._said: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
         self._watchdog = Watchdog(config.scaling.hang_seconds, config.scaling.slow_factor)
         self._hang = ""
@@ -110,6 +112,7 @@ class Supervisor:
             lost = self._watch(fit, reader)
         finally:
             reader.end()
+            self._say(reader.pulses)
         if lost is not None:
             ray.shutdown()
             return lost
@@ -149,6 +152,7 @@ class Supervisor:
 
     def _judge(self, pulses: list[dict[str, Any]], now: float) -> None:
         hang = self._watchdog.look(pulses, now)
+        self._say(pulses)
         for pulse in pulses:
             if pulse["rank"] == 0 and pulse["start"] and pulse["group"] not in self._started:
                 self._started.add(pulse["group"])
@@ -160,6 +164,17 @@ class Supervisor:
         self._hang = str(hang)
         get_logger().error("%s; starting the group again", hang)
         kill_worker(hang.pulse)
+
+    def _say(self, pulses: list[dict[str, Any]]) -> None:
+        """Passes on what workers have logged since, what several of them say once."""
+        for pulse in pulses:
+            key = (pulse["group"], pulse["rank"])
+            new = pulse["num_said"] - self._heard.get(key, 0)
+            self._heard[key] = pulse["num_said"]
+            for words in pulse["said"][-new:] if new > 0 else ():
+                if (pulse["group"], words) not in self._said:
+                    self._said.add((pulse["group"], words))
+                    get_logger().info("worker %d: %s", pulse["rank"], words)
 
     def _go_on_after(self, failure: Failure) -> None:
         """Counts a failure, pauses if it is not the first without progress.

@@ -18,8 +18,8 @@ from evaluation.senteval.scoring import Method, needs_fits, score
 from evaluation.senteval.settings import ClassifierConfig
 from pipeline.session import SessionConfig, start_ray
 
-_WORTH_IT = 1e6
-"""Cost of the fits from which on Ray's start of some seconds is worth it."""
+_WORTH_IT = 5e6
+"""Cost of the fits, half a minute or more of one thread, from which on Ray's start of some seconds is worth it."""
 
 Take = Callable[[Unit], NDArray[np.float32]]
 

@@ -107,7 +107,7 @@ def _wait_quickly(check: Callable[[], bool], seconds: float = 120) -> None:
 
 
 FAULTS = (
-    Fault("worker_killed", worker, "worker 1 died"),
+    Fault("worker_killed", worker, "worker 1 .*died"),
     Fault("worker_killed_while_saving", worker_saving, "worker .* died"),
     Fault("worker_terminated", worker_terminated, r"saved at step \d+ after"),
     Fault("controller_killed", controller, "coordinates the workers died"),

@@ -140,7 +140,7 @@ def test_a_killed_scoring_goes_on(folder, tmp_path):
     assert again.reports == whole.reports
     assert "2 of 3 results were there" in said[0]
     assert encoder.texts == []  # the embeddings were there too
-    assert any(": 1/1 STS12" in line for line in said)
+    assert any(": 1/1 " in line for line in said)
 
 
 def test_parts_of_another_shape_are_not_taken(tmp_path):
