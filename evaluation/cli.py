@@ -20,7 +20,7 @@ _COMMANDS = {
         "trainer.doctor.examination:main",
     ),
     "evaluate": (
-        "--data DIR | --download DIR: SentEval's data, fetched and checked",
+        "[ENCODER ...] --data DIR: encoders on SentEval's tasks; the data, fetched and checked",
         "evaluation.commands.evaluate:run",
     ),
     "inspect": ("PATH: what shards, a run or a checkpoint hold", "evaluation.commands.inspect:run"),

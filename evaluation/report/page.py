@@ -50,6 +50,11 @@ def page(content: Content) -> str:
             " from the manifest, the ledgers and the shards of this corpus.",
         ),
     )
+    return document(title, body)
+
+
+def document(title: str, body: Html) -> str:
+    """A whole page of that title and body, in our style and under our policy."""
     return f"<!DOCTYPE html>\n{tag('html', _head(title), body, lang='en')}\n"
 
 

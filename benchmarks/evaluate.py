@@ -1,0 +1,181 @@
+"""How much faster than the official procedure is SentEval here, and are the scores the same?
+
+Task by task on the same embeddings, one thread a process, the two sides in turns; who begins changes from task to task.
+Timed is what follows the embeddings: features, folds, classifiers, correlations. The encoders are a transformer with
+random weights from a fixed seed and a bag of hashed words: neither needs a download, and both are the same everywhere.
+
+    python -m benchmarks.evaluate --json OUT                          # against our plain writing of the procedure
+    python -m benchmarks.evaluate --json OUT --senteval CHECKOUT      # against facebookresearch/SentEval itself
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import record
+from benchmarks.embed import SIZES, write_encoder
+from benchmarks.official_senteval import Checkout, Clock, Plain
+from evaluation.encoder import load_encoder
+from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.encoders.words import HashedWords
+from evaluation.senteval.averages import headline
+from evaluation.senteval.checking import inspect
+from evaluation.senteval.data import sentence_rows, sentences
+from evaluation.senteval.findings import Inspection
+from evaluation.senteval.plan import choose_tasks
+from evaluation.senteval.scoring import Embeddings, score
+from evaluation.senteval.settings import ClassifierConfig
+from evaluation.senteval.tasks import find
+
+_SIBLING = Path(__file__).resolve().parents[2] / "shared" / "data" / "senteval"
+_HUNDREDTHS = ("acc", "devacc", "f1")  # in percent already; correlations are not
+_SHORT = {"num_folds": 2, "max_epoch": 2, "epoch_size": 1, "tenacity": 0}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    given = _options().parse_args(arguments)
+    data = given.data or (given.senteval / "data" if given.senteval else _SIBLING)
+    config = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
+    if given.short:
+        config = config.model_copy(update=_SHORT)
+    torch.set_num_threads(1)
+    facts = record.facts("evaluate", given.commit)
+    official: Checkout | Plain = Checkout(given.senteval, data) if given.senteval else Plain()
+    inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data)
+    if not inspections:
+        raise SystemExit(f"{data}: no task of {given.tasks} has its data there; --data FOLDER says where they are")
+    rows = sentence_rows(found.data for found in inspections if found.data)
+    measured: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for encoder in _encoders(given, Path(name), list(rows)):
+            record.progress(f"{encoder.name}: embedding {len(rows)} sentences")
+            embeddings = encoder.encode(list(rows))
+            for inspection in inspections:
+                turn = len(measured) % 2
+                measured.append(_task(inspection, encoder.name, rows, embeddings, config, official, turn))
+    figures = {
+        "official": official.name,
+        "preset": "short" if given.short else given.preset,
+        "data": {found.task.name: found.standing for found in inspections},
+        "left_out": left_out,
+        **_totals(measured),
+        "tasks": measured,
+        **facts,
+    }
+    record.publish(figures, given.json)
+
+
+def _options() -> argparse.ArgumentParser:
+    options = record.parser("evaluate", __doc__)
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--senteval", type=Path, metavar="DIR", help="checkout of facebookresearch/SentEval")
+    options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
+    options.add_argument("--tasks", default="all", help="names and sets, by commas")
+    options.add_argument("--preset", choices=("official", "prototyping"), default="official")
+    options.add_argument("--encoders", default="transformer,hashed-words", help="which of the two")
+    options.add_argument("--model", choices=SIZES, default="small", help="size of the transformer")
+    options.add_argument("--hashed-size", type=int, default=300, help="numbers in an embedding of hashed words")
+    options.add_argument("--vocab-size", type=int, default=16_000)
+    options.add_argument("--short", action="store_true", help="a few passes and two folds: a test, not a figure")
+    return options
+
+
+def _at_hand(names: Sequence[str], data: Path) -> tuple[list[Inspection], dict[str, str]]:
+    """Tasks that can be scored on both sides, and why the others cannot."""
+    found, left_out = [], {}
+    for name in names:
+        task = find(name)
+        inspection = inspect(task, data, allow_unchecked=True)
+        if task.procedure == "retrieval":
+            left_out[name] = "the released code reads pickles, which are never opened here"
+        elif not inspection.usable:
+            left_out[name] = inspection.reason.replace(str(data), "DATA")
+        else:
+            found.append(inspection)
+    return found, left_out
+
+
+def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list[SentenceEncoder]:
+    made: list[SentenceEncoder] = []
+    for kind in given.encoders.split(","):
+        if kind == "hashed-words":
+            made.append(HashedWords(given.hashed_size, given.seed))
+        elif kind == "transformer":
+            write_encoder(folder, given.model, texts[:: max(1, len(texts) // 50_000)], given.vocab_size, given.seed)
+            made.append(load_encoder(str(folder), device="cpu"))
+        else:
+            raise SystemExit(f"--encoders {kind}: there are transformer and hashed-words")
+    return made
+
+
+def _task(
+    inspection: Inspection,
+    encoder: str,
+    rows: dict[str, int],
+    embeddings: Embeddings,
+    config: ClassifierConfig,
+    official: Checkout | Plain,
+    turn: int,
+) -> dict[str, Any]:
+    """Both sides of one task: scores, seconds, ratio, differences in points."""
+    data, task = inspection.data, inspection.task
+    if data is None:
+        raise ValueError(f"{task.name}: no data")
+    clocks: dict[str, Clock] = {}
+    scores: dict[str, dict[str, float]] = {}
+    for side in ("ours", "official") if turn else ("official", "ours"):
+        if side == "ours":
+            own = embeddings[[rows[text] for text in sentences(data)]]
+            clocks[side] = Clock()
+            clocks[side].start()
+            scores[side] = dict(score(data, "procedure", own, config).scores)
+            clocks[side].stop()
+        else:
+            scores[side], clocks[side] = official.score(data, rows, embeddings, config)
+        record.progress(
+            f"{encoder} {task.name} {side} {clocks[side].seconds:.1f} s {headline(task.name, scores[side]):.2f}"
+        )
+    compared = sorted(scores["ours"].keys() & scores["official"].keys() - {"mse"})
+    points = {name: 1.0 if name in _HUNDREDTHS else 100.0 for name in compared}
+    apart = {name: abs(scores["ours"][name] - scores["official"][name]) * points[name] for name in compared}
+    return {
+        "task": task.name,
+        "encoder": "hashed-words" if encoder.startswith("hashed-words") else "transformer",
+        "rows": data.num_rows,
+        "ratio": round(clocks["official"].cpu_seconds / max(clocks["ours"].cpu_seconds, 1e-9), 3),
+        "ratio_wall": round(clocks["official"].seconds / max(clocks["ours"].seconds, 1e-9), 3),
+        "score_diff": round(abs(headline(task.name, scores["ours"]) - headline(task.name, scores["official"])), 6),
+        "largest_diff": round(max(apart.values()), 6),
+        **{
+            side: {
+                "score": round(headline(task.name, scores[side]), 4),
+                "seconds": round(clocks[side].seconds, 3),
+                "cpu_seconds": round(clocks[side].cpu_seconds, 3),
+                "scores": {name: round(scores[side][name], 6) for name in compared},
+            }
+            for side in ("ours", "official")
+        },
+    }
+
+
+def _totals(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def total(side: str, kind: str) -> float:
+        return sum(float(row[side][kind]) for row in measured)
+
+    return {
+        "ratio": round(total("official", "cpu_seconds") / max(total("ours", "cpu_seconds"), 1e-9), 3),
+        "ratio_wall": round(total("official", "seconds") / max(total("ours", "seconds"), 1e-9), 3),
+        "max_abs_score_diff": max(row["score_diff"] for row in measured),
+        "max_abs_diff_of_any_score": max(row["largest_diff"] for row in measured),
+        "seconds": {side: round(total(side, "seconds"), 2) for side in ("ours", "official")},
+        "cpu_seconds": {side: round(total(side, "cpu_seconds"), 2) for side in ("ours", "official")},
+    }
+
+
+if __name__ == "__main__":
+    main()

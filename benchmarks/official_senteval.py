@@ -1,0 +1,220 @@
+"""The official procedure on given embeddings: a checkout of facebookresearch/SentEval, or our plain writing of it.
+
+A checkout (read at 5d6dc11) does not run on today's Python, numpy and a machine without CUDA. While it runs, `.cuda()`
+leaves everything on the CPU, `torch.device("cuda")` is the CPU, `inspect.getargspec` is there, and ragged arrays are of
+objects. Nothing of what it computes is touched. Both sides are timed from the embeddings on: loading and embedding are
+not what is compared.
+"""
+
+import contextlib
+import importlib
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import f1_score
+
+from benchmarks import released_senteval as plain
+from evaluation.senteval.data import EMPTY, Split, TaskData
+from evaluation.senteval.relatedness import bins
+from evaluation.senteval.settings import ClassifierConfig
+
+Array = NDArray[Any]
+Scores = dict[str, float]
+
+
+@dataclass
+class Clock:
+    """Seconds of a stretch of work, on the wall and of this process's processors."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    _begun: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
+
+    def start(self) -> None:
+        """From here on."""
+        self._begun = (time.perf_counter(), time.process_time())
+
+    def stop(self) -> None:
+        """Up to here."""
+        self.seconds = time.perf_counter() - self._begun[0]
+        self.cpu_seconds = time.process_time() - self._begun[1]
+
+
+class _Over:
+    """A module as seen by released code, with some names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self._module, self._names = module, names
+
+    def __getattr__(self, name: str) -> Any:
+        names = self.__dict__["_names"]
+        return names[name] if name in names else getattr(self.__dict__["_module"], name)
+
+
+class Checkout:
+    """The released code itself.
+
+    Args:
+        folder: of the checkout.
+        data: folder with `downstream` and `probing`, which it reads with its own loaders.
+    """
+
+    name = "facebookresearch/SentEval"
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        if not (folder / "senteval" / "engine.py").is_file():
+            raise ValueError(f"{folder}: no checkout of facebookresearch/SentEval: there is no senteval/engine.py")
+        self.data = data
+        sys.path.insert(0, str(folder))
+        try:
+            self.engine: ModuleType = importlib.import_module("senteval.engine")
+        finally:
+            sys.path.remove(str(folder))
+
+    def score(self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig) -> Any:
+        """Scores and the clock of a task."""
+        clock = Clock()
+
+        def batcher(_: Any, batch: Sequence[Sequence[str]]) -> Array:
+            return embeddings[[rows[" ".join(words) or EMPTY] for words in batch]]
+
+        classifier = {
+            "nhid": config.num_hidden,
+            "optim": config.optimizer,
+            "batch_size": config.batch_size,
+            "tenacity": config.tenacity,
+            "epoch_size": config.epoch_size,
+            "dropout": config.dropout,
+            "max_epoch": config.max_epoch,
+        }
+        params = {"task_path": str(self.data), "usepytorch": True, "kfold": config.num_folds, "classifier": classifier}
+        with _today():
+            engine = self.engine.SE({**params, "seed": config.seed}, batcher, lambda *_: clock.start())
+            found = engine.eval(data.task.name)
+            clock.stop()
+        return _flat(found), clock
+
+
+def _flat(found: Mapping[str, Any]) -> Scores:
+    """The released code's results under our names."""
+    if "all" in found:
+        return {f"{kind}.{way}": float(found["all"][kind][way]) for kind in ("spearman", "pearson") for way in _WAYS}
+    names = ("acc", "devacc", "f1", "devpearson", "pearson", "spearman", "mse")
+    return {name: float(found[name]) for name in names if name in found}
+
+
+_WAYS = ("mean", "wmean")
+
+
+@contextlib.contextmanager
+def _today() -> Iterator[None]:
+    """The shims, as long as released code runs."""
+
+    def stay(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
+    def ragged(values: Any, *arguments: Any, **options: Any) -> Array:
+        try:
+            return np.array(values, *arguments, **options)
+        except ValueError:
+            return np.array(values, dtype=object)
+
+    cuda = _Over(torch.cuda, is_available=lambda: True, manual_seed=lambda _: None)
+    seen = _Over(torch, device=lambda _: torch.device("cpu"), cuda=cuda)
+    undo: list[Callable[[], None]] = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name)
+        undo.append(lambda: setattr(owner, name, before))
+        setattr(owner, name, value)
+
+    put(torch.Tensor, "cuda", stay)
+    put(torch.nn.Module, "cuda", stay)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "senteval":
+            continue
+        if getattr(module, "torch", None) is torch:
+            put(module, "torch", seen)
+        if getattr(module, "np", None) is np:
+            put(module, "np", _Over(np, array=ragged))
+        if getattr(module, "inspect", None) is inspect:
+            put(module, "inspect", _Over(inspect, getargspec=inspect.getfullargspec))
+    try:
+        yield
+    finally:
+        for back in reversed(undo):
+            back()
+
+
+class Plain:
+    """Our own one-fit-at-a-time writing of the same procedure (`released_senteval.py`)."""
+
+    name = "benchmarks.released_senteval"
+
+    def score(self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig) -> Any:
+        """Scores and the clock of a task."""
+        clock = Clock()
+        clock.start()
+        scores = self._scores(data, rows, embeddings, config)
+        clock.stop()
+        return scores, clock
+
+    def _scores(self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig) -> Scores:
+        task, classes = data.task, len(data.classes)
+        if task.procedure == "similarity":
+            return _similarity(data, rows, embeddings)
+        parts = {name: (_features(split, rows, embeddings, data), split.labels) for name, split in data.splits.items()}
+        if task.procedure == "inner_kfold":
+            dev, accuracy, _ = plain.inner_kfold(*parts["all"], classes, config)
+            return {"devacc": dev, "acc": accuracy}
+        if task.procedure == "kfold":
+            dev, accuracy, answers = plain.kfold(*parts["train"], *parts["test"], classes, config)
+            f1 = {"f1": round(100 * float(f1_score(parts["test"][1], answers)), 2)} if classes == 2 else {}
+            return {"devacc": dev, "acc": accuracy, **f1}
+        if task.procedure == "relatedness":
+            dev, pearson, spearman = plain.relatedness(parts, bins(parts["train"][1]), config.seed)
+            return {"devpearson": dev, "pearson": pearson, "spearman": spearman}
+        chosen = config.for_snli() if task.name == "SNLI" else config
+        dev, accuracy = plain.split(parts, classes, chosen)
+        return {"devacc": dev, "acc": accuracy}
+
+
+def _features(split: Split, rows: Mapping[str, int], embeddings: Array, data: TaskData) -> Array:
+    first = embeddings[[rows[text] for text in split.first]]
+    if split.second is None:
+        return first
+    second = embeddings[[rows[text] for text in split.second]]
+    parts = [np.abs(first - second), first * second]
+    if data.task.features == "pair_product_difference":
+        parts = [first, second, parts[1], parts[0]]
+    made: Array = np.concatenate(parts, axis=1)
+    return made
+
+
+def _similarity(data: TaskData, rows: Mapping[str, int], embeddings: Array) -> Scores:
+    found: dict[str, list[float]] = {"spearman": [], "pearson": []}
+    weights = []
+    for split in data.splits.values():
+        values = []
+        for one, two in zip(split.first, split.second or (), strict=True):
+            u, v = np.nan_to_num(embeddings[rows[one]]), np.nan_to_num(embeddings[rows[two]])
+            with np.errstate(all="ignore"):
+                values.append(float(np.nan_to_num(np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)))))
+        found["spearman"].append(float(spearmanr(values, split.labels).statistic))
+        found["pearson"].append(float(pearsonr(values, split.labels).statistic))
+        weights.append(len(values))
+    return {
+        f"{kind}.{way}": float(np.average(values, weights=weights if way == "wmean" else None))
+        for kind, values in found.items()
+        for way in _WAYS
+    }

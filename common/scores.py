@@ -1,0 +1,62 @@
+"""Scores of a run's checkpoints, `scores.jsonl` in its folder: written by whoever scores, read by whoever trains.
+
+The two know each other through this file alone. A line is appended in one call, so that two writers cannot mix theirs;
+what a kill has cut off is no line, and the next writer begins a new one.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from common.config import Strict
+
+SCORES = "scores.jsonl"
+
+
+class ScoreLine(Strict):
+    """One checkpoint's scores."""
+
+    step: int
+    """Of the checkpoint."""
+    checkpoint: str
+    """Hash of its files' checksums: a step that was taken again with other weights is another checkpoint."""
+    choice: str
+    """Identity of tasks, data and settings; scores of two choices are not comparable."""
+    score: float | None
+    """Mean over the tasks in percent, higher is better; None where a task could not be scored."""
+    tasks: Mapping[str, float]
+    """Percent by task."""
+    warnings: tuple[str, ...] = ()
+    """What stands beside the score: a collapsed encoder, own data."""
+    seconds: float = 0.0
+    """That loading and scoring took."""
+    time: float = 0.0
+    """When it was done, seconds since 1970."""
+
+
+def append_score(run: Path, line: ScoreLine) -> None:
+    """Appends a line, on disk when this returns."""
+    handle = os.open(run / SCORES, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        os.write(handle, (("\n" if torn else "") + line.model_dump_json() + "\n").encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_scores(run: Path) -> tuple[ScoreLine, ...]:
+    """All whole lines, in the order in which they were written; none where there is no file."""
+    path = run / SCORES
+    if not path.is_file():
+        return ()
+    found = []
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            found.append(ScoreLine.model_validate_json(raw))
+        except ValidationError:
+            continue  # cut off by a kill, with the next line's beginning after it; the checkpoint is scored again
+    return tuple(found)

@@ -1,0 +1,232 @@
+"""The blocks of a comparison: rows are encoders and published models, columns are tasks scored in one way.
+
+Numbers that papers compute differently stand in different blocks: STS12-16 three times (mean of subsets, weighted mean,
+over all pairs), SICK-R and STS-B by regression and by cosine, MRPC as mean of accuracy and F1 and as accuracy.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from evaluation.senteval.averages import averages, headline
+from evaluation.senteval.harness import Evaluated
+from evaluation.senteval.results import Protocol
+from evaluation.senteval.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+from evaluation.tables.literature import PublishedModel
+
+_YEARS = ("STS12", "STS13", "STS14", "STS15", "STS16")
+_SUPERVISED = tuple(name for name in DOWNSTREAM if name not in _YEARS)
+_AVERAGES = {
+    "downstream": "downstream",
+    "downstream without SNLI": "without SNLI",
+    "probing": "probing",
+    "mean of downstream and probing": "mean of the two",
+    "mean of downstream without SNLI and probing": "mean, without SNLI",
+    "all 28 tasks": "all 28",
+}
+
+Results = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of a table.
+
+    Attributes:
+        value: None where there is none.
+        marked: it is comparable with no published number (own data), or doubted.
+    """
+
+    value: float | None
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """An encoder or a published model.
+
+    Attributes:
+        label: its name.
+        source: the paper; "" for an encoder that was scored here.
+        cells: one a column.
+    """
+
+    label: str
+    source: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A table.
+
+    Attributes:
+        name: for links.
+        short: title of a few words.
+        title: what is scored, and how.
+        columns: labels.
+        rows: those scored here first.
+        percent: values are of 0 to 100.
+    """
+
+    name: str
+    short: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    percent: bool = True
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What both kinds of rows are made of."""
+
+    label: str
+    source: str
+    results: Mapping[Protocol, Results]
+    marked: frozenset[str]
+    geometry: Mapping[str, float] = field(default_factory=dict)
+
+    def scores(self, task: str, protocol: Protocol | None) -> Mapping[str, float]:
+        """Of a protocol; None: of any, for tasks that both score alike."""
+        for name, results in self.results.items():
+            if protocol in (None, name) and task in results:
+                return results[task]
+        return {}
+
+
+def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] = ()) -> tuple[Block, ...]:
+    """Blocks with at least one number of an encoder that was scored here."""
+    models = [_ours(one) for one in evaluated] + [_theirs(one) for one in published]
+    made = (
+        _sts(models, "mean", "STS12-16, mean of the subsets (DeCLUTR's way)"),
+        _sts(models, "wmean", "STS12-16, mean of the subsets weighted by pairs (SCL's way)"),
+        _all(models),
+        _block(
+            models, "downstream", "Downstream by trained classifiers, as SentEval and DeCLUTR print them", _SUPERVISED
+        ),
+        _transfer(models),
+        _block(models, "probing", "Probing, accuracy", PROBING),
+        _averages(models),
+        _geometry(models),
+    )
+    return tuple(_scored_here(block) for block in made if any(not row.source for row in block.rows))
+
+
+def _scored_here(block: Block) -> Block:
+    """Without columns in which no encoder of this machine has a number, and without rows that then have none."""
+    own = [row for row in block.rows if not row.source]
+    kept = [place for place in range(len(block.columns)) if any(row.cells[place].value is not None for row in own)]
+    rows = [replace(row, cells=tuple(row.cells[place] for place in kept)) for row in block.rows]
+    filled = tuple(row for row in rows if any(cell.value is not None for cell in row.cells))
+    return replace(block, columns=tuple(block.columns[place] for place in kept), rows=filled)
+
+
+def _ours(one: Evaluated) -> _Model:
+    results = {
+        protocol: {name: result.scores for name, result in report.results.items()}
+        for protocol, report in one.reports.items()
+    }
+    marked = {name for report in one.reports.values() for name, found in report.results.items() if not found.comparable}
+    return _Model(one.encoder, "", results, frozenset(marked), one.geometry)
+
+
+def _theirs(one: PublishedModel) -> _Model:
+    return _Model(one.model, one.source, {one.protocol: one.results()}, frozenset(one.doubted))
+
+
+def _rows(
+    models: Sequence[_Model],
+    columns: Sequence[str],
+    value: Callable[[_Model, str], float | None],
+    average: Callable[[_Model, list[float]], float] | None = None,
+) -> tuple[Row, ...]:
+    """Rows with a number; `average` of complete ones comes last, and is marked where one of its numbers is."""
+    rows = []
+    for model in models:
+        cells = [Cell(value(model, name), name in model.marked) for name in columns]
+        if all(cell.value is None for cell in cells):
+            continue
+        if average is not None:
+            values = [cell.value for cell in cells if cell.value is not None]
+            whole = average(model, values) if len(values) == len(columns) else None
+            cells.append(Cell(whole, any(cell.marked for cell in cells)))
+        rows.append(Row(model.label, model.source, tuple(cells)))
+    return tuple(rows)
+
+
+def _labels(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(find(name).label for name in names)
+
+
+def _mean(_: _Model, values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _rounded_mean(_: _Model, values: list[float]) -> float:
+    """As SimCSE's tables are made: the mean of values that were rounded to two decimals."""
+    return sum(float(f"{value:.2f}") for value in values) / len(values)
+
+
+def _sts(models: Sequence[_Model], way: str, title: str) -> Block:
+    def value(model: _Model, task: str) -> float | None:
+        found = model.scores(task, None).get(f"spearman.{way}")
+        return None if found is None else 100 * found
+
+    return Block(f"sts-{way}", f"STS, {way}", title, (*_YEARS, "mean"), _rows(models, _YEARS, value, _mean))
+
+
+def _all(models: Sequence[_Model]) -> Block:
+    def value(model: _Model, task: str) -> float | None:
+        key, protocol = ("spearman.all", None) if task in _YEARS else ("spearman", "simcse")
+        found = model.scores(task, protocol).get(key)  # type: ignore[arg-type]
+        return None if found is None else 100 * found
+
+    title = "STS by cosine, one correlation over all pairs (SimCSE's way)"
+    return Block("sts-all", "STS, all", title, (*_labels(STS), "mean"), _rows(models, STS, value, _rounded_mean))
+
+
+def _block(models: Sequence[_Model], name: str, title: str, tasks: tuple[str, ...]) -> Block:
+    def value(model: _Model, task: str) -> float | None:
+        scores = model.scores(task, "senteval")
+        return headline(task, scores) if scores else None
+
+    return Block(name, name.capitalize(), title, _labels(tasks), _rows(models, tasks, value))
+
+
+def _transfer(models: Sequence[_Model]) -> Block:
+    def value(model: _Model, task: str) -> float | None:
+        return model.scores(task, None).get("acc")
+
+    title = "Transfer, accuracy (SimCSE's seven)"
+    return Block(
+        "transfer", "Transfer", title, (*_labels(TRANSFER), "mean"), _rows(models, TRANSFER, value, _rounded_mean)
+    )
+
+
+def _averages(models: Sequence[_Model]) -> Block:
+    def value(model: _Model, name: str) -> float | None:
+        found = averages(model.results.get("senteval", {}), "senteval")
+        return next(average.value for average in found if average.name == name)
+
+    def marked(model: _Model, row: Row) -> Row:
+        touched = bool(model.marked & set(model.results.get("senteval", {})))
+        return Row(row.label, row.source, tuple(Cell(cell.value, touched) for cell in row.cells))
+
+    rows = []
+    for model in models:
+        rows += [marked(model, row) for row in _rows([model], tuple(_AVERAGES), value)]
+    title = "Averages of DeCLUTR's papers, of complete sets alone; published ones computed from the tables"
+    return Block("averages", "Averages", title, tuple(_AVERAGES.values()), tuple(rows))
+
+
+def _geometry(models: Sequence[_Model]) -> Block:
+    names = ("alignment", "uniformity")
+    rows = _rows(models, names, lambda model, name: model.geometry.get(name))
+    return Block(
+        "geometry",
+        "Geometry",
+        "Alignment (0 is best) and uniformity (lower is better) on STS-B",
+        names,
+        rows,
+        percent=False,
+    )

@@ -1,0 +1,49 @@
+"""Blocks as Markdown tables."""
+
+from collections.abc import Iterator, Sequence
+
+from evaluation.tables.blocks import Block, Cell, Row
+from evaluation.tables.remarks import Remarks
+
+
+def markdown(blocks: Sequence[Block], told: Remarks) -> str:
+    """A heading and a table each, then the remarks."""
+    return "\n".join([*_lines(blocks, told), ""])
+
+
+def _lines(blocks: Sequence[Block], told: Remarks) -> Iterator[str]:
+    yield "# Sentence encoders on SentEval"
+    for block in blocks:
+        yield ""
+        yield f"## {block.title}"
+        yield ""
+        yield _row(["", *block.columns])
+        yield _row(["---", *("---:" for _ in block.columns)])
+        yield from (_row([_name(row, told), *(shown(cell, block.percent) for cell in row.cells)]) for row in block.rows)
+    for title, lines in told.parts():
+        yield ""
+        yield f"## {title}"
+        yield ""
+        yield from (f"- {_plain(line)}" for line in lines)
+
+
+def shown(cell: Cell, percent: bool = True) -> str:
+    """A number as tables print it, a dash where there is none."""
+    if cell.value is None:
+        return "–"
+    return f"{cell.value:.{2 if percent else 3}f}{'*' if cell.marked else ''}"
+
+
+def _name(row: Row, told: Remarks) -> str:
+    label = _plain(row.label)
+    return f"*{label}*, published ({told.numbers[row.source]})" if row.source else f"**{label}**"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown takes for nothing else: names of encoders and files come from anywhere."""
+    kept = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
+    return " ".join(kept.split())

@@ -1,0 +1,81 @@
+"""What stands below the tables: what is missing and why, warnings, marks, doubts, sources."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from evaluation.senteval.harness import Evaluated
+from evaluation.senteval.tasks import find
+from evaluation.tables.literature import PublishedModel
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """Lines by kind; a kind without lines is left out where they are shown.
+
+    Attributes:
+        missing: tasks without a score, by encoder.
+        marks: what `*` means here.
+        warnings: of encoders and tasks.
+        sources: papers, each with its number.
+        numbers: number of each paper, for rows that come from it.
+    """
+
+    missing: tuple[str, ...]
+    marks: tuple[str, ...]
+    warnings: tuple[str, ...]
+    sources: tuple[str, ...]
+    numbers: Mapping[str, int]
+
+    def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Titles and lines of the kinds that have any."""
+        kinds = (
+            ("Marked *", self.marks),
+            ("Warnings", self.warnings),
+            ("Not scored, and in no average", self.missing),
+            ("Published numbers", self.sources),
+        )
+        return tuple((title, lines) for title, lines in kinds if lines)
+
+
+def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> Remarks:
+    """Everything that a reader of the tables must know."""
+    marks, warnings, missing = [], [], []
+    for one in evaluated:
+        warnings += [f"{one.encoder}: {warning}" for warning in one.warnings]
+        own = {
+            name for report in one.reports.values() for name, found in report.results.items() if not found.comparable
+        }
+        if own:
+            marks.append(f"{one.encoder}: {_labels(own)}: not the published data; comparable with no published number")
+        told: dict[str, dict[str, None]] = {}
+        for report in one.reports.values():
+            for name, result in report.results.items():
+                for warning in result.warnings:
+                    told.setdefault(warning, {})[name] = None
+        warnings += [f"{one.encoder}, {_labels(names)}: {warning}" for warning, names in told.items()]
+        gone: dict[str, dict[str, None]] = {}
+        for report in one.reports.values():
+            for name, reason in report.missing.items():
+                gone.setdefault(reason, {})[name] = None
+        missing += [f"{one.encoder}: {_labels(names)}: {reason}" for reason, names in gone.items()]
+    doubts: dict[str, list[str]] = {}
+    for model in published:
+        if model.doubt:
+            doubts.setdefault(f"{model.source}, {_labels(model.doubted)}: {model.doubt}", []).append(model.model)
+    marks += [f"{', '.join(names)} in {doubt}" for doubt, names in doubts.items()]
+    numbers = {source: number for number, source in enumerate(dict.fromkeys(one.source for one in published), start=1)}
+    return Remarks(tuple(missing), tuple(marks), tuple(warnings), _sources(published, numbers), numbers)
+
+
+def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:
+    """Each paper with its number and its way of putting STS together."""
+    ways = {"mean": "mean of subsets", "wmean": "weighted mean", "all": "all pairs"}
+    found = dict.fromkeys((model.source, ways[model.sts]) for model in published)
+    return tuple(
+        f"{numbers[source]}: {source}; STS12-16 by {way}; copied from the paper, not computed here"
+        for source, way in found
+    )
+
+
+def _labels(names: Iterable[str]) -> str:
+    return ", ".join(find(name).label for name in names)

@@ -1,0 +1,42 @@
+"""Files of a comparison: `scores.md`, `scores.json`, `scores.html`."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from common.storage import write_json, write_text
+from evaluation.senteval.harness import Evaluated
+from evaluation.tables.blocks import compare
+from evaluation.tables.literature import literature
+from evaluation.tables.markdown import markdown
+from evaluation.tables.page import page
+from evaluation.tables.remarks import remarks
+
+
+def write_tables(evaluated: Sequence[Evaluated], folder: Path, beside_published: bool = True) -> str:
+    """Writes all three and returns the Markdown of the encoders alone, for a terminal."""
+    published = literature() if beside_published else ()
+    blocks, told = compare(evaluated, published), remarks(evaluated, published)
+    write_text(folder / "scores.md", markdown(blocks, told))
+    write_text(folder / "scores.html", page(blocks, told))
+    encoders = [
+        {
+            "encoder": one.encoder,
+            "fingerprint": one.fingerprint,
+            "size": one.size,
+            "warnings": list(one.warnings),
+            "seconds": one.seconds,
+            "geometry": dict(one.geometry),
+            "protocols": {protocol: report.to_json() for protocol, report in one.reports.items()},
+        }
+        for one in evaluated
+    ]
+    write_json(
+        folder / "scores.json",
+        {
+            "encoders": encoders,
+            "published": [model.model_dump(mode="json") for model in published],
+            "tables": [asdict(block) for block in blocks],
+        },
+    )
+    return markdown(compare(evaluated), remarks(evaluated, ()))

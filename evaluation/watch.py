@@ -1,0 +1,128 @@
+"""Follows a run from outside: scores each new checkpoint on SentEval's tasks while the workers train on.
+
+The trainer writes checkpoints and knows nothing of this; it finds the scores in `scores.jsonl` (`common/scores.py`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.scores import ScoreLine, append_score, read_scores
+from common.storage import hash_json
+from evaluation.encoder import EncoderError, load_encoder
+from evaluation.senteval.findings import Inspection
+from evaluation.senteval.harness import evaluate
+from evaluation.senteval.plan import Choice
+from pipeline.session import SessionConfig
+from trainer import checkpoint
+from trainer.checkpoint import CheckpointError
+from trainer.lock import LOCK
+from trainer.loop import CHECKPOINTS
+from trainer.run import SUMMARY
+
+FOLDER = "scores"
+"""Folder of a run that holds the tasks' files."""
+
+
+class FollowError(ValueError):
+    """What is asked for cannot be scored at every checkpoint."""
+
+
+@dataclass(frozen=True)
+class Follower:
+    """Scores the checkpoints of a run, the newest first: a slow machine is never behind, it leaves some out.
+
+    Attributes:
+        run: its folder.
+        inspections: of the chosen tasks.
+        choice: tasks, one protocol, classifiers.
+        device: of the encoder; the workers have the GPUs.
+        session: where the classifiers run.
+        say: takes lines on the progress.
+    """
+
+    run: Path
+    inspections: Sequence[Inspection]
+    choice: Choice
+    device: str
+    session: SessionConfig
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        unusable = [inspection for inspection in self.inspections if not inspection.usable]
+        if unusable:
+            told = "; ".join(f"{inspection.task.label}: {inspection.reason}" for inspection in unusable)
+            raise FollowError(f"a run can only be followed by tasks whose data are there; choose others: {told}")
+        if len(self.choice.protocols) != 1 or not self.inspections:
+            raise FollowError("a run is followed by tasks of one protocol: --protocol senteval or simcse, --tasks ...")
+
+    @property
+    def identity(self) -> str:
+        """Of tasks, data and settings."""
+        files = {found.task.name: dict(found.data.files) for found in self.inspections if found.data}
+        return hash_json([self.choice.model_dump(mode="json"), files])
+
+    def follow(self, wait_seconds: float = 10.0, once: bool = False) -> int:
+        """Scores until the run is finished and has nothing left to score; returns the number of new scores.
+
+        Args:
+            wait_seconds: between two looks at the run's folder.
+            once: score what is there and return.
+        """
+        number, passed_over = 0, set[tuple[int, str]]()
+        if not (self.run / CHECKPOINTS).is_dir():
+            self.say(f"{self.run}: no checkpoints yet{'' if once else '; waiting for them'}")
+        while True:
+            # before looking: the last checkpoint is older than the summary, and a run that goes on holds its lock
+            ended = (self.run / SUMMARY).is_file() and not (self.run / LOCK).exists()
+            waiting = [key for key in self.pending() if key not in passed_over]
+            if waiting:
+                if self.score(*waiting[0]):
+                    number += 1
+                else:
+                    passed_over.add(waiting[0])
+            elif once or ended:
+                return number
+            else:
+                time.sleep(wait_seconds)
+
+    def pending(self) -> list[tuple[int, str]]:
+        """Steps and weights without a score of this choice, the newest first."""
+        done = {(line.step, line.checkpoint) for line in read_scores(self.run) if line.choice == self.identity}
+        found = []
+        for step in reversed(checkpoint.steps_in(self.run / CHECKPOINTS)):
+            try:
+                state = checkpoint.read_state(checkpoint.checkpoint_path(self.run / CHECKPOINTS, step), verify=False)
+            except CheckpointError:
+                continue  # being pruned, or broken: the trainer passes it over as well
+            found.append((step, hash_json(state.files)))
+        return [key for key in found if key not in done]
+
+    def score(self, step: int, identity: str) -> bool:
+        """Scores one checkpoint and appends its line; False where it is gone or damaged, which is said."""
+        begun = time.monotonic()
+        try:
+            encoder = load_encoder(str(checkpoint.checkpoint_path(self.run / CHECKPOINTS, step)), device=self.device)
+            found = evaluate(encoder, self.inspections, self.choice, self.run / FOLDER, self.session, self.say)
+        except EncoderError as error:
+            self.say(f"step {step}: not scored: {error}")
+            return False
+        (report,) = found.reports.values()
+        tasks = {name: report.results[name].headline for name in self.choice.tasks if name in report.results}
+        whole = len(tasks) == len(self.choice.tasks)
+        warnings = [*found.warnings, *(text for result in report.results.values() for text in result.warnings)]
+        line = ScoreLine(
+            step=step,
+            checkpoint=identity,
+            choice=self.identity,
+            score=sum(tasks.values()) / len(tasks) if whole else None,
+            tasks=tasks,
+            warnings=tuple(dict.fromkeys(warnings)),
+            seconds=round(time.monotonic() - begun, 3),
+            time=round(time.time(), 3),
+        )
+        append_score(self.run, line)
+        shown = "no score" if line.score is None else f"{line.score:.2f}"
+        self.say(f"step {step}: {shown} ({', '.join(f'{name} {value:.2f}' for name, value in tasks.items())})")
+        return True

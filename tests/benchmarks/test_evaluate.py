@@ -1,0 +1,57 @@
+"""`python -m benchmarks.evaluate` on small data: the same scores on both sides, and its figures are there."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from sentevalsets import write_sets
+from threads import one_thread
+
+from benchmarks import evaluate
+
+CHECKOUT = os.environ.get("SENTEVAL")
+__all__ = ["one_thread"]
+KEYS = {"ratio", "ratio_wall", "max_abs_score_diff", "tasks", "commit", "hardware", "versions", "left_out", "official"}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def figures(tmp_path, *arguments):
+    path = tmp_path / "figures.json"
+    write_sets(tmp_path / "data", rows=24)  # 5 % of a fold is one row at least
+    own = ["--data", str(tmp_path / "data"), "--json", str(path), "--short", "--vocab-size", "300", "--model", "tiny"]
+    evaluate.main([*own, *arguments])
+    found = json.loads(path.read_text())
+    assert found.keys() >= KEYS
+    return found
+
+
+def test_against_the_plain_writing(tmp_path):
+    found = figures(tmp_path, "--hashed-size", "16")
+    assert found["official"] == "benchmarks.released_senteval"
+    names = {"MR", "SST2", "TREC", "MRPC", "SICKEntailment", "SICKRelatedness", "STSBenchmark", "STS12", "Tense"}
+    rows = {(row["task"], row["encoder"]): row for row in found["tasks"]}
+    assert rows.keys() == {(name, encoder) for name in names for encoder in ("transformer", "hashed-words")}
+    assert found["max_abs_score_diff"] == max(row["score_diff"] for row in rows.values()) < 0.3
+    assert found["max_abs_diff_of_any_score"] < 0.3
+    assert found["ratio"] > 0
+    assert "STS16" in found["left_out"]
+    assert "pickles" in found["left_out"]["ImageCaptionRetrieval"]
+    assert set(found["data"].values()) == {"unpublished"}
+    assert len({row["ours"]["score"] for row in rows.values()}) > 9  # not all at chance
+
+
+def test_without_data_there_is_no_figure(tmp_path):
+    with pytest.raises(SystemExit, match="no task of all"):
+        evaluate.main(["--data", str(tmp_path), "--short"])
+    with pytest.raises(ValueError, match="no checkout"):
+        evaluate.main(["--data", str(tmp_path), "--senteval", str(tmp_path)])
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="SENTEVAL names no checkout of facebookresearch/SentEval")
+def test_against_the_released_code(tmp_path):
+    found = figures(tmp_path, "--senteval", str(Path(CHECKOUT)), "--encoders", "hashed-words", "--hashed-size", "16")
+    assert found["official"] == "facebookresearch/SentEval"
+    assert found["max_abs_diff_of_any_score"] < 0.3
+    assert len(found["tasks"]) == 9

@@ -1,0 +1,217 @@
+"""A whole evaluation: embedded once, going on after a kill, the same wherever it runs."""
+
+import json
+
+import numpy as np
+import pytest
+from sentevalsets import write_sets
+
+from evaluation.encoders.protocol import EncoderError
+from evaluation.encoders.words import HashedWords
+from evaluation.senteval.checking import inspect
+from evaluation.senteval.collapse import collapse_warnings, sample_rows
+from evaluation.senteval.data import sentence_rows
+from evaluation.senteval.harness import evaluate
+from evaluation.senteval.plan import Choice, choose_tasks
+from evaluation.senteval.settings import ClassifierConfig
+from evaluation.senteval.tasks import find
+from evaluation.senteval.vectors import Vectors, embed_all
+from pipeline.session import SessionConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CONFIG = ClassifierConfig(num_folds=2, max_epoch=1, epoch_size=1, tenacity=0, decays=(1e-5, 1e-2))
+HERE = SessionConfig(num_cpus=1)
+
+
+class Counting(HashedWords):
+    """Counts what it embeds; after `allowed` calls it is interrupted."""
+
+    def __init__(self, size=16, allowed=100):
+        super().__init__(size)
+        self.texts, self.allowed = [], allowed
+
+    def encode(self, texts):
+        if not self.allowed:
+            raise KeyboardInterrupt
+        self.allowed -= 1
+        self.texts += texts
+        return super().encode(texts)
+
+
+class Constant(HashedWords):
+    value = 1.0
+
+    def encode(self, texts):
+        return np.full((len(texts), self.size), self.value, np.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_sets(tmp_path_factory.mktemp("sets"), rows=16)
+
+
+def inspected(folder, *names):
+    return [inspect(find(name), folder, allow_unchecked=True) for name in choose_tasks(names)]
+
+
+def scored(encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), **settings):
+    choice = Choice(tasks=choose_tasks(names), protocols=protocols, classifier=CONFIG.model_copy(update=settings))
+    say = said.append if said is not None else lambda _: None
+    return evaluate(encoder, inspected(folder, *names), choice, output, session, say)
+
+
+def test_each_sentence_is_embedded_once_and_results_are_read_the_second_time(folder, tmp_path):
+    encoder, said = Counting(), []
+    first = scored(encoder, folder, tmp_path, "SICK-E", "SICK-R", "STS12", said=said)
+    assert len(encoder.texts) == len(set(encoder.texts)) > 60
+    assert any("SICK-R" in line for line in said)
+    report = first.reports["senteval"]
+    assert set(report.results) == {"SICKEntailment", "SICKRelatedness", "STS12"}
+    assert not report.results["STS12"].comparable
+    assert report.missing["MR"] == "not asked for"
+    again = Counting(allowed=0)
+    assert scored(again, folder, tmp_path, "SICK-E", "SICK-R", "STS12") == first
+    assert not list((tmp_path / "embeddings").rglob("*.npy"))  # of no use once all is scored
+
+
+def test_a_task_more_embeds_no_sentence_of_those_that_are_done(folder, tmp_path):
+    scored(Counting(), folder, tmp_path, "STS12")
+    encoder = Counting()
+    found = scored(encoder, folder, tmp_path, "STS12", "SST2")
+    assert set(encoder.texts) == set(scored_sentences(folder, "SST2"))
+    assert found.reports["senteval"].results.keys() == {"STS12", "SST2"}
+
+
+def scored_sentences(folder, name):
+    return sentence_rows([inspect(find(name), folder, allow_unchecked=True).data])
+
+
+def test_other_settings_and_other_data_are_scored_anew(folder, tmp_path):
+    scored(Counting(), folder, tmp_path / "out", "SST2")
+    other = Counting()
+    scored(other, folder, tmp_path / "out", "SST2", seed=2)
+    assert other.texts
+    changed = write_sets(tmp_path / "changed", rows=16, seed=1)
+    other = Counting()
+    scored(other, changed, tmp_path / "out", "SST2", seed=2)
+    assert other.texts
+
+
+def test_a_damaged_result_is_scored_again(folder, tmp_path):
+    first = scored(Counting(), folder, tmp_path, "STS12")
+    (path,) = tmp_path.glob("*/STS12.json")
+    whole = json.loads(path.read_text())
+    path.write_text(path.read_text()[:-40])
+    assert scored(Counting(), folder, tmp_path, "STS12").reports == first.reports
+    assert json.loads(path.read_text()) | {"seconds": 0} == whole | {"seconds": 0}
+
+
+def test_a_killed_embedding_goes_on(tmp_path):
+    texts = [f"text {number}" for number in range(50)]
+    killed = Counting(allowed=3)
+    with pytest.raises(KeyboardInterrupt):
+        embed_all(killed, texts, tmp_path, lambda _: None, part_rows=8)
+    torn = next(tmp_path.rglob("part-00001.npy"))
+    torn.write_bytes(torn.read_bytes()[:-7])
+    other = Counting()
+    vectors = embed_all(other, texts, tmp_path, lambda _: None, part_rows=8)
+    assert other.texts == texts[8:16] + texts[24:]
+    rows = np.array([49, 0, 13, 13, 24])
+    assert np.array_equal(vectors.take(rows), HashedWords(16).encode([texts[row] for row in rows]))
+    # other texts, and another encoder, have a folder of their own
+    assert embed_all(Counting(), texts[:9], tmp_path, lambda _: None, part_rows=8).folder != vectors.folder
+    assert embed_all(Counting(8), texts, tmp_path, lambda _: None, part_rows=8).folder != vectors.folder
+
+
+def test_a_killed_scoring_goes_on(folder, tmp_path):
+    whole = scored(Counting(), folder, tmp_path / "whole", "SICK-E", "SST2", "STS12")
+
+    class Killing(list):
+        def append(self, line):
+            if ": 2/3 " in line:
+                raise KeyboardInterrupt
+            super().append(line)
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(Counting(), folder, tmp_path / "killed", "SICK-E", "SST2", "STS12", said=Killing())
+    assert len(list((tmp_path / "killed").glob("*/*.json"))) == 2
+    encoder, said = Counting(), []
+    again = scored(encoder, folder, tmp_path / "killed", "SICK-E", "SST2", "STS12", said=said)
+    assert again.reports == whole.reports
+    assert "2 of 3 results were there" in said[0]
+    assert encoder.texts == []  # the embeddings were there too
+    assert any(": 1/1 " in line for line in said)
+
+
+def test_parts_of_another_shape_are_not_taken(tmp_path):
+    vectors = Vectors(tmp_path, 10, 4, 8)
+    for array in (np.zeros((8, 5), np.float32), np.zeros((8, 4)), np.zeros((7, 4), np.float32)):
+        np.save(vectors.path(0), array)
+        assert not vectors.there(0)
+    np.save(vectors.path(0), np.zeros((8, 4), np.float32))
+    assert vectors.there(0)
+
+
+def test_both_protocols_share_what_they_have_in_common(folder, tmp_path):
+    found = scored(Counting(), folder, tmp_path, "MRPC", "STS12", "STS-B", protocols=("senteval", "simcse"))
+    names = {path.name for path in tmp_path.glob("*/*.json")}
+    assert names == {
+        "encoder.json", "MRPC.json", "STS12.json", "STSBenchmark.json",
+        "STSBenchmark.cosine.json", "STSBenchmark.geometry.json",
+    }  # fmt: skip
+    senteval, simcse = found.reports["senteval"].results, found.reports["simcse"].results
+    assert senteval["STS12"].scores == simcse["STS12"].scores
+    assert senteval["STS12"].headline == pytest.approx(100 * senteval["STS12"].scores["spearman.mean"])
+    assert simcse["STS12"].headline == pytest.approx(100 * simcse["STS12"].scores["spearman.all"])
+    assert senteval["STSBenchmark"].scores.keys() - simcse["STSBenchmark"].scores.keys() == {"devpearson", "mse"}
+    assert found.geometry["num_sentences"] == 96
+
+
+def test_a_collapsed_encoder_is_warned_of_and_one_without_numbers_refused(folder, tmp_path):
+    said = []
+    found = scored(Constant(8), folder, tmp_path, "STS12", said=said)
+    assert "collapsed: the mean cosine of two different sentences is 1.0000" in found.warnings[0]
+    assert any("WARNING" in line for line in said)
+    assert "all cosines are equal" in found.reports["senteval"].results["STS12"].warnings[0]
+    assert scored(Constant(8), folder, tmp_path, "STS12").warnings == found.warnings  # also when read
+    broken = Constant(9)
+    broken.value = np.nan
+    with pytest.raises(EncoderError, match="hold values that are not finite: no score"):
+        scored(broken, folder, tmp_path, "STS12")
+
+
+def test_collapse_is_seen_in_some_dimensions_and_zeros():
+    stream = np.random.RandomState(0)
+    healthy = stream.randn(300, 16).astype(np.float32)
+    assert collapse_warnings(healthy) == ()
+    flat = np.repeat(stream.choice([-1.0, 1.0], (300, 1)), 16, axis=1).astype(np.float32)
+    assert "fill 1.0 of 16 dimensions" in collapse_warnings(flat)[0]
+    healthy[:10] = 0
+    assert "10 of 300 sampled embeddings are zero" in collapse_warnings(healthy)[0]
+    assert len(sample_rows(5000)) == len(set(sample_rows(5000).tolist())) == 2000
+    assert sample_rows(7).tolist() == list(range(7))
+
+
+def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
+    found = scored(Counting(), folder, tmp_path, "MR", "STS12", num_folds=20)
+    assert "MR" not in found.reports["senteval"].results
+    assert "20" in found.reports["senteval"].missing["MR"]
+    assert "STS12" in found.reports["senteval"].results
+
+
+@pytest.mark.ray
+def test_on_ray_as_here(folder, tmp_path, monkeypatch):
+    import ray
+
+    from evaluation.senteval import workers
+
+    here = scored(Counting(), folder, tmp_path / "here", "SST2", "SICK-R", "STS12", "Tense")
+    monkeypatch.setattr(workers, "_WORTH_IT", 0)
+    try:
+        there = scored(
+            Counting(), folder, tmp_path / "ray", "SST2", "SICK-R", "STS12", "Tense", session=SessionConfig(num_cpus=2)
+        )
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
+    assert there.reports == here.reports

@@ -1,0 +1,87 @@
+"""A run followed from outside: every checkpoint that can be had is scored once, the newest first."""
+
+import threading
+import time
+
+import pytest
+from sentevalsets import write_sets
+
+from common.scores import SCORES, read_scores
+from evaluation.cli import main
+from evaluation.senteval.checking import inspect
+from evaluation.senteval.plan import Choice
+from evaluation.senteval.tasks import find
+from evaluation.watch import Follower, FollowError
+from pipeline.session import SessionConfig
+
+TASKS = ("STSBenchmark", "STS12")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    return write_sets(tmp_path_factory.mktemp("sets"), rows=12)
+
+
+def follower(run, sets, said, tasks=TASKS):
+    inspections = [inspect(find(name), sets, allow_unchecked=True) for name in tasks]
+    choice = Choice(tasks=tasks, protocols=("simcse",))
+    return Follower(run, inspections, choice, "cpu", SessionConfig(num_cpus=1), said.append)
+
+
+def test_a_finished_run_is_scored_and_scored_once(copied, sets, capsys):
+    kept = sorted(int(path.name[5:]) for path in (copied / "checkpoints").glob("step-*"))
+    given = ["evaluate", "--follow", str(copied), "--data", str(sets), "--allow-unchecked", "--once"]
+    given += ["--tasks", ",".join(TASKS), "--protocol", "simcse"]
+    assert main(given) == 0
+    lines = read_scores(copied)
+    assert [line.step for line in lines] == kept[::-1]
+    assert len({line.score for line in lines}) == len(kept)
+    for line in lines:
+        assert line.score == pytest.approx(sum(line.tasks.values()) / 2)
+        assert line.tasks.keys() == set(TASKS)
+        assert any("published" in warning for warning in line.warnings)  # the data are our own
+    assert main(given) == 0
+    assert read_scores(copied) == lines
+    assert main([*given, "--protocol", "senteval"]) == 0  # another choice: its own lines
+    assert len(read_scores(copied)) == 2 * len(lines)
+    assert "checkpoints scored" in capsys.readouterr().out
+
+
+def test_checkpoints_are_scored_as_they_come_until_the_run_ends(copied, sets):
+    aside = copied / "aside"
+    aside.mkdir()
+    checkpoints = sorted((copied / "checkpoints").glob("step-*"))
+    for path in checkpoints:
+        path.rename(aside / path.name)
+    (copied / "summary.json").rename(aside / "summary.json")
+    said, counted = [], []
+    thread = threading.Thread(
+        target=lambda: counted.append(follower(copied, sets, said).follow(wait_seconds=0.02)), daemon=True
+    )
+    thread.start()
+    for number, path in enumerate(checkpoints, start=1):
+        (aside / path.name).rename(path)
+        deadline = time.monotonic() + 60
+        while len(read_scores(copied)) < number:
+            assert time.monotonic() < deadline, said
+            time.sleep(0.02)
+    (aside / "summary.json").rename(copied / "summary.json")
+    thread.join(30)
+    assert counted == [len(checkpoints)]
+    assert [line.step for line in read_scores(copied)] == [int(path.name[5:]) for path in checkpoints]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(copied, sets):
+    newest = sorted((copied / "checkpoints").glob("step-*"))[-1]
+    weights = newest / "encoder.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    said = []
+    assert follower(copied, sets, said).follow(once=True) == len(list((copied / "checkpoints").glob("step-*"))) - 1
+    assert any("not scored" in line and newest.name in line for line in said)
+
+
+def test_tasks_without_data_are_refused_before_anything_is_scored(copied, sets):
+    with pytest.raises(FollowError, match="STS16"):
+        follower(copied, sets, [], ("STS12", "STS16"))
+    assert not (copied / SCORES).exists()
