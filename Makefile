@@ -9,7 +9,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # A virtual environment that is active elsewhere must not leak into this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-fast chaos chaos-short soak check format golden lock clean
+.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak check format golden lock clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -29,6 +29,9 @@ demo: setup ## corpus, shards, training, encoder, measured result: at most 8 min
 
 test: setup ## every test: at most 15 minutes on 2 CPU cores
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest
+
+test-cluster: setup ## three hosts in namespaces of this machine, one of which dies: two minutes, needs root
+	$(BIN)/python -m pytest -m cluster
 
 test-fast: setup ## the tests without Ray and process groups: a minute
 	$(BIN)/python -m pytest -m "not ray and not dist and not slow"
