@@ -21,7 +21,7 @@ from benchmarks.chaos.run import ChaosError, Mark, Run
 from common import seeding
 
 FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *skipping.FAULTS, *nodes.FAULTS)
-# What the short form tries: for CI, where tests/integration/test_kill.py kills a worker besides.
+# What the short form tries: tests/integration/test_kill.py kills a worker besides.
 SHORT = (
     "worker_hung",
     "disk_full",
