@@ -131,7 +131,8 @@ def packed_attention(
     window = kwargs.get("sliding_window")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return _attend_by_kernel(query, key, value, packed_layout, scaling, window), None
-    table = packed_layout.is_table
+    # not in training: where a step may have one span, or spans of one length, compiled code would be made twice
+    table = packed_layout.is_table and not torch.is_grad_enabled()
     if not table:
         rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
     outputs = []

@@ -62,8 +62,9 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         shutil.copytree(path, checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step))
         folder = checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step)
         files = dict(state.files)
-        objective = Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives)
-        if shapes_in(path / checkpoint.OBJECTIVE) != shapes_of(objective.state_dict()):
+        queued = shapes_in(path / checkpoint.OBJECTIVE).get("queue", [0])[0]
+        if queued > config.objective.queue_size:
+            objective = Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives)
             files[checkpoint.OBJECTIVE] = checkpoint.write_objective(folder, objective)
         same_data = state.data_hash == data_hash(load_manifest(shards.folder))
         renewed = state.model_copy(

@@ -6,13 +6,15 @@ import signal
 import pytest
 import ray
 import tinyruns as runs
+import torch
 
 from common.config import ConfigError
-from common.storage import hash_file, read_json
-from trainer.checkpoint import checkpoint_path, read_state, steps_in
+from common.storage import hash_file, read_json, write_json
+from trainer.checkpoint import checkpoint_path, read_state, steps_in, write_objective
 from trainer.failure import FAILURES
 from trainer.fork import FORK, fork
 from trainer.lock import RunLock, RunLockedError
+from trainer.objectives import Declutr, DeclutrConfig
 from trainer.run import run_training
 from trainer.supervisor import TrainingFailedError
 from trainer.train import main
@@ -63,13 +65,20 @@ def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, f
     assert steps_in(copied / "checkpoints") == steps_in(finished / "run" / "checkpoints")
 
 
-def test_a_fork_takes_a_new_queue_where_the_old_one_does_not_fit(data, copied, tmp_path):
-    changed = config_of(data, copied, objective={"queue_size": 24}, steps=10)
-    fork(changed, str(tmp_path / "new"))
+@pytest.mark.parametrize(("queue_size", "carried"), [(24, True), (32, True), (23, False), (0, False)])
+def test_a_fork_carries_the_queue_where_there_is_room_for_it(data, copied, tmp_path, queue_size, carried):
+    old = checkpoint_path(copied / "checkpoints", 8)
+    objective = Declutr(DeclutrConfig(queue_size=24), 2, 2)
+    objective.remember(torch.ones(24, 32))
+    state = read_json(old / "state.json")
+    state["files"]["objective.safetensors"] = write_objective(old, objective)
+    state["sizes"]["objective.safetensors"] = (old / "objective.safetensors").stat().st_size
+    write_json(old / "state.json", state)
+    fork(config_of(data, copied, objective={"queue_size": queue_size}, steps=10), str(tmp_path / "new"))
     path = checkpoint_path(tmp_path / "new" / "checkpoints", 8)
     assert read_state(path).step == 8  # its checksums hold
-    other = checkpoint_path(copied / "checkpoints", 8)
-    assert hash_file(path / "objective.safetensors") != hash_file(other / "objective.safetensors")
+    same = hash_file(path / "objective.safetensors") == hash_file(old / "objective.safetensors")
+    assert same == carried
 
 
 def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_path):
@@ -126,6 +135,7 @@ def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_
 
 
 def test_problems_are_said_although_ray_has_begun_to_start(data, tmp_path, capsys):
+    ray.shutdown()
     values = runs.train_values(data, tmp_path / "run", batch_documents=10**6, spans={"max_tokens": 15})
     assert main([str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
     said = capsys.readouterr().err
