@@ -70,7 +70,7 @@ class Row:
         commands: how often the user had to give the command again.
         seen_by_user: the line that says it.
         problem: why it is not recovered.
-        loss_difference: largest difference of a step's losses from the quiet run's.
+        loss_difference: largest difference of a step's losses from the quiet run's, relative above 1.
     """
 
     name: str
