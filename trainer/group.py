@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-# Ray Train reads these when it starts. Reports are otherwise answered every 2 s only, and each costs as much; a group
+# Ray Train reads these when it starts. It otherwise looks at the workers every 2 s only, also for their end; a group
 # that does not get its resources otherwise waits a minute before another size is tried. How fast a dead node is noticed
 # is the head's affair: RAY_health_check_period_ms and its like, where `ray start --head` runs (cluster.yaml).
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
@@ -44,7 +44,7 @@ def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, 
         get_logger().warning("the cluster has %g CPUs, this run needs %d: it waits", resources.get("CPU", 0), needed)
     gpus = resources.get("GPU", 0)
     use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.least_workers)
-    # Ray's own record of checkpoints only knows those of one driver; ours are found by looking at the folder.
+    # Left by versions that told Ray of checkpoints: it would look for those. Ours are found by looking at the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(

@@ -112,10 +112,11 @@ class Nodes:
         self.nodes: list[Any] = []
 
     def add(self, number: int = 1) -> None:
-        """Starts nodes."""
+        """Starts nodes, side by side; all have joined when this returns."""
         self.nodes += [
             self._cluster.add_node(num_cpus=3, object_store_memory=80 * 2**20, wait=False) for _ in range(number)
         ]
+        self._cluster.wait_for_nodes()
 
     def holder(self, pid: int) -> Any:
         """The node on which a process runs."""

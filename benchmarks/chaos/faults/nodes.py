@@ -16,7 +16,6 @@ def node_killed(run: Run) -> Mark:
     assert run.nodes is not None
     node = run.nodes.holder(run.workers()[-1].pid)
     run.nodes.add()
-    time.sleep(3)
     mark = run.mark()
     mark = struck(mark, time.time())
     run.nodes.remove(node)
@@ -28,7 +27,6 @@ def preempted(run: Run) -> Mark:
     assert run.nodes is not None
     node = run.nodes.holder(run.workers()[-1].pid)
     run.nodes.add()
-    time.sleep(3)
     before = run.newest_checkpoint()
     mark = run.mark()
     mark = struck(mark, time.time())
