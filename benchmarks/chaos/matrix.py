@@ -33,6 +33,7 @@ SHORT = (
     "changed_shard",
 )
 STEPS = 900
+_CPUS_ON_NODES = 2  # of 3: one worker a node
 _TAIL_LINES = 40
 _LAST_IN_CHAIN = ("driver_killed_exporting",)
 
@@ -49,6 +50,8 @@ class Bench:
         steps: of a run.
         away_seconds: how long storage stays away.
         patience: by which every limit of waiting is multiplied.
+        quiet: what the quiet run came to, by CPUs per worker: on a CPU these are threads, and threads decide the order
+            of sums.
     """
 
     top: Path
@@ -58,7 +61,7 @@ class Bench:
     steps: int = STEPS
     away_seconds: float = files.AWAY_SECONDS
     patience: float = 1.0
-    quiet: End | None = None
+    quiet: dict[int, End] = field(default_factory=dict)
     _number: int = field(default=0, repr=False)
 
     @property
@@ -75,14 +78,15 @@ class Bench:
         made = [sys.executable, "-m", "pipeline.prepare", str(config)]
         subprocess.run(made, env=environment(self.top), check=True, capture_output=True)
 
-    def undisturbed(self) -> None:
+    def undisturbed(self, cpus_per_worker: int = 1) -> End:
         """Makes the quiet run."""
-        run = self.new_run()
+        run = self.new_run({"scaling": {"cpus_per_worker": cpus_per_worker}})
         run.start()
         if run.wait(3600):
             raise ChaosError(f"the quiet run fails: {run.output.read_text()[-2000:]}")
-        self.quiet = End.of(run)
-        self.say(f"quiet run: {self.steps} steps in {self.quiet.seconds:.1f} s")
+        self.quiet[cpus_per_worker] = quiet = End.of(run)
+        self.say(f"quiet run, {cpus_per_worker} CPUs a worker: {self.steps} steps in {quiet.seconds:.1f} s")
+        return quiet
 
     def new_run(self, changes: dict[str, Any] | None = None) -> Run:
         """A run in a folder of its own."""
@@ -162,8 +166,8 @@ class Bench:
         self, run: Run, rows: list[Row], ended: bool = True, world_changes: bool = False, alters: bool = False
     ) -> None:
         """Compares with the quiet run: to the end, or as far as the run came."""
-        assert self.quiet is not None
-        found = differences(run, self.quiet, ended, world_changes, alters)
+        quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]
+        found = differences(run, quiet, ended, world_changes, alters)
         for row in rows:
             row.batches_identical = found.batches_identical
             row.parameters_identical = found.parameters_identical
@@ -177,11 +181,13 @@ class Bench:
     def _setting(self, run: Run, faults: Sequence[Fault]) -> Iterator[None]:
         setting = faults[0].setting
         if setting in ("cluster", "elastic"):
+            if _CPUS_ON_NODES not in self.quiet:
+                self.undisturbed(_CPUS_ON_NODES)
             made = Nodes(self.census)
             try:
                 made.add(2)
                 run.nodes = made
-                run.values["scaling"] |= {"address": made.address, "cpus_per_worker": 2}
+                run.values["scaling"] |= {"address": made.address, "cpus_per_worker": _CPUS_ON_NODES}
                 if setting == "elastic":
                     run.values["scaling"]["workers"] = [1, 3]
                 yield

@@ -75,12 +75,10 @@ def main() -> int:
             bench = Bench(top, given.seed, census, progress, _MEASURED_STEPS, _AWAY_SECONDS)
             progress(f"seed {given.seed}")
             bench.prepare()
-            bench.undisturbed()
-            assert bench.quiet is not None
-            a_step = bench.quiet.seconds / _MEASURED_STEPS
+            a_step = bench.undisturbed().seconds / _MEASURED_STEPS
             # several epochs then: the corpus was made for the first run
             bench.steps = max(1000, round(given.minutes * 60 * _SHARE_TRAINING / a_step / 100) * 100)
-            bench.undisturbed()
+            quiet = bench.undisturbed()
             run = bench.new_run()
             soaked = time.monotonic()
             with small_disks(run) if os.geteuid() == 0 else nullcontext():
@@ -95,7 +93,7 @@ def main() -> int:
         **record,
         "seed": given.seed,
         "steps": bench.steps,
-        "quiet_seconds": round(bench.quiet.seconds, 1),
+        "quiet_seconds": round(quiet.seconds, 1),
         "soak_seconds": round(soaked, 1),
         "seconds": round(time.monotonic() - begun, 1),
         "problem": problem,
