@@ -21,8 +21,9 @@ from benchmarks.chaos.run import ChaosError, Mark, Run
 from common import seeding
 
 FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *skipping.FAULTS, *nodes.FAULTS)
-# What the short form tries: tests/integration/test_kill.py kills a worker besides.
+# What the short form tries.
 SHORT = (
+    "worker_killed",
     "worker_hung",
     "disk_full",
     "worker_killed_while_saving",
