@@ -48,7 +48,7 @@ def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
         fault = drawn(seed, len(rows), kinds)
         due = time.monotonic() + _EVERY_SECONDS
         row, mark = observe(run, fault)
-        row.seen_by_user, problem = fault.seen(run.said(mark))
+        row.seen_by_user, problem = fault.seen(run, mark)
         if problem:
             fail(row, problem)
         rows.append(row)
