@@ -43,7 +43,7 @@ chaos-short: setup ## the same faults, several to a run: at most 8 minutes on 2 
 	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 soak: setup ## training for half an hour with a random fault every minute
-	$(BIN)/python -m benchmarks.chaos.soak --json runs/soak.json
+	$(BIN)/python -m benchmarks.chaos.soak --patience 3 --json runs/soak.json
 
 check: setup ## lint, format, types, imports
 	$(BIN)/ruff check .

@@ -61,6 +61,9 @@ def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
 def main() -> int:
     """Runs the soak."""
     options = parser("chaos.soak", __doc__)
+    options.add_argument(
+        "--patience", type=float, default=1, help="multiplies every limit of waiting, for busy machines"
+    )
     options.add_argument("--minutes", type=float, default=30, help="of training with faults, about (30)")
     given = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -73,6 +76,7 @@ def main() -> int:
         os.environ.update(environment(top))
         with Census() as census, census.nothing_outlives():
             bench = Bench(top, given.seed, census, progress, _MEASURED_STEPS, _AWAY_SECONDS)
+            bench.patience = given.patience
             progress(f"seed {given.seed}")
             bench.prepare()
             a_step = bench.undisturbed().seconds / _MEASURED_STEPS
