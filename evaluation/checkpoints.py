@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 
 from trainer import checkpoint
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS
 from trainer.retention import kept
 
 

@@ -11,9 +11,9 @@ from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
 from pipeline.shards import ShardSet, check_shards
 from pipeline.windows import Geometry, ShortDocuments
 from trainer import checkpoint
+from trainer.checkpoint import CHECKPOINTS
 from trainer.export import EXPORT, SETTINGS
 from trainer.feed import document_keys, ragged
-from trainer.loop import CHECKPOINTS
 from trainer.metrics import read_metrics
 from trainer.spans import SpanConfig, draw, place
 

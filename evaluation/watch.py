@@ -16,9 +16,8 @@ from evaluation.senteval.harness import evaluate
 from evaluation.senteval.plan import Choice
 from pipeline.session import SessionConfig
 from trainer import checkpoint
-from trainer.checkpoint import CheckpointError
+from trainer.checkpoint import CHECKPOINTS, CheckpointError
 from trainer.lock import LOCK
-from trainer.loop import CHECKPOINTS
 from trainer.run import SUMMARY
 
 FOLDER = "scores"

@@ -25,6 +25,9 @@ from trainer.tensorfile import write_tensors
 Contents = dict[str, dict[str, Tensor]]
 """The tensors of a checkpoint by file and name, on the CPU."""
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
+
 _NAME = re.compile(r"step-(\d{8})")
 ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
     "encoder.safetensors",

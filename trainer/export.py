@@ -11,8 +11,8 @@ from common.config import expand
 from common.storage import folder_aside, read_json, write_json, write_text
 from pipeline.manifest import load_manifest
 from trainer import checkpoint
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS
 from trainer.model import max_span_tokens
 from trainer.parts import build_encoder, load_tokenizer
 from trainer.state import RunState

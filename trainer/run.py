@@ -10,11 +10,11 @@ from common.logs import get_logger
 from common.storage import read_json, write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
 from trainer.export import export
 from trainer.lock import RunLock
-from trainer.loop import CHECKPOINTS
 from trainer.metrics import read_metrics
 from trainer.parts import total_steps
 from trainer.plan import Plan

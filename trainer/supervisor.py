@@ -16,10 +16,10 @@ import ray
 from common.logs import get_logger
 from pipeline.session import start_ray
 from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.failure import FAILURES, Failure, describe
 from trainer.group import build_group, kill_worker
-from trainer.loop import CHECKPOINTS
 from trainer.metrics import METRICS, read_last_step
 from trainer.pulse import Stopwatch, describe_start
 from trainer.signals import Signals

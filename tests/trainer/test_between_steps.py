@@ -1,32 +1,45 @@
 """What workers do between two steps: agree, save, stop, leave a bad loss out. Without Ray."""
 
 import copy
-import types
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from groups import run_group
+from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
+from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.config import TrainConfig
 from trainer.gather import Wish, World
-from trainer.loop import Worker, never
 from trainer.objectives import DeclutrConfig
 from trainer.saver import SaveError, Saver
 from trainer.step import NonFiniteLossError
+from trainer.worker import Worker, never
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
 BAD = {2, 5}
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    write_prepared(folder, [[Row(f"words of a document, the {number}th of four") for number in range(4)]])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def data(prepared, tmp_path):
+    (tmp_path / "data").symlink_to(prepared)
+
+
 def worker(run, world=None, notice=never, total_steps=6, **changes):
     values = {
         "run": str(run),
-        "data": "none",
+        "data": str(run / "data"),
         "encoder": {"scratch": {"model_type": "roberta"}},
         "on_bad_loss": "skip",
     } | changes
@@ -36,13 +49,7 @@ def worker(run, world=None, notice=never, total_steps=6, **changes):
         encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
     objective = DeclutrConfig(terms="contrastive", queue_size=6)
     stepper = tiny_stepper(encoder, objective, world=world or World(), total_steps=total_steps)
-    manifest = types.SimpleNamespace(
-        shards=[],
-        tokenizer=types.SimpleNamespace(fingerprint="f"),
-        geometry=types.SimpleNamespace(model_dump=lambda **_: {}),
-    )
-    shards = types.SimpleNamespace(manifest=manifest)
-    return Worker(config, run, shards, stepper, None, None, torch.device("cpu"), notice)
+    return Worker(config, run, ShardSet(run / "data", "train"), stepper, None, None, torch.device("cpu"), notice)
 
 
 def batch(step, world=None, bad=BAD):
