@@ -87,7 +87,7 @@ def test_writing_twice_gives_the_same_bytes_and_a_shard_explains_itself(tmp_path
     metadata = pa.ipc.open_file(str(first / "train-00000.arrow")).schema.metadata
     assert {key.decode(): value.decode() for key, value in metadata.items()} == {
         "schema_version": "1",
-        "tokenizer_fingerprint": "f",
+        "tokenizer_fingerprint": TOKENIZER.fingerprint,
         "vocab_size": "1000",
         "num_anchors": "1",
         "max_tokens": "4",
