@@ -181,21 +181,6 @@ def find_latest(folder: Path, expected: Mapping[str, str] | None = None) -> tupl
     return None
 
 
-def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
-    """The checkpoint that verifies with the highest value of a score; the earliest of equals."""
-    best: tuple[Path, RunState] | None = None
-    for step in steps_in(folder):
-        path = checkpoint_path(folder, step)
-        try:
-            state = read_state(path)
-        except CheckpointError as error:
-            get_logger().warning("passing over a broken checkpoint: %s", error)
-            continue
-        if score in state.scores and (best is None or state.scores[score] > best[1].scores[score]):
-            best = path, state
-    return best
-
-
 def write_objective(path: Path, objective: Declutr) -> str:
     """Replaces the objective's state in a checkpoint that is being made; returns the file's checksum."""
     (path / OBJECTIVE).unlink()

@@ -30,9 +30,9 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
         settings: `config`, the TrainConfig as JSON; `bulletin`, its name; `marks`, the driver's part of the Stopwatch.
 
     Returns:
-        None at the end of the run; else `given_up`, why it cannot go on, or `stopped`, the notice it was stopped by,
-        with `step`, which is saved. What would fail again is returned rather than raised, so that nobody tries again;
-        every rank sees it alike, so none is left waiting.
+        None at the last step; else `given_up`, why it cannot go on, or with `step`, which is saved, `stopped`, the
+        notice it was stopped by, or `early`: its scores get no better. What would fail again is returned rather than
+        raised, so that nobody tries again; every rank sees it alike, so none is left waiting.
     """
     stopwatch = Stopwatch(settings["marks"])
     stopwatch.mark("group")
@@ -82,4 +82,6 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         return {"given_up": str(error)}
     if step == stepper.total_steps:
         return None
+    if worker.early:
+        return {"early": True, "step": step}
     return {"stopped": ear.notice() or "a notice to another worker", "step": step}

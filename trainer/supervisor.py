@@ -67,8 +67,8 @@ class Supervisor:
         self._hang = ""
         self._stopwatch = Stopwatch(marks)
 
-    def run_to_end(self) -> None:
-        """Starts the group until the run is at its last step.
+    def run_to_end(self) -> int:
+        """Starts the group until the run is at its last step, or its scores get no better; returns the last step taken.
 
         Raises:
             TrainingFailedError: it will not get there; with the workers' own reason.
@@ -79,12 +79,14 @@ class Supervisor:
             self._hang = ""
             outcome = self._start_once()
             if outcome is None:
-                return
+                return self.steps
             self._stopwatch = Stopwatch({"failure": time.time()})
             if isinstance(outcome, Failure):
                 self._go_on_after(outcome)
             elif outcome.get("given_up"):
                 raise TrainingFailedError(f"{outcome['given_up']}. What was saved before is in {self._checkpoints}")
+            elif outcome.get("early"):
+                return int(outcome["step"])
             elif self.signals.received is not None:
                 raise self._stopped(outcome["step"])
             else:

@@ -22,6 +22,7 @@ from trainer.metrics import METRICS, MetricsWriter, Window, read_last_step
 from trainer.parts import build_feed, held_out_validator
 from trainer.plan import Plan
 from trainer.pulse import Pulse, Stopwatch
+from trainer.ranking import Patience
 from trainer.saver import SaveError, Saver
 from trainer.state import RunState
 from trainer.step import NonFiniteLossError, RankBatch, StepMetrics, Stepper
@@ -44,6 +45,7 @@ class Worker:
         stopwatch: where the time goes until the first step.
         skipped: steps so far whose update was left out because of a bad loss.
         skipped_in_a_row: the last ones among them.
+        early: the run has ended before its last step, because its scores get no better.
     """
 
     config: TrainConfig
@@ -58,9 +60,13 @@ class Worker:
     stopwatch: Stopwatch = dataclasses.field(default_factory=lambda: Stopwatch({"worker": time.time()}))
     skipped: int = 0
     skipped_in_a_row: int = 0
+    early: bool = False
+
+    def __post_init__(self) -> None:
+        self.patience = Patience(self.run, self.config.validation)
 
     def run_to_end(self) -> int:
-        """Resumes, trains, validates and saves until the last step, or a notice; returns the last step taken.
+        """Resumes, trains, validates and saves to the last step, or an earlier end; returns the last step taken.
 
         Raises:
             NonFiniteLossError: on every rank alike.
@@ -68,6 +74,10 @@ class Worker:
         """
         config, stepper, world = self.config, self.stepper, self.stepper.world
         done = self.pulse.step = self.resume()
+        if done < stepper.total_steps and Wish.EARLY in world.agree(self.wish_of_scores()):
+            self.early = True
+            self.pulse.turn("ended")
+            return done
         feed = build_feed(config, stepper.encoder, self.vocabulary)
         mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps)
         ahead = Ahead(batches(mine, feed, self.device))
@@ -79,8 +89,13 @@ class Worker:
             metrics, saver = None, None
             if world.rank == 0:
                 metrics = stack.enter_context(contextlib.closing(MetricsWriter(self.run, done)))
-                # a checkpoint never lies before the lines of its own steps: a resume finds them all
-                saver = Saver(self.run / CHECKPOINTS, config.checkpoint, config.validation.score, metrics.flush)
+                saver = Saver(
+                    self.run / CHECKPOINTS,
+                    config.checkpoint,
+                    config.validation.score,
+                    before=metrics.flush,  # a resume finds all lines of a checkpoint's steps
+                    after=self.patience.saved,
+                )
                 stack.enter_context(contextlib.closing(saver))
             if done == 0 and validator is not None:
                 self.score(validator, metrics, 0)
@@ -151,7 +166,7 @@ class Worker:
         Raises:
             SaveError: on every rank.
         """
-        wish = Wish.STOP if self.notice() else Wish(0)
+        wish = self.wish_of_scores() | (Wish.STOP if self.notice() else Wish(0))
         if saver is not None:
             wish |= Wish.SAVE if saver.due(step) else Wish(0)
             wish |= Wish.FAIL if saver.failed() else Wish(0)
@@ -160,13 +175,18 @@ class Worker:
             if saver is not None:
                 saver.check()
             raise SaveError("the first worker cannot write checkpoints any more")
-        end = step == self.stepper.total_steps or Wish.STOP in wish
+        self.early = Wish.EARLY in wish
+        end = step == self.stepper.total_steps or Wish.STOP in wish or self.early
         if end or Wish.SAVE in wish:
             with self.pulse.doing("saving"):
                 self.save(step, scores, saver)
                 if end and saver is not None:
                     saver.wait()
         return end
+
+    def wish_of_scores(self) -> Wish:
+        """The first worker's, when the best lies too far back; the others know nothing of it."""
+        return Wish.EARLY if self.patience.spent else Wish(0)
 
     def resume(self) -> int:
         """Loads the newest whole checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.
@@ -186,6 +206,7 @@ class Worker:
             checkpoint.load(path, self.stepper.encoder, self.stepper.optimizer, self.stepper.objective)
             self.skipped, self.skipped_in_a_row = state.skipped, state.skipped_in_a_row
         if world.rank == 0:
+            self.patience.resume(done)
             self.tell_start(done)
         return done
 
@@ -213,6 +234,7 @@ class Worker:
         scores = score_pairs(anchors, positives)
         if metrics:
             metrics.scores(step, scores)
+            self.patience.measured(step, scores)
         return scores
 
     def save(self, step: int, scores: dict[str, float], saver: Saver | None) -> None:
