@@ -43,7 +43,7 @@ def export(config: TrainConfig, run: Path) -> Path:
     tokenizer, _ = load_tokenizer(expand(config.data))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
-    with folder_aside(target) as aside:
+    with folder_aside(target, replace=True) as aside:
         transformers_logging.disable_progress_bar()
         encoder.model.save_pretrained(aside)
         limit = max_span_tokens(encoder.model)

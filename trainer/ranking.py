@@ -114,8 +114,9 @@ class Standing:
 
     def told(self, config: ValidationConfig) -> str:
         """Why a run has ended early, in words."""
+        name = "the follower's score" if config.score == FOLLOWED else config.score
         return (
-            f"{config.score} was best after step {self.step} ({self.score:.4g}), and none of the {self.since} scores "
+            f"{name} was best after step {self.step} ({self.score:.4g}), and none of the {self.since} scores "
             f"since is better (validation.patience = {config.patience})"
         )
 

@@ -95,6 +95,37 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_p
         fork(config_of(data, copied), str(copied))
 
 
+def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_path, log):
+    """Hardly any learning rate: all scores are those of the first step."""
+
+    def again(patience):
+        found = {
+            "optim": {"lr": 1e-12},
+            "steps": 40,
+            "export": "best",
+            "encoder": {"dropout": 0.0},
+            "validation": {"every_steps": 1, "patience": patience},
+            "checkpoint": {"every_steps": 1, "keep_last": 1},
+        }
+        summary = run_training(config_of(data, tmp_path / "run", **found))
+        steps = steps_in(tmp_path / "run" / "checkpoints")
+        return summary["steps"], summary["ended"], summary["exported_step"], summary["why"], steps
+
+    *figures, why, steps = again(2)
+    assert (figures, steps) == ([3, "early", 1], [1, 3])
+    assert "recall_at_1 was best after step 1 (" in why
+    assert "none of the 2 scores since is better (validation.patience = 2)" in why
+    assert any("ended early after step 3 of 40: recall_at_1" in line for line in log)
+    before = runs.steps_of(tmp_path / "run")
+    assert again(2) == (*figures, why, steps)
+    assert any("finished already, early: recall_at_1" in line for line in log)
+    assert again(3)[:3] == (4, "early", 1)
+    after = runs.steps_of(tmp_path / "run")
+    assert list(after) == [1, 2, 3, 4]
+    assert all(after[step] == before[step] for step in before)
+    assert not any("starting again" in line for line in log)
+
+
 def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, log):
     """A file where rank 0 wants a folder: the same error at the same step, whoever tries."""
     for step in steps_in(copied / "checkpoints")[-1:]:

@@ -1,5 +1,6 @@
 """What workers do between two steps: agree, save, stop, leave a bad loss out. Without Ray."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -10,10 +11,12 @@ from groups import run_group
 from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
+from common.scores import ScoreLine, append_score
 from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.config import TrainConfig
 from trainer.gather import Wish, World
+from trainer.metrics import MetricsWriter
 from trainer.objectives import DeclutrConfig
 from trainer.saver import SaveError, Saver
 from trainer.step import NonFiniteLossError
@@ -126,7 +129,8 @@ def on_ranks(world, folder):
     one = worker(folder, world, notice=lambda: world.rank == world.size - 1)
     skipped = [m.skipped for m in take(one, 1, 3, world)]
     saver = Saver(folder / "checkpoints", one.config.checkpoint, "mrr") if world.rank == 0 else None
-    ended = one.between(3, {}, saver)
+    one.patience.spent = world.rank == 0
+    ended = one.between(3, {}, saver) and one.early
     world.largest(0)
     other = worker(folder, world)
     resumed = other.resume()
@@ -184,3 +188,75 @@ def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
     name = "model.roberta.embeddings.LayerNorm.bias"
     assert again["encoder.safetensors"][name].data_ptr() == contents["encoder.safetensors"][name].data_ptr()
     assert not torch.equal(again["encoder.safetensors"][name], kept["encoder.safetensors"][name])
+
+
+MRR = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.9, 12: 0.4, 14: 0.5, 16: 0.6}
+"""By step: nothing after 4 is better until 10, nothing after that at all."""
+
+
+def patient(run, patience=2, **changes):
+    validation = {"every_steps": 2, "score": "mrr", "patience": patience} | changes
+    saving = {"every_steps": 2, "every_seconds": None, "keep_last": 1}
+    return worker(run, total_steps=16, export="best", validation=validation, checkpoint=saving)
+
+
+def go_on(one, kill_after=None):
+    """Steps without training, with the scores above: the last step, and whether the run has ended early."""
+    done = one.resume()
+    if one.wish_of_scores() == Wish.EARLY:
+        return done, True
+    config = one.config
+    with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(contextlib.closing(MetricsWriter(one.run, done)))
+        folder, score = one.run / "checkpoints", config.validation.score
+        saver = Saver(folder, config.checkpoint, score, metrics.flush, one.patience.saved)
+        stack.enter_context(contextlib.closing(saver))
+        for step in range(done + 1, 17):
+            scores = {"mrr": MRR[step]} if step in MRR else {}
+            if scores:
+                metrics.scores(step, scores)
+                one.patience.measured(step, scores)
+            if one.between(step, scores, saver):
+                return step, one.early
+            saver.wait()
+            if step == kill_after:
+                return None
+    return None
+
+
+def test_patience_ends_a_run_at_the_same_step_whenever_it_was_killed(tmp_path):
+    for kill_after in (None, 3, 4, 6, 7):
+        run = tmp_path / str(kill_after)
+        run.mkdir()
+        (run / "data").symlink_to(tmp_path / "data")
+        if kill_after:
+            assert go_on(patient(run), kill_after) is None
+        assert go_on(patient(run)) == (8, True)
+        assert checkpoint.steps_in(run / "checkpoints") == [4, 8], "the best and the last"
+        assert go_on(patient(run)) == (8, True), "it stays ended"
+    assert go_on(patient(run, patience=3)) == (16, True), "a larger patience goes on: 10 is better, three are not"
+    assert go_on(patient(run, patience=None)) == (16, False)
+
+
+def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):
+    """A line is only read when the next checkpoint is written; steps whose scores never come do not count."""
+
+    def follow(step, score):
+        state = checkpoint.read_state(checkpoint.checkpoint_path(tmp_path / "checkpoints", step))
+        line = ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={})
+        append_score(tmp_path, line)
+
+    settings = {"score": "followed", "every_steps": 0}
+    for step, score in ((3, None), (4, 50.0), (6, None), (8, 40.0)):
+        assert go_on(patient(tmp_path, **settings), kill_after=step) is None
+        if score:
+            follow(step, score)
+    assert go_on(patient(tmp_path, **settings), kill_after=10) is None
+    follow(10, 50.0)
+    assert go_on(patient(tmp_path, **settings)) == (10, True)
+    assert checkpoint.steps_in(tmp_path / "checkpoints") == [4, 10]
+    one = patient(tmp_path, patience=4, **settings)
+    assert go_on(one, kill_after=11) is None
+    follow(10, 51.0)  # scored a second time: the newest line of a step counts
+    assert go_on(one) == (16, False)
+    assert checkpoint.steps_in(tmp_path / "checkpoints") == [10, 16]
