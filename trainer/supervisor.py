@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Supervisor:
         self._said: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
         self._watchdog = Watchdog(config.scaling.hang_seconds, config.scaling.slow_factor)
-        self._hang = ""
+        self._hang = self._noticed = ""
         self._stopwatch = Stopwatch(marks)
 
     def run_to_end(self) -> int:
@@ -90,7 +91,8 @@ class Supervisor:
             elif self.signals.received is not None:
                 raise self._stopped(outcome["step"])
             else:
-                get_logger().warning("saved at step %d after %s; starting again", outcome["step"], outcome["stopped"])
+                reason = self._noticed or outcome["stopped"]
+                get_logger().warning("saved at step %d after %s; starting again", outcome["step"], reason)
 
     @property
     def _checkpoints(self) -> Path:
@@ -115,6 +117,7 @@ class Supervisor:
         finally:
             reader.end()
             self._say(reader.pulses)
+            self._noticed = " and ".join(pulse["notice"] for pulse in reader.pulses if pulse["notice"])
         if lost is not None:
             ray.shutdown()
             return lost
@@ -126,6 +129,8 @@ class Supervisor:
         failure = describe(fit.error)
         if self._hang:
             failure = Failure(self._hang, "hang", failure.account)
+        elif self._noticed:
+            failure = replace(failure, summary=f"{failure.summary}, after {self._noticed}")
         if failure.lost:
             ray.shutdown()
         return failure

@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# Ray prints a paragraph on every worker that dies, to stdout; ours is a line and names the worker (trainer/failure.py).
+# What else it has to say is shown as ever. It reads this when it is imported, hence here.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
+
 from pydantic import ConfigDict
 
 from common.config import ConfigError, Strict, expand, load_config, print_config
