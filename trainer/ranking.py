@@ -15,6 +15,7 @@ from common.storage import read_json
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointError
 from trainer.fork import FORK
+from trainer.gather import Wish
 from trainer.metrics import read_metrics
 from trainer.state import RunState
 from trainer.validation import ValidationConfig
@@ -122,18 +123,18 @@ class Standing:
 
 
 class Patience:
-    """Early stopping: is the best score so long ago that the run shall end? Of the first worker.
+    """Early stopping: is the best score so long ago that the run shall end? The first worker's is fed; others have none.
 
     Args:
         run: its folder.
         config: its score and its patience.
 
     Attributes:
-        spent: it shall end.
+        wish: EARLY when it shall end.
     """
 
     def __init__(self, run: Path, config: ValidationConfig) -> None:
-        self.spent = False
+        self.wish = Wish(0)
         self._run, self._config = run, config
         self._scores: dict[int, float] = {}
 
@@ -159,4 +160,5 @@ class Patience:
     def _judge(self, scores: dict[int, float]) -> None:
         self._scores = scores
         now, patience = Standing.of(scores), self._config.patience
-        self.spent = patience is not None and now is not None and now.since >= patience
+        spent = patience is not None and now is not None and now.since >= patience
+        self.wish = Wish.EARLY if spent else Wish(0)

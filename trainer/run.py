@@ -39,7 +39,7 @@ def run_training(
 
     Returns:
         The run's summary, as written to `summary.json`: final and initial scores, the last step and why it was the last
-        (`ended`: "last step", or "early" with `why` and the patience), seconds, the export and the step of its weights.
+        (`ended`: "last step", or "early" with `why` and `patience`), seconds, the export and the step of its weights.
 
     Raises:
         ConfigError: with every problem found before Ray starts.
@@ -65,11 +65,14 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
-    why = _ended_early(run, config, done)
-    if latest is not None:
-        told = "finished already" if done >= steps else f"finished already, early: {why}; a larger patience goes on"
-        get_logger().info("%s: %s", run, told if done >= steps or why else f"continuing after step {done} of {steps}")
-    if done < steps and why is None:
+    early = _ended_early(run, config, done) if done < steps else None
+    if early:
+        get_logger().info("%s: finished already, early: %s; a larger patience goes on", run, early["why"])
+    elif latest is not None:
+        told = f"continuing after step {done} of {steps}" if done < steps else "finished already"
+        get_logger().info("%s: %s", run, told)
+    if done < steps and early is None:
+        (run / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more
         if config.validation.score == FOLLOWED and not (run / SCORES).is_file():
             get_logger().info("scores are expected from `declutr evaluate --follow %s`, beside this", config.run)
         begun = time.monotonic()
@@ -79,16 +82,16 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         finally:
             _add_seconds(run, time.monotonic() - begun)
         if done < steps:
-            why = _why(run, config, done)
-            get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, why)
+            now = Standing.of(history(run, config.validation.score, done))
+            early = {"why": now.told(config.validation) if now else "", "patience": config.validation.patience}
+            get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
     folder = export(config, run)
     validations = [line for line in read_metrics(run) if line["kind"] == "validation"]
     summary = {
         "run": config.run,
         "steps": done,
-        "ended": "last step" if why is None else "early",
-        "why": why,
-        "patience": config.validation.patience,
+        "ended": "early" if early else "last step",
+        **(early or {}),
         "seconds": read_json(run / "seconds.json") if (run / "seconds.json").is_file() else 0.0,
         "export": str(folder),
         "exported_step": read_json(folder / SETTINGS)["step"],
@@ -108,19 +111,12 @@ def located(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update=update)
 
 
-def _ended_early(run: Path, config: TrainConfig, done: int) -> str | None:
-    """Why a run that ended early before stays ended; None: it has not, or its patience is larger now."""
+def _ended_early(run: Path, config: TrainConfig, done: int) -> dict[str, Any] | None:
+    """Why, and with what patience, a run ended early that stays ended; None: it has not, or shall have more patience."""
     before, patience = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}, config.validation.patience
-    if before.get("ended") != "early" or before["steps"] != done or patience is None:
+    if before.get("ended") != "early" or before["steps"] != done or patience is None or patience > before["patience"]:
         return None
-    why: str = before["why"]
-    return why if patience <= before["patience"] else None
-
-
-def _why(run: Path, config: TrainConfig, done: int) -> str:
-    """Why the workers have ended early."""
-    now = Standing.of(history(run, config.validation.score, done))
-    return now.told(config.validation) if now else "its scores are gone"
+    return {key: before[key] for key in ("why", "patience")}
 
 
 def _scores(line: dict[str, Any]) -> dict[str, float]:

@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             early.end()
     scores = ", ".join(f"{name} {value:.4f}" for name, value in summary["last_scores"].items())
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
-    sys.stdout.write(f", ended early: {summary['why']}" if summary["why"] else "")
+    sys.stdout.write(f", ended early: {summary['why']}" if summary["ended"] == "early" else "")
     sys.stdout.write(f"; held-out {scores}" if scores else "")
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")

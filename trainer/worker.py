@@ -74,7 +74,7 @@ class Worker:
         """
         config, stepper, world = self.config, self.stepper, self.stepper.world
         done = self.pulse.step = self.resume()
-        if done < stepper.total_steps and Wish.EARLY in world.agree(self.wish_of_scores()):
+        if done < stepper.total_steps and Wish.EARLY in world.agree(self.patience.wish):
             self.early = True
             self.pulse.turn("ended")
             return done
@@ -166,7 +166,7 @@ class Worker:
         Raises:
             SaveError: on every rank.
         """
-        wish = self.wish_of_scores() | (Wish.STOP if self.notice() else Wish(0))
+        wish = self.patience.wish | (Wish.STOP if self.notice() else Wish(0))
         if saver is not None:
             wish |= Wish.SAVE if saver.due(step) else Wish(0)
             wish |= Wish.FAIL if saver.failed() else Wish(0)
@@ -183,10 +183,6 @@ class Worker:
                 if end and saver is not None:
                     saver.wait()
         return end
-
-    def wish_of_scores(self) -> Wish:
-        """The first worker's, when the best lies too far back; the others know nothing of it."""
-        return Wish.EARLY if self.patience.spent else Wish(0)
 
     def resume(self) -> int:
         """Loads the newest whole checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.

@@ -109,17 +109,17 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
         }
         summary = run_training(config_of(data, tmp_path / "run", **found))
         steps = steps_in(tmp_path / "run" / "checkpoints")
-        return summary["steps"], summary["ended"], summary["exported_step"], summary["why"], steps
+        return summary["steps"], summary["ended"], summary["exported_step"], summary["patience"], summary["why"], steps
 
     *figures, why, steps = again(2)
-    assert (figures, steps) == ([3, "early", 1], [1, 3])
+    assert (figures, steps) == ([3, "early", 1, 2], [1, 3])
     assert "recall_at_1 was best after step 1 (" in why
     assert "none of the 2 scores since is better (validation.patience = 2)" in why
     assert any("ended early after step 3 of 40: recall_at_1" in line for line in log)
     before = runs.steps_of(tmp_path / "run")
-    assert again(2) == (*figures, why, steps)
+    assert again(2) == again(1) == (*figures, why, steps)
     assert any("finished already, early: recall_at_1" in line for line in log)
-    assert again(3)[:3] == (4, "early", 1)
+    assert again(3)[:4] == (4, "early", 1, 3)
     after = runs.steps_of(tmp_path / "run")
     assert list(after) == [1, 2, 3, 4]
     assert all(after[step] == before[step] for step in before)

@@ -129,7 +129,7 @@ def on_ranks(world, folder):
     one = worker(folder, world, notice=lambda: world.rank == world.size - 1)
     skipped = [m.skipped for m in take(one, 1, 3, world)]
     saver = Saver(folder / "checkpoints", one.config.checkpoint, "mrr") if world.rank == 0 else None
-    one.patience.spent = world.rank == 0
+    one.patience.wish = Wish.EARLY if world.rank == 0 else Wish(0)
     ended = one.between(3, {}, saver) and one.early
     world.largest(0)
     other = worker(folder, world)
@@ -203,7 +203,7 @@ def patient(run, patience=2, **changes):
 def go_on(one, kill_after=None):
     """Steps without training, with the scores above: the last step, and whether the run has ended early."""
     done = one.resume()
-    if one.wish_of_scores() == Wish.EARLY:
+    if one.patience.wish == Wish.EARLY:
         return done, True
     config = one.config
     with contextlib.ExitStack() as stack:
