@@ -123,7 +123,7 @@ class Standing:
 
 
 class Patience:
-    """Early stopping: is the best score so long ago that the run shall end? The first worker's is fed; others have none.
+    """Early stopping: is the best score so long ago that the run shall end? Only the first worker's is told scores.
 
     Args:
         run: its folder.

@@ -112,7 +112,7 @@ def located(config: TrainConfig) -> TrainConfig:
 
 
 def _ended_early(run: Path, config: TrainConfig, done: int) -> dict[str, Any] | None:
-    """Why, and with what patience, a run ended early that stays ended; None: it has not, or shall have more patience."""
+    """Why and with what patience a run has ended early; None: it has not, or shall have more patience now."""
     before, patience = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}, config.validation.patience
     if before.get("ended") != "early" or before["steps"] != done or patience is None or patience > before["patience"]:
         return None
