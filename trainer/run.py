@@ -65,7 +65,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
-    early = _ended_early(run, config, done) if done < steps else None
+    early = ended_early(run, config, done) if done < steps else None
     if early:
         get_logger().info("%s: finished already, early: %s; a larger patience goes on", run, early["why"])
     elif latest is not None:
@@ -111,7 +111,7 @@ def located(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update=update)
 
 
-def _ended_early(run: Path, config: TrainConfig, done: int) -> dict[str, Any] | None:
+def ended_early(run: Path, config: TrainConfig, done: int) -> dict[str, Any] | None:
     """Why and with what patience a run has ended early; None: it has not, or shall have more patience now."""
     before, patience = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}, config.validation.patience
     if before.get("ended") != "early" or before["steps"] != done or patience is None or patience > before["patience"]:

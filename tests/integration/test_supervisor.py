@@ -15,7 +15,7 @@ from trainer.failure import FAILURES
 from trainer.fork import FORK, fork
 from trainer.lock import RunLock, RunLockedError
 from trainer.objectives import Declutr, DeclutrConfig
-from trainer.run import run_training
+from trainer.run import ended_early, run_training
 from trainer.supervisor import TrainingFailedError
 from trainer.train import main
 
@@ -98,7 +98,7 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_p
 def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_path, log):
     """Hardly any learning rate: all scores are those of the first step."""
 
-    def again(patience):
+    def config(patience):
         found = {
             "optim": {"lr": 1e-12},
             "steps": 40,
@@ -107,7 +107,10 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
             "validation": {"every_steps": 1, "patience": patience},
             "checkpoint": {"every_steps": 1, "keep_last": 1},
         }
-        summary = run_training(config_of(data, tmp_path / "run", **found))
+        return config_of(data, tmp_path / "run", **found)
+
+    def again(patience):
+        summary = run_training(config(patience))
         steps = steps_in(tmp_path / "run" / "checkpoints")
         return summary["steps"], summary["ended"], summary["exported_step"], summary["patience"], summary["why"], steps
 
@@ -116,14 +119,12 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
     assert "recall_at_1 was best after step 1 (" in why
     assert "none of the 2 scores since is better (validation.patience = 2)" in why
     assert any("ended early after step 3 of 40: recall_at_1" in line for line in log)
-    before = runs.steps_of(tmp_path / "run")
     assert again(2) == again(1) == (*figures, why, steps)
     assert any("finished already, early: recall_at_1" in line for line in log)
-    assert again(3)[:4] == (4, "early", 1, 3)
-    after = runs.steps_of(tmp_path / "run")
-    assert list(after) == [1, 2, 3, 4]
-    assert all(after[step] == before[step] for step in before)
+    assert list(runs.steps_of(tmp_path / "run")) == [1, 2, 3]
     assert not any("starting again" in line for line in log)
+    for patience, ended in ((2, True), (3, False), (None, False)):
+        assert (ended_early(tmp_path / "run", config(patience), 3) is not None) == ended, "more patience goes on"
 
 
 def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, log):
