@@ -6,19 +6,25 @@ random weights from a fixed seed and a bag of hashed words: neither needs a down
 
     python -m benchmarks.evaluate --json OUT                          # against our plain writing of the procedure
     python -m benchmarks.evaluate --json OUT --senteval CHECKOUT      # against facebookresearch/SentEval itself
+
+The official preset on complete data takes most of an hour of one core. With `--keep FOLDER` the same command goes on
+where it was cut off, and `--encoders` of two processes may differ: what one has measured the other takes.
 """
 
 import argparse
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import record
 from benchmarks.embed import SIZES, write_encoder
 from benchmarks.official_senteval import Checkout, Clock, Plain
+from common.storage import folder_aside, hash_json, read_json, write_json
 from evaluation.encoder import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.encoders.words import HashedWords
@@ -30,6 +36,7 @@ from evaluation.senteval.plan import choose_tasks
 from evaluation.senteval.scoring import Embeddings, score
 from evaluation.senteval.settings import ClassifierConfig
 from evaluation.senteval.tasks import find
+from evaluation.senteval.vectors import embed_all, texts_hash
 
 _SIBLING = Path(__file__).resolve().parents[2] / "shared" / "data" / "senteval"
 _HUNDREDTHS = ("acc", "devacc", "f1")  # in percent already; correlations are not
@@ -45,19 +52,29 @@ def main(arguments: list[str] | None = None) -> None:
         config = config.model_copy(update=_SHORT)
     torch.set_num_threads(1)
     facts = record.facts("evaluate", given.commit)
-    official: Checkout | Plain = Checkout(given.senteval, data) if given.senteval else Plain()
     inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data)
     if not inspections:
         raise SystemExit(f"{data}: no task of {given.tasks} has its data there; --data FOLDER says where they are")
     rows = sentence_rows(found.data for found in inspections if found.data)
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        for encoder in _encoders(given, Path(name), list(rows)):
-            record.progress(f"{encoder.name}: embedding {len(rows)} sentences")
-            embeddings = encoder.encode(list(rows))
+        folder = given.keep or Path(name)
+        fits = folder / "fits" if given.keep else None
+        official: Checkout | Plain = Checkout(given.senteval, data, fits) if given.senteval else Plain()
+        for encoder in _encoders(given, folder, list(rows)):
+            embeddings = embed_all(encoder, list(rows), folder / "embeddings", record.progress).take(
+                np.arange(len(rows))
+            )
             for inspection in inspections:
                 turn = len(measured) % 2
-                measured.append(_task(inspection, encoder.name, rows, embeddings, config, official, turn))
+                made_of = [encoder.fingerprint, inspection.task.name, config.model_dump(mode="json"), official.name]
+                identity = f"{inspection.task.name}-{hash_json([*made_of, texts_hash(list(rows))])[:16]}"
+                path = folder / f"{identity}.json"
+                if not path.is_file():
+                    found = _task(inspection, encoder.name, rows, embeddings, config, official, turn, identity)
+                    write_json(path, {**found, "commit": facts["commit"]})
+                measured.append(read_json(path))
+    record.progress("\n".join(table(measured)))
     figures = {
         "official": official.name,
         "preset": "short" if given.short else given.preset,
@@ -81,6 +98,9 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--model", choices=SIZES, default="small", help="size of the transformer")
     options.add_argument("--hashed-size", type=int, default=300, help="numbers in an embedding of hashed words")
     options.add_argument("--vocab-size", type=int, default=16_000)
+    options.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="takes what is measured, and gives it to a later call"
+    )
     options.add_argument("--short", action="store_true", help="a few passes and two folds: a test, not a figure")
     return options
 
@@ -106,8 +126,13 @@ def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list
         if kind == "hashed-words":
             made.append(HashedWords(given.hashed_size, given.seed))
         elif kind == "transformer":
-            write_encoder(folder, given.model, texts[:: max(1, len(texts) // 50_000)], given.vocab_size, given.seed)
-            made.append(load_encoder(str(folder), device="cpu"))
+            made_of = [given.model, given.vocab_size, given.seed, texts_hash(texts)]
+            model = folder / f"encoder-{hash_json(made_of)[:16]}"
+            if not model.is_dir():
+                with folder_aside(model) as aside:
+                    some = texts[:: max(1, len(texts) // 50_000)]
+                    write_encoder(aside, given.model, some, given.vocab_size, given.seed)
+            made.append(load_encoder(str(model), device="cpu"))
         else:
             raise SystemExit(f"--encoders {kind}: there are transformer and hashed-words")
     return made
@@ -121,11 +146,13 @@ def _task(
     config: ClassifierConfig,
     official: Checkout | Plain,
     turn: int,
+    identity: str,
 ) -> dict[str, Any]:
     """Both sides of one task: scores, seconds, ratio, differences in points."""
     data, task = inspection.data, inspection.task
     if data is None:
         raise ValueError(f"{task.name}: no data")
+    load = round(os.getloadavg()[0], 2)
     clocks: dict[str, Clock] = {}
     scores: dict[str, dict[str, float]] = {}
     for side in ("ours", "official") if turn else ("official", "ours"):
@@ -136,7 +163,7 @@ def _task(
             scores[side] = dict(score(data, "procedure", own, config).scores)
             clocks[side].stop()
         else:
-            scores[side], clocks[side] = official.score(data, rows, embeddings, config)
+            scores[side], clocks[side] = official.score(data, rows, embeddings, config, identity)
         record.progress(
             f"{encoder} {task.name} {side} {clocks[side].seconds:.1f} s {headline(task.name, scores[side]):.2f}"
         )
@@ -147,6 +174,7 @@ def _task(
         "task": task.name,
         "encoder": "hashed-words" if encoder.startswith("hashed-words") else "transformer",
         "rows": data.num_rows,
+        "load_average": load,
         "ratio": round(clocks["official"].cpu_seconds / max(clocks["ours"].cpu_seconds, 1e-9), 3),
         "ratio_wall": round(clocks["official"].seconds / max(clocks["ours"].seconds, 1e-9), 3),
         "score_diff": round(abs(headline(task.name, scores["ours"]) - headline(task.name, scores["official"])), 6),
@@ -161,6 +189,20 @@ def _task(
             for side in ("ours", "official")
         },
     }
+
+
+def table(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines of Markdown: a row a task, and of each encoder the official score, ours and the difference in points."""
+    by_name = {(row["task"], row["encoder"]): row for row in measured}
+    tasks, encoders = ({row[kind]: None for row in measured} for kind in ("task", "encoder"))
+    yield f"| task | rows | {' | '.join(f'{encoder}: official | ours | apart' for encoder in encoders)} |"
+    yield "| --- | " + " | ".join(["---:"] * (1 + 3 * len(encoders))) + " |"
+    for task in tasks:
+        found = [by_name[task, encoder] for encoder in encoders]
+        cells = [
+            f"{row['official']['score']:.2f} | {row['ours']['score']:.2f} | {row['score_diff']:.2f}" for row in found
+        ]
+        yield f"| {find(task).label} | {found[0]['rows']:,} | {' | '.join(cells)} |"
 
 
 def _totals(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
