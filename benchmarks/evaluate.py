@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
         config = config.model_copy(update=_SHORT)
     torch.set_num_threads(1)
     facts = record.facts("evaluate", given.commit)
+    fits = given.keep / "fits" if given.keep else None
+    official: Checkout | Plain = Checkout(given.senteval, data, fits) if given.senteval else Plain()
     inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data)
     if not inspections:
         raise SystemExit(f"{data}: no task of {given.tasks} has its data there; --data FOLDER says where they are")
@@ -59,8 +61,6 @@ def main(arguments: list[str] | None = None) -> None:
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = given.keep or Path(name)
-        fits = folder / "fits" if given.keep else None
-        official: Checkout | Plain = Checkout(given.senteval, data, fits) if given.senteval else Plain()
         for encoder in _encoders(given, folder, list(rows)):
             embeddings = embed_all(encoder, list(rows), folder / "embeddings", record.progress).take(
                 np.arange(len(rows))
