@@ -33,7 +33,7 @@ from evaluation.senteval.checking import inspect
 from evaluation.senteval.data import sentence_rows, sentences
 from evaluation.senteval.findings import Inspection
 from evaluation.senteval.plan import choose_tasks
-from evaluation.senteval.scoring import Embeddings, score
+from evaluation.senteval.scoring import Embeddings, cost, score
 from evaluation.senteval.settings import ClassifierConfig
 from evaluation.senteval.tasks import find
 from evaluation.senteval.vectors import embed_all, texts_hash
@@ -54,10 +54,17 @@ def main(arguments: list[str] | None = None) -> None:
     facts = record.facts("evaluate", given.commit)
     fits = given.keep / "fits" if given.keep else None
     official: Checkout | Plain = Checkout(given.senteval, data, fits) if given.senteval else Plain()
-    inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data)
+    inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data, config)
     if not inspections:
         raise SystemExit(f"{data}: no task of {given.tasks} has its data there; --data FOLDER says where they are")
+    quick = choose_tasks(given.quick.split(",")) if given.quick else ()
     rows = sentence_rows(found.data for found in inspections if found.data)
+    figures: dict[str, Any] = {
+        "official": official.name,
+        "preset": "short" if given.short else given.preset,
+        "data": {found.task.name: found.standing for found in inspections},
+        "left_out": left_out,
+    }
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = given.keep or Path(name)
@@ -66,25 +73,18 @@ def main(arguments: list[str] | None = None) -> None:
                 np.arange(len(rows))
             )
             for inspection in inspections:
-                turn = len(measured) % 2
-                made_of = [encoder.fingerprint, inspection.task.name, config.model_dump(mode="json"), official.name]
-                identity = f"{inspection.task.name}-{hash_json([*made_of, texts_hash(list(rows))])[:16]}"
+                task, turn = inspection.task.name, len(measured) % 2
+                chosen = ClassifierConfig.prototyping() if task in quick else config
+                made_of = [encoder.fingerprint, task, chosen.model_dump(mode="json"), official.name]
+                identity = f"{task}-{hash_json([*made_of, texts_hash(list(rows))])[:16]}"
                 path = folder / f"{identity}.json"
                 if not path.is_file():
-                    found = _task(inspection, encoder.name, rows, embeddings, config, official, turn, identity)
-                    write_json(path, {**found, "commit": facts["commit"]})
+                    found = _task(inspection, encoder.name, rows, embeddings, chosen, official, turn, identity)
+                    preset = "prototyping" if task in quick else figures["preset"]
+                    write_json(path, {**found, "preset": preset, "commit": facts["commit"]})
                 measured.append(read_json(path))
     record.progress("\n".join(table(measured)))
-    figures = {
-        "official": official.name,
-        "preset": "short" if given.short else given.preset,
-        "data": {found.task.name: found.standing for found in inspections},
-        "left_out": left_out,
-        **_totals(measured),
-        "tasks": measured,
-        **facts,
-    }
-    record.publish(figures, given.json)
+    record.publish({**figures, **_totals(measured), "tasks": measured, **facts}, given.json)
 
 
 def _options() -> argparse.ArgumentParser:
@@ -94,6 +94,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
     options.add_argument("--tasks", default="all", help="names and sets, by commas")
     options.add_argument("--preset", choices=("official", "prototyping"), default="official")
+    options.add_argument("--quick", metavar="TASKS", help="these by the prototyping preset, on both sides")
     options.add_argument("--encoders", default="transformer,hashed-words", help="which of the two")
     options.add_argument("--model", choices=SIZES, default="small", help="size of the transformer")
     options.add_argument("--hashed-size", type=int, default=300, help="numbers in an embedding of hashed words")
@@ -105,8 +106,8 @@ def _options() -> argparse.ArgumentParser:
     return options
 
 
-def _at_hand(names: Sequence[str], data: Path) -> tuple[list[Inspection], dict[str, str]]:
-    """Tasks that can be scored on both sides, and why the others cannot."""
+def _at_hand(names: Sequence[str], data: Path, config: ClassifierConfig) -> tuple[list[Inspection], dict[str, str]]:
+    """Tasks that can be scored on both sides, the shortest first, and why the others cannot."""
     found, left_out = [], {}
     for name in names:
         task = find(name)
@@ -117,7 +118,7 @@ def _at_hand(names: Sequence[str], data: Path) -> tuple[list[Inspection], dict[s
             left_out[name] = inspection.reason.replace(str(data), "DATA")
         else:
             found.append(inspection)
-    return found, left_out
+    return sorted(found, key=lambda one: cost(one.data, "procedure", config) if one.data else 0), left_out
 
 
 def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list[SentenceEncoder]:
