@@ -203,7 +203,8 @@ def table(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
         cells = [
             f"{row['official']['score']:.2f} | {row['ours']['score']:.2f} | {row['score_diff']:.2f}" for row in found
         ]
-        yield f"| {find(task).label} | {found[0]['rows']:,} | {' | '.join(cells)} |"
+        quick = " (prototyping)" if found[0]["preset"] == "prototyping" else ""
+        yield f"| {find(task).label}{quick} | {found[0]['rows']:,} | {' | '.join(cells)} |"
 
 
 def _totals(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import encoders
+from benchmarks import encoders, evaluate
+from common.storage import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
+SHOWN = [("encoders_*.json", "README.md"), ("evaluate_*.json", "docs/senteval.md")]
 SCORES = {("untrained", 0): 50, ("untrained", 1): 52, ("mlm_only", 0): 49, ("mlm_only", 1): 49}
 SCORES |= {("declutr", 0): 60, ("declutr", 1): 66, ("hashed_words", 0): 55, ("hashed_words", 1): 55}
 
@@ -53,3 +55,12 @@ def test_what_ended_well_is_not_run_again(tmp_path):
     assert count.read_text() == "ab"
     encoders.once(tmp_path, "train", append("c"))  # another command is other work
     assert count.read_text() == "abc"
+
+
+@pytest.mark.parametrize(("files", "document"), SHOWN)
+def test_documents_show_the_tables_of_the_files(files, document):
+    text = (ROOT / document).read_text()
+    for path in (ROOT / "benchmarks" / "results").glob(files):
+        figures = read_json(path)
+        lines = encoders.table(figures) if files.startswith("encoders") else evaluate.table(figures["tasks"])
+        assert [line for line in lines if line not in text] == [], path.name
