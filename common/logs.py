@@ -4,11 +4,21 @@ import logging
 import os
 import sys
 
+from tqdm import tqdm
+
+
+class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes lines of their own: a bar on the same stream is cleared before and drawn again after."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
 
 def setup_logging(role: str) -> None:
     """Logs of this process go to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more."""
     level = os.environ.get("DECLUTR_LOG", "INFO").upper()
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _BesideBars(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("declutr")
     logger.handlers[:] = [handler]

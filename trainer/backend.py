@@ -1,7 +1,6 @@
 """Ray Train's torch backend with workers that hear SIGTERM. Little is imported here: the controller loads this file."""
 
 import signal
-import socket
 from typing import Any
 
 from ray.train.torch import TorchConfig
@@ -10,7 +9,7 @@ _signalled: list[str] = []  # of this process: a worker runs one training at a t
 
 
 def signalled() -> str | None:
-    """The signal that this worker was given, in words; None: there was none."""
+    """Name of the signal that this worker was given; None: there was none."""
     return _signalled[0] if _signalled else None
 
 
@@ -40,6 +39,6 @@ def listen() -> None:
     def take_notice(number: int, frame: Any) -> None:
         if _signalled and callable(before):
             before(number, frame)
-        _signalled.append(f"{signal.Signals(number).name} to a worker on {socket.gethostname()}")
+        _signalled.append(signal.Signals(number).name)
 
     signal.signal(signal.SIGTERM, take_notice)

@@ -25,6 +25,9 @@ from trainer.tensorfile import write_tensors
 Contents = dict[str, dict[str, Tensor]]
 """The tensors of a checkpoint by file and name, on the CPU."""
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
+
 _NAME = re.compile(r"step-(\d{8})")
 ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
     "encoder.safetensors",
@@ -176,21 +179,6 @@ def find_latest(folder: Path, expected: Mapping[str, str] | None = None) -> tupl
     if unreadable is not None:
         raise unreadable
     return None
-
-
-def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
-    """The checkpoint that verifies with the highest value of a score; the earliest of equals."""
-    best: tuple[Path, RunState] | None = None
-    for step in steps_in(folder):
-        path = checkpoint_path(folder, step)
-        try:
-            state = read_state(path)
-        except CheckpointError as error:
-            get_logger().warning("passing over a broken checkpoint: %s", error)
-            continue
-        if score in state.scores and (best is None or state.scores[score] > best[1].scores[score]):
-            best = path, state
-    return best
 
 
 def write_objective(path: Path, objective: Declutr) -> str:

@@ -22,8 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.logs import get_logger
 from trainer.backend import SignalledTorchConfig
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS, train_loop
+from trainer.loop import train_loop
 
 _BACKEND_SECONDS = 1800
 

@@ -39,6 +39,7 @@ class Pulse:
             group, model, batch, first.
         said: its last words in the log, oldest first.
         num_said: how many there were in all.
+        notice: the signal to this very worker that ends its group, with the worker's name; empty where there was none.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Pulse:
     start: dict[str, float] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     num_said: int = 0
+    notice: str = ""
     _since: float = field(default_factory=time.monotonic)
     _waited: float = 0.0
     _host: str = field(default_factory=socket.gethostname)
@@ -110,7 +112,13 @@ class Pulse:
             "said": self.said,
             "num_said": self.num_said,
             "start": self.start,
+            "notice": self.notice,
         }
+
+    def take_notice(self, signal: str) -> str:
+        """Keeps a signal to this worker; answers the sentence on it."""
+        self.notice = f"{signal} to worker {self.rank} (host {self._host}, pid {os.getpid()})"
+        return self.notice
 
 
 class Stopwatch:

@@ -7,18 +7,20 @@ from typing import Any
 
 from common.config import expand, print_config
 from common.logs import get_logger
+from common.scores import SCORES
 from common.storage import read_json, write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
-from trainer.export import export
+from trainer.export import SETTINGS, export
 from trainer.lock import RunLock
-from trainer.loop import CHECKPOINTS
 from trainer.metrics import read_metrics
 from trainer.parts import total_steps
 from trainer.plan import Plan
 from trainer.progress import ProgressBar
+from trainer.ranking import FOLLOWED, Standing, history
 from trainer.signals import Signals
 from trainer.supervisor import Supervisor
 
@@ -36,7 +38,8 @@ def run_training(
         ray_is_there: waits for a Ray that starts meanwhile.
 
     Returns:
-        The run's summary, as written to `summary.json`: final and initial scores, steps, seconds, export folder.
+        The run's summary, as written to `summary.json`: final and initial scores, the last step and why it was the last
+        (`ended`: "last step", or "early" with `why` and `patience`), seconds, the export and the step of its weights.
 
     Raises:
         ConfigError: with every problem found before Ray starts.
@@ -61,25 +64,37 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     shards = ShardSet(expand(config.data), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
-    if latest is not None:
-        done = latest[1].step
-        get_logger().info(
-            "%s: %s", run, f"continuing after step {done} of {steps}" if done < steps else "finished already"
-        )
-    if latest is None or latest[1].step < steps:
+    done = 0 if latest is None else latest[1].step
+    early = ended_early(run, config, done) if done < steps else None
+    if early:
+        get_logger().info("%s: finished already, early: %s; a larger patience goes on", run, early["why"])
+    elif latest is not None:
+        told = f"continuing after step {done} of {steps}" if done < steps else "finished already"
+        get_logger().info("%s: %s", run, told)
+    if done < steps and early is None:
+        (run / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more
+        if config.validation.score == FOLLOWED and not (run / SCORES).is_file():
+            get_logger().info("scores are expected from `declutr evaluate --follow %s`, beside this", config.run)
         begun = time.monotonic()
         try:
             with ProgressBar(run, steps):
-                Supervisor(located(config), run, steps, signals, marks).run_to_end()
+                done = Supervisor(located(config), run, steps, signals, marks).run_to_end()
         finally:
             _add_seconds(run, time.monotonic() - begun)
+        if done < steps:
+            now = Standing.of(history(run, config.validation.score, done))
+            early = {"why": now.told(config.validation) if now else "", "patience": config.validation.patience}
+            get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
     folder = export(config, run)
     validations = [line for line in read_metrics(run) if line["kind"] == "validation"]
     summary = {
         "run": config.run,
-        "steps": steps,
+        "steps": done,
+        "ended": "early" if early else "last step",
+        **(early or {}),
         "seconds": read_json(run / "seconds.json") if (run / "seconds.json").is_file() else 0.0,
         "export": str(folder),
+        "exported_step": read_json(folder / SETTINGS)["step"],
         "first_scores": _scores(validations[0]) if validations else {},
         "last_scores": _scores(validations[-1]) if validations else {},
     }
@@ -94,6 +109,14 @@ def located(config: TrainConfig) -> TrainConfig:
     if pretrained is not None and expand(pretrained).is_dir():
         update["encoder"] = config.encoder.model_copy(update={"pretrained": str(expand(pretrained).absolute())})
     return config.model_copy(update=update)
+
+
+def ended_early(run: Path, config: TrainConfig, done: int) -> dict[str, Any] | None:
+    """Why and with what patience a run has ended early; None: it has not, or shall have more patience now."""
+    before, patience = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}, config.validation.patience
+    if before.get("ended") != "early" or before["steps"] != done or patience is None or patience > before["patience"]:
+        return None
+    return {key: before[key] for key in ("why", "patience")}
 
 
 def _scores(line: dict[str, Any]) -> dict[str, float]:

@@ -36,6 +36,7 @@ class Saver:
         score: by which the best is kept.
         before: called before each checkpoint is made; what it writes shall never lie behind a checkpoint. May raise
             OSError, which counts as the checkpoint's.
+        after: called with the step of each checkpoint that is written. May raise OSError, which is only said.
         clock: monotonic, in seconds.
     """
 
@@ -45,12 +46,13 @@ class Saver:
         config: CheckpointConfig,
         score: str,
         before: Callable[[], None] = lambda: None,
+        after: Callable[[int], None] = lambda step: None,  # noqa: ARG005 - nobody wants to know
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
         self.config = config
         self.score = score
-        self._before = before
+        self._before, self._after = before, after
         self._clock = clock
         self._saved_at = clock()
         self._changed = threading.Condition()  # guards what follows
@@ -181,6 +183,7 @@ class Saver:
         self._before()
         checkpoint.save(self.folder, job.state, job.contents)
         try:
+            self._after(job.state.step)
             retention.prune(self.folder, self.config, self.score, job.state.step)
         except OSError as error:  # what should be gone is still there: the next one deletes it
             get_logger().warning("old checkpoints in %s cannot be deleted now (%s)", self.folder, error.strerror)

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import ray
 from common.logs import get_logger
 from pipeline.session import start_ray
 from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.failure import FAILURES, Failure, describe
 from trainer.group import build_group, kill_worker
-from trainer.loop import CHECKPOINTS
 from trainer.metrics import METRICS, read_last_step
 from trainer.pulse import Stopwatch, describe_start
 from trainer.signals import Signals
@@ -64,11 +65,11 @@ class Supervisor:
         self._said: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
         self._watchdog = Watchdog(config.scaling.hang_seconds, config.scaling.slow_factor)
-        self._hang = ""
+        self._hang = self._noticed = ""
         self._stopwatch = Stopwatch(marks)
 
-    def run_to_end(self) -> None:
-        """Starts the group until the run is at its last step.
+    def run_to_end(self) -> int:
+        """Starts the group until the run is at its last step, or its scores get no better; returns the last step taken.
 
         Raises:
             TrainingFailedError: it will not get there; with the workers' own reason.
@@ -79,16 +80,19 @@ class Supervisor:
             self._hang = ""
             outcome = self._start_once()
             if outcome is None:
-                return
+                return self.steps
             self._stopwatch = Stopwatch({"failure": time.time()})
             if isinstance(outcome, Failure):
                 self._go_on_after(outcome)
             elif outcome.get("given_up"):
                 raise TrainingFailedError(f"{outcome['given_up']}. What was saved before is in {self._checkpoints}")
+            elif outcome.get("early"):
+                return int(outcome["step"])
             elif self.signals.received is not None:
                 raise self._stopped(outcome["step"])
             else:
-                get_logger().warning("saved at step %d after %s; starting again", outcome["step"], outcome["stopped"])
+                reason = self._noticed or outcome["stopped"]
+                get_logger().warning("saved at step %d after %s; starting again", outcome["step"], reason)
 
     @property
     def _checkpoints(self) -> Path:
@@ -113,6 +117,7 @@ class Supervisor:
         finally:
             reader.end()
             self._say(reader.pulses)
+            self._noticed = " and ".join(pulse["notice"] for pulse in reader.pulses if pulse["notice"])
         if lost is not None:
             ray.shutdown()
             return lost
@@ -124,6 +129,8 @@ class Supervisor:
         failure = describe(fit.error)
         if self._hang:
             failure = Failure(self._hang, "hang", failure.account)
+        elif self._noticed:
+            failure = replace(failure, summary=f"{failure.summary}, after {self._noticed}")
         if failure.lost:
             ray.shutdown()
         return failure

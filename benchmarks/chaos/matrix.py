@@ -21,8 +21,9 @@ from benchmarks.chaos.run import ChaosError, Mark, Run
 from common import seeding
 
 FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *skipping.FAULTS, *nodes.FAULTS)
-# What the short form tries: tests/integration/test_kill.py kills a worker besides.
+# What the short form tries.
 SHORT = (
+    "worker_killed",
     "worker_hung",
     "disk_full",
     "worker_killed_while_saving",
@@ -33,6 +34,7 @@ SHORT = (
     "changed_shard",
 )
 STEPS = 900
+_CPUS_ON_NODES = 2  # of 3: one worker a node
 _TAIL_LINES = 40
 _LAST_IN_CHAIN = ("driver_killed_exporting",)
 
@@ -49,6 +51,8 @@ class Bench:
         steps: of a run.
         away_seconds: how long storage stays away.
         patience: by which every limit of waiting is multiplied.
+        quiet: what the quiet run came to, by CPUs per worker: on a CPU these are threads, and threads decide the order
+            of sums.
     """
 
     top: Path
@@ -58,7 +62,7 @@ class Bench:
     steps: int = STEPS
     away_seconds: float = files.AWAY_SECONDS
     patience: float = 1.0
-    quiet: End | None = None
+    quiet: dict[int, End] = field(default_factory=dict)
     _number: int = field(default=0, repr=False)
 
     @property
@@ -75,14 +79,15 @@ class Bench:
         made = [sys.executable, "-m", "pipeline.prepare", str(config)]
         subprocess.run(made, env=environment(self.top), check=True, capture_output=True)
 
-    def undisturbed(self) -> None:
+    def undisturbed(self, cpus_per_worker: int = 1) -> End:
         """Makes the quiet run."""
-        run = self.new_run()
+        run = self.new_run({"scaling": {"cpus_per_worker": cpus_per_worker}})
         run.start()
         if run.wait(3600):
             raise ChaosError(f"the quiet run fails: {run.output.read_text()[-2000:]}")
-        self.quiet = End.of(run)
-        self.say(f"quiet run: {self.steps} steps in {self.quiet.seconds:.1f} s")
+        self.quiet[cpus_per_worker] = quiet = End.of(run)
+        self.say(f"quiet run, {cpus_per_worker} CPUs a worker: {self.steps} steps in {quiet.seconds:.1f} s")
+        return quiet
 
     def new_run(self, changes: dict[str, Any] | None = None) -> Run:
         """A run in a folder of its own."""
@@ -125,7 +130,9 @@ class Bench:
                     row = Row(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
                 if mark is not None:
-                    self._words(row, fault, run.said(mark))
+                    row.seen_by_user, problem = fault.seen(run, mark)
+                    if problem:
+                        fail(row, problem)
                 rows.append(row)
                 self.say(f"{fault.name}: {row.problem or 'goes on'} ({time.monotonic() - begun:.0f} s)")
                 if row.problem and mark is None:
@@ -153,17 +160,12 @@ class Bench:
         self.judge(run, rows, status == 0, fault.setting == "elastic", fault.alters)
         run.end()
 
-    def _words(self, row: Row, fault: Fault, said: str) -> None:
-        row.seen_by_user, problem = fault.seen(said)
-        if problem:
-            fail(row, problem)
-
     def judge(
         self, run: Run, rows: list[Row], ended: bool = True, world_changes: bool = False, alters: bool = False
     ) -> None:
         """Compares with the quiet run: to the end, or as far as the run came."""
-        assert self.quiet is not None
-        found = differences(run, self.quiet, ended, world_changes, alters)
+        quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]
+        found = differences(run, quiet, ended, world_changes, alters)
         for row in rows:
             row.batches_identical = found.batches_identical
             row.parameters_identical = found.parameters_identical
@@ -177,11 +179,13 @@ class Bench:
     def _setting(self, run: Run, faults: Sequence[Fault]) -> Iterator[None]:
         setting = faults[0].setting
         if setting in ("cluster", "elastic"):
+            if _CPUS_ON_NODES not in self.quiet:
+                self.undisturbed(_CPUS_ON_NODES)
             made = Nodes(self.census)
             try:
                 made.add(2)
                 run.nodes = made
-                run.values["scaling"] |= {"address": made.address, "cpus_per_worker": 2}
+                run.values["scaling"] |= {"address": made.address, "cpus_per_worker": _CPUS_ON_NODES}
                 if setting == "elastic":
                     run.values["scaling"]["workers"] = [1, 3]
                 yield

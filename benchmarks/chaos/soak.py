@@ -48,7 +48,7 @@ def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
         fault = drawn(seed, len(rows), kinds)
         due = time.monotonic() + _EVERY_SECONDS
         row, mark = observe(run, fault)
-        row.seen_by_user, problem = fault.seen(run.said(mark))
+        row.seen_by_user, problem = fault.seen(run, mark)
         if problem:
             fail(row, problem)
         rows.append(row)
@@ -61,6 +61,9 @@ def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
 def main() -> int:
     """Runs the soak."""
     options = parser("chaos.soak", __doc__)
+    options.add_argument(
+        "--patience", type=float, default=1, help="multiplies every limit of waiting, for busy machines"
+    )
     options.add_argument("--minutes", type=float, default=30, help="of training with faults, about (30)")
     given = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -73,14 +76,13 @@ def main() -> int:
         os.environ.update(environment(top))
         with Census() as census, census.nothing_outlives():
             bench = Bench(top, given.seed, census, progress, _MEASURED_STEPS, _AWAY_SECONDS)
+            bench.patience = given.patience
             progress(f"seed {given.seed}")
             bench.prepare()
-            bench.undisturbed()
-            assert bench.quiet is not None
-            a_step = bench.quiet.seconds / _MEASURED_STEPS
+            a_step = bench.undisturbed().seconds / _MEASURED_STEPS
             # several epochs then: the corpus was made for the first run
             bench.steps = max(1000, round(given.minutes * 60 * _SHARE_TRAINING / a_step / 100) * 100)
-            bench.undisturbed()
+            quiet = bench.undisturbed()
             run = bench.new_run()
             soaked = time.monotonic()
             with small_disks(run) if os.geteuid() == 0 else nullcontext():
@@ -95,7 +97,7 @@ def main() -> int:
         **record,
         "seed": given.seed,
         "steps": bench.steps,
-        "quiet_seconds": round(bench.quiet.seconds, 1),
+        "quiet_seconds": round(quiet.seconds, 1),
         "soak_seconds": round(soaked, 1),
         "seconds": round(time.monotonic() - begun, 1),
         "problem": problem,

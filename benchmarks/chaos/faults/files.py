@@ -10,8 +10,7 @@ from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.kills import struck
 from benchmarks.chaos.run import ChaosError, Mark, Run
 from pipeline.manifest import load_manifest
-from trainer.checkpoint import steps_in
-from trainer.loop import CHECKPOINTS
+from trainer.checkpoint import CHECKPOINTS, steps_in
 
 AWAY_SECONDS = 30.0
 
