@@ -14,7 +14,7 @@ from pipeline.manifest import load_manifest
 from trainer import checkpoint, ranking
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.model import max_span_tokens
+from trainer.model import Encoder, max_span_tokens
 from trainer.parts import build_encoder, load_tokenizer
 from trainer.state import RunState
 
@@ -44,13 +44,7 @@ def export(config: TrainConfig, run: Path) -> Path:
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target, replace=True) as aside:
-        transformers_logging.disable_progress_bar()
-        encoder.model.save_pretrained(aside)
-        limit = max_span_tokens(encoder.model)
-        tokenizer.model_max_length = limit
-        tokenizer.save_pretrained(aside)
-        for name, value in sentence_transformers_files(encoder.hidden_size, limit, config.encoder.pooling).items():
-            write_json(aside / name, value)
+        write_encoder(encoder, tokenizer, aside)
         settings = {"step": state.step, "pooling": config.encoder.pooling, "config": config.model_dump(mode="json")}
         write_json(aside / SETTINGS, settings)
         write_text(aside / "README.md", model_card(config, state))
@@ -73,6 +67,17 @@ def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
             ", ".join(map(str, waiting)),
         )
     return found or checkpoint.find_latest(folder)
+
+
+def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path) -> None:
+    """Weights, tokenizer and pooling into a folder that is there: all that is needed to load them again."""
+    transformers_logging.disable_progress_bar()
+    encoder.model.save_pretrained(folder)
+    limit = max_span_tokens(encoder.model)
+    tokenizer.model_max_length = limit
+    tokenizer.save_pretrained(folder)
+    for name, value in sentence_transformers_files(encoder.hidden_size, limit, encoder.config.pooling).items():
+        write_json(folder / name, value)
 
 
 def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dict[str, Any]:
