@@ -16,8 +16,6 @@ from evaluation.explore.plane import fit_plane
 from evaluation.report.markup import visible
 from trainer.plan import permute
 
-MAP_TEXTS = 5_000
-"""Points of the map; of a larger index these many are drawn at random, the same ones every time."""
 MAX_QUERY_CHARACTERS = 4_000
 _POINT_CHARACTERS, _HIT_CHARACTERS, _TEXT_CHARACTERS = 120, 600, 10_000
 _DIGITS = 5
@@ -36,18 +34,19 @@ class Explorer:
         index: where texts and vectors are; they stay on the disk, but for those of the map.
         encoder: of the queries.
         top: texts to find.
+        map_texts: points of the map; of a larger index these many are drawn, the same ones every time.
 
     Raises:
         EmbedError: the encoder is not the one that made the index, or the index is empty.
     """
 
-    def __init__(self, index: SearchIndex, encoder: SentenceEncoder, top: int = 10) -> None:
+    def __init__(self, index: SearchIndex, encoder: SentenceEncoder, top: int = 10, map_texts: int = 5_000) -> None:
         index.check(encoder)
         if not index.facts.rows:
             raise EmbedError("the index holds no text")
         self._index, self._encoder, self._top = index, encoder, top
         self._lock = threading.Lock()
-        rows = sample_rows(index.facts.rows, MAP_TEXTS)
+        rows = sample_rows(index.facts.rows, map_texts)
         vectors = index.vectors(rows)
         self._plane = fit_plane(vectors)
         texts = index.texts(rows)

@@ -76,9 +76,11 @@ function hitItem(hit, index) {
 }
 
 function showAnswer({ hits, text = null, query = null }) {
+  const leading = element("hits").contains(document.activeElement); // to be replaced, and the focus with it
   element("chosen").hidden = !text;
   if (text) element("chosen").replaceChildren(make("p", "head", ...origin(text)), make("blockquote", "", text.text));
   element("hits").replaceChildren(...hits.map(hitItem));
+  if (leading) element("chosen").focus();
   map.mark(hits, query ?? text);
   const best = hits.length ? `; the first has cosine ${hits[0].score.toFixed(3)}` : "";
   say(`The ${count(hits.length, "text")} nearest to ${text ? "the chosen one" : "the sentence"}${best}.`);
