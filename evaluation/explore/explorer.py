@@ -17,7 +17,7 @@ from evaluation.report.markup import visible
 from trainer.plan import permute
 
 MAX_QUERY_CHARACTERS = 4_000
-_POINT_CHARACTERS, _HIT_CHARACTERS, _TEXT_CHARACTERS = 120, 600, 10_000
+_POINT_CHARACTERS, _HIT_CHARACTERS, _TEXT_CHARACTERS, _NAME_CHARACTERS = 120, 600, 10_000, 200
 _DIGITS = 5
 
 Json = dict[str, Any]
@@ -62,7 +62,7 @@ class Explorer:
             "size": facts.size,
             "kind": facts.kind,
             "share": round(self._plane.share, 4),
-            "groups": [*(visible(name) for name in self._grouping.names), OTHERS],
+            "groups": [*(visible(name[:_NAME_CHARACTERS]) for name in self._grouping.names), OTHERS],
             "points": self._points,
         }
 
@@ -108,8 +108,8 @@ class Explorer:
         return [
             {
                 "row": text.row,
-                "id": None if text.id is None else visible(text.id[:_POINT_CHARACTERS]),
-                "source": visible(text.source),
+                "id": None if text.id is None else visible(text.id[:_NAME_CHARACTERS]),
+                "source": visible(text.source[:_NAME_CHARACTERS]),
                 "text": visible(text.text[:num_characters]) + ("…" if len(text.text) > num_characters else ""),
                 "group": self._grouping.number(text.source),
                 "x": x,
