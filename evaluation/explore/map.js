@@ -115,7 +115,8 @@ class TextMap {
       this.point(null);
       return;
     }
-    this.point(this.nearest(event.offsetX, event.offsetY));
+    const point = this.nearest(event.offsetX, event.offsetY);
+    if (point !== this.current) this.point(point);
   }
 
   /** Zooms about a place that stays where it is. */

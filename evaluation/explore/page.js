@@ -131,7 +131,7 @@ async function start() {
   const { encoder, texts, size, kind, share, groups, points } = told;
   element("encoder").textContent = encoder;
   document.title = `Explore ${encoder}`;
-  const searched = kind === "exact" ? "every one is looked at" : "found by a graph, which may miss some";
+  const searched = kind === "exact" ? "a search looks at every one" : "a search follows a graph, which may miss some";
   element("facts").textContent = `${count(texts, "text")}, embeddings of ${count(size, "number")}; ${searched}.`;
   const drawn = points.length < texts ? `${count(points.length, "text")} of ${texts.toLocaleString("en")}, drawn at random`
     : `All ${count(texts, "text")}`;
