@@ -14,6 +14,7 @@ _COMMANDS = {
     "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "evaluation.commands.index:run"),
     "search": ("INDEX QUERY: the nearest texts of an index", "evaluation.commands.search:run"),
+    "explore": ("INDEX: search and a map of an index, in a browser", "evaluation.commands.explore:run"),
     "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "evaluation.commands.export_onnx:run"),
     "doctor": (
         "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
