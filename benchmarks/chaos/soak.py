@@ -32,10 +32,9 @@ def drawn(seed: int, number: int, kinds: tuple[Fault, ...]) -> Fault:
     return kinds[seeding.torch_seed(seed, "chaos", number) % len(kinds)]
 
 
-def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
-    """Trains to the end, with a fault every minute."""
+def soak(bench: Bench, run: Run, seed: int, rows: list[Row]) -> None:
+    """Trains to the end, with a fault every minute, each of which becomes a row."""
     kinds = tuple(fault for fault in _KINDS if fault.possible)
-    rows: list[Row] = []
     run.start()
     run.wait_step(1, seconds=300)
     due = time.monotonic() + _EVERY_SECONDS
@@ -55,7 +54,6 @@ def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
         progress(f"{len(rows)}: {fault.name}: {row.problem or 'goes on'}, step {run.last_step()}")
     if status := run.wait(900):
         raise ChaosError(f"the command ended with status {status}: {run.output.read_text(errors='replace')[-1000:]}")
-    return rows
 
 
 def main() -> int:
@@ -87,10 +85,11 @@ def main() -> int:
             soaked = time.monotonic()
             with small_disks(run) if os.geteuid() == 0 else nullcontext():
                 try:
-                    rows = soak(bench, run, given.seed)
+                    soak(bench, run, given.seed, rows)
                     bench.judge(run, rows)
                 except ChaosError as error:
                     problem = str(error)
+                    bench.judge(run, rows, ended=False)
             soaked = time.monotonic() - soaked
             left = left_behind(census) + [f"mount {path}" for path in mounts_below(top)]
     figures = {

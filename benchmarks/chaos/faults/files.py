@@ -108,7 +108,7 @@ def storage_away(run: Run) -> Mark:
     run.workers()
     folder = run.folder / CHECKPOINTS
     mark = run.mark()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60 * run.patience
     while subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True, check=False).returncode:
         if time.monotonic() > deadline:  # refused while a file is being written there
             raise ChaosError(f"{folder} cannot be mounted read-only")
