@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForMaskedLM
 
 from common.config import ConfigError, expand, flat_keys
 from common.storage import read_json
@@ -28,13 +27,12 @@ def problems(config: TrainConfig) -> list[str]:
     except ShardError as error:
         return [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
-    return [
-        *found,
+    found += [
         *_other_shards(config, expand(config.run), manifest),
         *_data_problems(config, manifest),
         *_objective_problems(config),
-        *_encoder_problems(config, manifest),
     ]
+    return found if _began_before(config, expand(config.run)) else [*found, *_encoder_problems(config, manifest)]
 
 
 def refuse(found: list[str]) -> None:
@@ -58,6 +56,11 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
         "begin one with this run's weights: --fork NEW_RUN"
     ]
+
+
+def _began_before(config: TrainConfig, run: Path) -> bool:
+    """Has this very run trained already, from scratch? Its encoder need not be built again, which takes seconds."""
+    return config.encoder.pretrained is None and bool(checkpoint.steps_in(run / CHECKPOINTS))
 
 
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
@@ -127,6 +130,8 @@ def _objective_problems(config: TrainConfig) -> list[str]:
 
 
 def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+    from transformers import AutoModelForMaskedLM
+
     encoder, info = config.encoder, manifest.tokenizer
     folder = expand(config.data) / TOKENIZER
     try:

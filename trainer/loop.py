@@ -10,7 +10,7 @@ from ray.util import get_current_placement_group
 
 from common.config import expand
 from common.logs import get_logger, setup_logging
-from pipeline.shards import ShardSet
+from pipeline.shards import ShardError, ShardSet
 from trainer.bulletin import Bulletin
 from trainer.config import TrainConfig
 from trainer.microbatch import Microbatch, MicrobatchError
@@ -59,7 +59,10 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
     run = expand(config.run).absolute()
 
     shards = ShardSet(expand(config.data), "train", look=False)  # the driver has looked
-    tokenizer, vocabulary = load_tokenizer(shards.folder)
+    try:
+        tokenizer, vocabulary = load_tokenizer(shards.folder)
+    except ShardError as error:
+        return {"given_up": str(error)}
     encoder = build_encoder(config, tokenizer).to(device).train()
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
