@@ -32,7 +32,7 @@ _PACE_SECONDS = 0.1
 _PATIENCE_SECONDS = 30
 
 
-class _Pace(ExecutionCallback):
+class _Pace(ExecutionCallback):  # type: ignore[misc]
     """Holds Ray Data's executor to one look at its tasks in a while.
 
     It has a thread in the worker. As soon as tasks have finished whose blocks nobody wants yet, which is how it should
