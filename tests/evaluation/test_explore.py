@@ -195,12 +195,14 @@ def test_it_says_where_it_is_and_ends_on_ctrl_c(index, capsys):
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a background job
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
         assert main(["explore", str(index), "--port", str(port)]) == 0
     finally:
         thread.join()
+        signal.signal(signal.SIGINT, before)
     assert f"http://127.0.0.1:{port}/" in capsys.readouterr().out
     with socket.create_server(("127.0.0.1", port)):
         pass  # it is closed

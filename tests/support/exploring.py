@@ -1,10 +1,12 @@
 """An index with hostile texts and the server of `declutr explore` over it, in this process."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from evaluation.cli import main
 from evaluation.embedding.index import SearchIndex
@@ -50,9 +52,17 @@ def write_index(folder: Path) -> Path:
 
 @contextmanager
 def serving(index: Path, map_texts: int = 5_000) -> Iterator[ExploreServer]:
-    """Serves an index from a thread."""
+    """Serves an index from a thread; afterwards nothing answers, not on a connection that a browser has kept ready."""
     explorer = Explorer(SearchIndex(index), load_encoder(ENCODER), map_texts=map_texts)
-    with ExploreServer(explorer) as server:
+    connections: list[socket.socket] = []
+
+    class Recorded(ExploreServer):
+        def get_request(self) -> tuple[socket.socket, Any]:
+            connection, address = super().get_request()
+            connections.append(connection)
+            return connection, address
+
+    with Recorded(explorer) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -60,3 +70,6 @@ def serving(index: Path, map_texts: int = 5_000) -> Iterator[ExploreServer]:
         finally:
             server.shutdown()
             thread.join()
+            for connection in connections:
+                with suppress(OSError):  # ended before
+                    connection.shutdown(socket.SHUT_RDWR)
