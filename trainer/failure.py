@@ -17,6 +17,7 @@ from common.logs import get_logger
 
 FAILURES = "failures.log"
 _NODE_SECONDS = 2.0
+_GONE = ": its node is gone"
 # What workers say when another one has left them in the middle of an exchange.
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|timed out|ncclremoteerror|remote process exited",
@@ -72,14 +73,15 @@ def blame_nodes(failure: Failure, pulses: Sequence[dict[str, Any]]) -> Failure:
     """
     if failure.kind != "death":
         return failure
-    gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"] or not _answers(node)}
-    there = [pulse for pulse in pulses if pulse["node"] in gone and pulse["phase"] != "ended"]
+    at_work = [pulse for pulse in pulses if pulse["phase"] != "ended"]
+    nodes = [node for node in ray.nodes() if node["NodeID"] in {pulse["node"] for pulse in at_work}]
+    gone = {node["NodeID"] for node in nodes if not node["Alive"] or not _answers(node)}
+    there = [pulse for pulse in at_work if pulse["node"] in gone]
     if not there:
         return failure
     first = min(there, key=lambda pulse: int(pulse["rank"]))
-    also = f" (and {len(there) - 1} more)" if len(there) > 1 else ""
     who = f"worker {first['rank']} (host {first['host']}, pid {first['pid']})"
-    return replace(failure, summary=f"{who} died{also}: its node is gone")
+    return replace(failure, summary=_died(who, len(there), _GONE))
 
 
 def _answers(node: dict[str, Any]) -> bool:
@@ -101,10 +103,14 @@ def _of_workers(failures: dict[int, Exception], account: str) -> Failure:
         return Failure(f"worker {rank}: {_line(own[rank])}", _kind(own[rank]), account)
     if deaths:
         rank = min(deaths)
-        also = f" (and {len(deaths) - 1} more)" if len(deaths) > 1 else ""
-        return Failure(f"{_who(rank, deaths[rank])} died{also}{_why(deaths[rank])}", "death", account)
+        return Failure(_died(_who(rank, deaths[rank]), len(deaths), _why(deaths[rank])), "death", account)
     rank = min(raised)
     return Failure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account)
+
+
+def _died(who: str, number: int, why: str) -> str:
+    """The sentence on so many deaths, of which one is told."""
+    return f"{who} died{f' (and {number - 1} more)' if number > 1 else ''}{why}"
 
 
 def _is_death(error: Exception) -> bool:
@@ -126,7 +132,7 @@ def _why(error: Exception) -> str:
     if isinstance(inner, OutOfMemoryError):
         return ": its node ran out of memory"
     if getattr(inner, "preempted", False) or "its node" in str(inner):
-        return ": its node is gone"
+        return _GONE
     return " (killed, crashed, or out of memory: Ray does not know which)"
 
 

@@ -55,7 +55,8 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.custom_execution_callback_classes = [_Pace]
+    if _Pace not in context.custom_execution_callback_classes:
+        context.custom_execution_callback_classes.append(_Pace)
     held: list[pa.Table] = []
     for block in _blocks(rank_plan):
         held.append(block)

@@ -9,6 +9,7 @@ import ray
 import tinyruns as runs
 import torch
 from ray.data import DataContext, ExecutionResources
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 from transformers import AutoTokenizer
 
 from pipeline.session import start_ray
@@ -93,25 +94,32 @@ def test_an_epoch_reads_every_document_once(data):
     assert ids[size:] != ids[: len(ids) - size]
 
 
-def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
-    looks = []
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
-    class Counted(stream._Pace):
+
+def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
+    looks, waiting = [], []
+
+    class Looks(ExecutionCallback):
         def on_execution_step(self, executor):
             looks.append(time.monotonic())
-            super().on_execution_step(executor)
+            waiting.append(not executor._consumer_idling())
 
-    monkeypatch.setattr(stream, "_Pace", Counted)
-    options = DataContext.get_current().execution_options
-    monkeypatch.setattr(options, "resource_limits", ExecutionResources(object_store_memory=2**16))
+    context = DataContext.get_current()
+    monkeypatch.setattr(context, "custom_execution_callback_classes", [Looks])
+    limits = ExecutionResources(object_store_memory=2**16)
+    monkeypatch.setattr(context.execution_options, "resource_limits", limits)
     (plan,) = rank_plans(data, 1, last=150, chunk_steps=1)
     steps = documents(plan)
     next(steps)
-    time.sleep(2)  # what may be read ahead is read
-    before = time.monotonic()
-    time.sleep(1)
-    number = sum(look > before for look in looks)
-    assert 0 < number <= 1 / stream._PACE_SECONDS + 1, "0: it has read everything, and shows nothing"
+    until(lambda: len(waiting) >= 10 and all(waiting[-10:]))  # what may be read ahead is read
+    first = len(looks)
+    until(lambda: len(looks) > first + 11)  # it goes on looking: it has not read everything
+    assert looks[first + 11] - looks[first] >= 11 * stream._PACE_SECONDS
     steps.close()
 
 
