@@ -7,7 +7,7 @@ parameter name), objective.safetensors (the queue, if any) and state.json (RunSt
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ from trainer.tensorfile import write_tensors
 Contents = dict[str, dict[str, Tensor]]
 """The tensors of a checkpoint by file and name, on the CPU."""
 
+CHECKPOINTS = "checkpoints"
+"""Folder of a run."""
 _NAME = re.compile(r"step-(\d{8})")
 ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
     "encoder.safetensors",
@@ -148,6 +150,11 @@ def steps_in(folder: Path) -> list[int]:
         names = os.listdir(folder)  # noqa: PTH208 - glob takes a folder that must not be read for an empty one
     except FileNotFoundError:
         return []
+    return steps_among(names)
+
+
+def steps_among(names: Iterable[str]) -> list[int]:
+    """Steps of the checkpoints among the names of folders, in order."""
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM
 
-from common.config import ConfigError, expand, flat_keys
+from common.config import ConfigError, flat_keys
+from common.remotefile import RemoteError
 from common.storage import read_json
 from pipeline.manifest import TOKENIZER, Manifest, ShardError, load_manifest
 from pipeline.shards import check_shards
@@ -15,22 +16,23 @@ from trainer.config import TrainConfig
 from trainer.loop import CHECKPOINTS, data_hash
 from trainer.model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
+from trainer.store import data_folder, run_folder
 
 DECISIVE = "decisive.json"
 
 
 def problems(config: TrainConfig) -> list[str]:
     """Everything that is wrong with this run, one line a problem: key, value, limit, what to do."""
-    found = _run_problems(config, expand(config.run))
-    folder = expand(config.data)
+    found = _run_problems(config, run_folder(config))
     try:
+        folder = data_folder(config)
         manifest = load_manifest(folder)
-    except ShardError as error:
+    except (ShardError, RemoteError, FileNotFoundError) as error:
         return [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
     return [
         *found,
-        *_other_shards(config, expand(config.run), manifest),
+        *_other_shards(config, run_folder(config), manifest),
         *_data_problems(config, manifest),
         *_objective_problems(config),
         *_encoder_problems(config, manifest),
@@ -128,7 +130,7 @@ def _objective_problems(config: TrainConfig) -> list[str]:
 
 def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     encoder, info = config.encoder, manifest.tokenizer
-    folder = expand(config.data) / TOKENIZER
+    folder = data_folder(config) / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:

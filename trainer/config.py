@@ -51,9 +51,12 @@ class TrainConfig(Strict):
     """One training run."""
 
     run: str
-    """Folder of the run: checkpoints, metrics, export. The same command continues what is there."""
+    """Folder of the run: checkpoints, metrics, export. Or its address, like s3://bucket/runs/mine, where no folder is
+    seen by all hosts. The same command continues what is there."""
     data: str
-    """Folder of prepared shards."""
+    """Folder of prepared shards, or the address it was sent to (`declutr push`): each host fetches it once."""
+    cache: str = "~/.cache/declutr"
+    """Folder of each host for its copies of what lies at addresses. Nothing in it is needed for good."""
     encoder: EncoderConfig
     spans: SpanConfig = SpanConfig()
     objective: ObjectiveConfig = DeclutrConfig()
@@ -110,8 +113,8 @@ class TrainConfig(Strict):
 
         `on_bad_loss` is no part of it: up to a bad loss it decides nothing, and from there on only `skip` goes on.
         """
-        free = {"scaling", "checkpoint", "run", "data", "microbatch_tokens", "on_bad_loss", "max_skipped_steps"}
-        return self.model_dump(mode="json", exclude=free)
+        free = {"scaling", "checkpoint", "run", "data", "cache", "microbatch_tokens"}
+        return self.model_dump(mode="json", exclude=free | {"on_bad_loss", "max_skipped_steps"})
 
     def hash(self) -> str:
         """Hash of the decisive part."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from common.config import expand
 from common.storage import folder_aside, read_json, write_json, write_text
 from pipeline.manifest import load_manifest
 from trainer import checkpoint
@@ -16,6 +15,7 @@ from trainer.loop import CHECKPOINTS
 from trainer.model import max_span_tokens
 from trainer.parts import build_encoder, load_tokenizer
 from trainer.state import RunState
+from trainer.store import data_folder
 
 EXPORT = "export"
 SETTINGS = "declutr.json"
@@ -38,7 +38,7 @@ def export(config: TrainConfig, run: Path) -> Path:
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # of an export that was killed
         shutil.rmtree(left)
-    tokenizer, _ = load_tokenizer(expand(config.data))
+    tokenizer, _ = load_tokenizer(data_folder(config))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target) as aside:
@@ -75,7 +75,7 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
 
 def model_card(config: TrainConfig, state: RunState) -> str:
     """What the encoder is, where it comes from, how it scored."""
-    manifest = load_manifest(expand(config.data))
+    manifest = load_manifest(data_folder(config))
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
     source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
     return f"""---

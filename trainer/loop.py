@@ -13,7 +13,7 @@ import ray.train.torch
 import torch
 from ray.util import get_current_placement_group
 
-from common.config import expand
+from common.address import is_remote
 from common.logs import get_logger, setup_logging
 from common.storage import hash_json
 from pipeline.manifest import Manifest
@@ -34,10 +34,11 @@ from trainer.pulse import Pulse, Stopwatch, WatchedWorld, Words
 from trainer.saver import SaveError, Saver
 from trainer.state import RunState
 from trainer.step import NonFiniteLossError, RankBatch, StepMetrics, Stepper
+from trainer.store import after_save, data_folder, run_folder, store_of
 from trainer.stream import Ahead, batches
 from trainer.validation import Validator, score_pairs
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = checkpoint.CHECKPOINTS
 
 
 def data_hash(manifest: Manifest) -> str:
@@ -84,9 +85,9 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
     device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
-    run = expand(config.run).absolute()
-
-    shards = ShardSet(expand(config.data), "train", look=False)  # the driver has looked
+    with pulse.doing("fetching"):
+        data = data_folder(config)
+    shards = ShardSet(data, "train", look=False)  # the driver has looked
     tokenizer, vocabulary = load_tokenizer(shards.folder)
     encoder = build_encoder(config, tokenizer).to(device).train()
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
@@ -94,7 +95,7 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
     stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
     worker = Worker(
         config,
-        run,
+        run_folder(config),
         shards,
         stepper,
         plan,
@@ -153,7 +154,8 @@ class Worker:
         config, stepper, world = self.config, self.stepper, self.stepper.world
         done = self.pulse.step = self.resume()
         feed = build_feed(config, stepper.encoder, self.vocabulary)
-        mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps)
+        address = config.data if is_remote(config.data) else ""
+        mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps, address)
         ahead = Ahead(batches(mine, feed, self.device))
         ahead.begin()  # while the untrained encoder is scored
         validator = None
@@ -164,7 +166,8 @@ class Worker:
             if world.rank == 0:
                 metrics = stack.enter_context(contextlib.closing(MetricsWriter(self.run, done)))
                 # a checkpoint never lies before the lines of its own steps: a resume finds them all
-                saver = Saver(self.run / CHECKPOINTS, config.checkpoint, config.validation.score, metrics.flush)
+                folder, score = self.run / CHECKPOINTS, config.validation.score
+                saver = Saver(folder, config.checkpoint, score, metrics.flush, after=after_save(config))
                 stack.enter_context(contextlib.closing(saver))
             if done == 0 and validator is not None:
                 self.score(validator, metrics, 0)
@@ -193,7 +196,9 @@ class Worker:
                     metrics.start(step, {**pulse.start, "workers": world.size})
             if metrics:
                 rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
-                metrics.step(step, measured, rates)
+                line = metrics.step(step, measured, rates)
+                if is_remote(config.run):
+                    pulse.line = line
             ahead.waited_seconds = 0.0
             pulse.finished(step, time.monotonic() - begun)
             last = step == stepper.total_steps
@@ -258,13 +263,20 @@ class Worker:
         Raises:
             CheckpointError: a worker does not find whole what the first one found whole.
         """
-        folder, world = self.run / CHECKPOINTS, self.stepper.world
+        folder, world, store = self.run / CHECKPOINTS, self.stepper.world, store_of(self.config)
         found = None
         if world.rank == 0:
             expected = {"config_hash": self.config.hash(), "data_hash": data_hash(self.shards.manifest)}
-            found = checkpoint.find_latest(folder, expected)
+            if store is None:
+                found = checkpoint.find_latest(folder, expected)
+            else:
+                with self.pulse.doing("fetching"):
+                    found = store.fetch(expected=expected)
         done = world.largest(0 if found is None else found[1].step)
         if done:
+            if store is not None and found is None:
+                with self.pulse.doing("fetching"):
+                    store.bring(done)
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if found is None else found[1]
             checkpoint.load(path, self.stepper.encoder, self.stepper.optimizer, self.stepper.objective)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from common.config import expand
 from pipeline.manifest import TOKENIZER, load_manifest
 from pipeline.shards import ShardSet
 from trainer.config import TrainConfig
@@ -21,6 +20,7 @@ from trainer.plan import Plan
 from trainer.sharding import shard
 from trainer.spans import SpanConfig
 from trainer.step import Stepper
+from trainer.store import data_folder
 from trainer.validation import Validator, build_validator
 
 
@@ -54,7 +54,7 @@ def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) ->
         max_content=max_span_tokens(encoder.model) - vocabulary.num_specials,
         vocabulary=vocabulary,
         seed=config.seed,
-        short_documents=load_manifest(expand(config.data)).short_documents,
+        short_documents=load_manifest(data_folder(config)).short_documents,
     )
 
 
@@ -98,5 +98,5 @@ def held_out_validator(
         feed = build_feed(config, encoder, vocabulary)
         return dataclasses.replace(feed, spans=spans, masking=None, unmasked_anchors=False, include_positives=True)
 
-    shards = ShardSet(expand(config.data), "held-out")
+    shards = ShardSet(data_folder(config), "held-out")
     return build_validator(config.validation, config.spans, shards, feed_for, config.seed, world, device)

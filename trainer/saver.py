@@ -37,6 +37,7 @@ class Saver:
         before: called before each checkpoint is made; what it writes shall never lie behind a checkpoint. May raise
             OSError, which counts as the checkpoint's.
         clock: monotonic, in seconds.
+        after: called with the step of each checkpoint that is made. May raise OSError likewise.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Saver:
         score: str,
         before: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        after: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.folder = folder
         self.config = config
         self.score = score
-        self._before = before
+        self._before, self._after = before, after
+        self._made: Job | None = None  # the last one whose checkpoint lies in the folder
         self._clock = clock
         self._saved_at = clock()
         self._changed = threading.Condition()  # guards what follows
@@ -178,12 +181,15 @@ class Saver:
             return self._job
 
     def _write(self, job: Job) -> None:
-        self._before()
-        checkpoint.save(self.folder, job.state, job.contents)
-        try:
-            retention.prune(self.folder, self.config, self.score, job.state.step)
-        except OSError as error:  # what should be gone is still there: the next one deletes it
-            get_logger().warning("old checkpoints in %s cannot be deleted now (%s)", self.folder, error.strerror)
+        if job is not self._made:  # else it was `after` that failed
+            self._before()
+            checkpoint.save(self.folder, job.state, job.contents)
+            self._made = job
+            try:
+                retention.prune(self.folder, self.config, self.score, job.state.step)
+            except OSError as error:  # what should be gone is still there: the next one deletes it
+                get_logger().warning("old checkpoints in %s cannot be deleted now (%s)", self.folder, error.strerror)
+        self._after(job.state.step)
 
     def _done(self, job: Job) -> None:
         with self._changed:

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from common.address import child
 from common.logs import get_logger
 from pipeline.session import start_ray
 from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
@@ -59,6 +60,7 @@ class Supervisor:
     def __init__(self, config: TrainConfig, run: Path, steps: int, signals: Signals, marks: dict[str, float]) -> None:
         self.config, self.run, self.steps, self.signals = config, run, steps, signals
         self.restarts = 0
+        self._line: dict[str, Any] | None = None
         self._started: set[str] = set()
         self._heard: dict[tuple[str, int], int] = {}
         self._said: set[tuple[str, str]] = set()
@@ -90,9 +92,13 @@ class Supervisor:
             else:
                 get_logger().warning("saved at step %d after %s; starting again", outcome["step"], outcome["stopped"])
 
+    def newest(self) -> dict[str, Any] | None:
+        """The newest line of metrics that a worker sent along; see `Pulse.line`."""
+        return self._line
+
     @property
-    def _checkpoints(self) -> Path:
-        return self.run / CHECKPOINTS
+    def _checkpoints(self) -> str:
+        return child(self.config.run, CHECKPOINTS)
 
     def _start_once(self) -> dict[str, Any] | Failure | None:
         """One start: None at the end of the run, why its workers ended, or what went wrong."""
@@ -154,6 +160,8 @@ class Supervisor:
         hang = self._watchdog.look(pulses, now)
         self._say(pulses)
         for pulse in pulses:
+            if pulse["line"] and pulse["group"] == self._watchdog.group:
+                self._line = pulse["line"]
             if pulse["rank"] == 0 and pulse["start"] and pulse["group"] not in self._started:
                 self._started.add(pulse["group"])
                 get_logger().info("%s", describe_start(pulse["step"] - pulse["steps"] + 1, pulse["start"]))

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from common.config import expand
 from pipeline.shards import ShardSet
 from trainer.config import TrainConfig
 from trainer.gather import World
@@ -28,6 +27,7 @@ from trainer.parts import build_encoder, build_feed, build_stepper, load_tokeniz
 from trainer.plan import Plan
 from trainer.sharding import whole
 from trainer.step import RankBatch, Stepper
+from trainer.store import data_folder
 
 Precision = Literal["float32", "float64"]
 # Rounding differs when sums are split; anything larger is a mistake.
@@ -136,7 +136,7 @@ def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str,
 
 def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[Stepper, RankBatch]:
     """The configuration's stepper, and this rank's share of the run's first batch."""
-    shards = ShardSet(expand(config.data), "train")
+    shards = ShardSet(data_folder(config), "train")
     tokenizer, vocabulary = load_tokenizer(shards.folder)
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
     plan = Plan(config.seed, shards.num_documents, size)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForMaskedLM
 
-from common.config import expand
 from pipeline.manifest import TOKENIZER
 from pipeline.tokenization import load_tokenizer
 from trainer.config import TrainConfig
 from trainer.model import load_hf_config
+from trainer.store import data_folder
 
 _BYTES_SAVED = 12  # a parameter and AdamW's two moments, float32
 _BYTES_HELD = 16  # and its gradient
@@ -81,7 +81,7 @@ def _parameters(config: TrainConfig) -> int:
     encoder = config.encoder
     vocabulary, ids = 0, {}
     if encoder.pretrained is None:
-        tokenizer = load_tokenizer(str(expand(config.data) / TOKENIZER))
+        tokenizer = load_tokenizer(str(data_folder(config) / TOKENIZER))
         vocabulary, ids = len(tokenizer), {"pad_token_id": tokenizer.pad_token_id}
     hf = load_hf_config(encoder, vocabulary, ids)
     with torch.device("meta"):  # shapes only
