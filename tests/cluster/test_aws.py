@@ -11,6 +11,9 @@ import yaml
 from ray.autoscaler._private.providers import _NODE_PROVIDERS, _get_node_provider
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from common.address import child
+from common.remotefile import names, write_file
+
 ROOT = Path(__file__).resolve().parents[2]
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
 moto = pytest.importorskip("moto.server", reason="moto is not installed")
@@ -38,9 +41,7 @@ def account(tmp_path_factory):
 
 def create_stack(you="203.0.113.7/32"):
     ec2 = boto3.client("ec2")
-    vpc = ec2.describe_vpcs()["Vpcs"][0]["VpcId"]
-    subnets = [subnet["SubnetId"] for subnet in ec2.describe_subnets()["Subnets"]][:2]
-    given = {"Vpc": vpc, "Subnets": ",".join(subnets), "You": you}
+    given = {"Vpc": ec2.describe_vpcs()["Vpcs"][0]["VpcId"], "You": you}
     formation = boto3.client("cloudformation")
     formation.create_stack(
         StackName="declutr",
@@ -56,9 +57,8 @@ def create_stack(you="203.0.113.7/32"):
 def filled_in(outputs):
     """cluster.yaml as docs/cluster.md says to fill it in."""
     text = (ROOT / "cluster.yaml").read_text()
-    assert text.count("sg-00000000000000000") == text.count("fs-00000000000000000") == 1
-    text = text.replace("sg-00000000000000000", outputs["SecurityGroup"])
-    return yaml.safe_load(text.replace("fs-00000000000000000", outputs["FileSystem"]))
+    assert text.count("sg-00000000000000000") == 1
+    return yaml.safe_load(text.replace("sg-00000000000000000", outputs["SecurityGroup"]))
 
 
 def bootstrap(cluster):
@@ -110,6 +110,20 @@ def test_what_would_be_started_and_who_reaches_it():
     assert [pair["GroupId"] for rule in inside for pair in rule["UserIdGroupPairs"]] == [outputs["SecurityGroup"]]
     assert len(rules) == 2
     assert not [rule for rule in inside if rule["IpRanges"] or rule["Ipv6Ranges"]]
+
+    # The bucket is a place for a run, and the rights to it are in one policy. (The server attaches none to the roles.)
+    iam = boto3.client("iam")
+    policies = [policy["Arn"] for policy in iam.list_policies(Scope="Local")["Policies"]]
+    documents = [iam.get_policy_version(PolicyArn=arn, VersionId="v1")["PolicyVersion"]["Document"] for arn in policies]
+    statements = [statement for document in documents for statement in document["Statement"]]
+    rights = {action: statement["Resource"] for statement in statements for action in statement["Action"]}
+    assert rights["s3:ListBucket"] == f"arn:aws:s3:::{outputs['Bucket']}"
+    for action in ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"):
+        assert rights[action] == f"arn:aws:s3:::{outputs['Bucket']}/*"
+    assert set(outputs) == {"SecurityGroup", "Bucket"}
+    run = f"s3://{outputs['Bucket']}/runs/base"
+    write_file(child(run, "note"), b"found without a key in the address")
+    assert names(run) == ["note"]
 
 
 def test_template_is_what_cloudformation_takes():
