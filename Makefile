@@ -37,13 +37,13 @@ test-fast: setup ## the tests without Ray and process groups: a minute
 	$(BIN)/python -m pytest -m "not ray and not dist and not slow"
 
 chaos: setup ## every fault in a run of its own, against the quiet run (docs/reliability.md); half an hour
-	$(BIN)/python -m benchmarks.chaos --json runs/chaos.json
+	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
 chaos-short: setup ## the same faults, several to a run: at most 8 minutes on 2 CPU cores
-	$(BIN)/python -m benchmarks.chaos --short --json runs/chaos-short.json
+	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 soak: setup ## training for half an hour with a random fault every minute
-	$(BIN)/python -m benchmarks.chaos.soak --json runs/soak.json
+	$(BIN)/python -m benchmarks.chaos.soak --patience 3 --json runs/soak.json
 
 check: setup ## lint, format, types, imports
 	$(BIN)/ruff check .

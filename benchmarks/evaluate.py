@@ -6,19 +6,25 @@ random weights from a fixed seed and a bag of hashed words: neither needs a down
 
     python -m benchmarks.evaluate --json OUT                          # against our plain writing of the procedure
     python -m benchmarks.evaluate --json OUT --senteval CHECKOUT      # against facebookresearch/SentEval itself
+
+On complete data the official preset takes long: MR alone is 410 fits of seconds each. With `--keep FOLDER` the same
+command goes on where it was cut off, and `--encoders` of two processes may differ: what one measured the other takes.
 """
 
 import argparse
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import record
 from benchmarks.embed import SIZES, write_encoder
 from benchmarks.official_senteval import Checkout, Clock, Plain
+from common.storage import folder_aside, hash_json, read_json, write_json
 from evaluation.encoder import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.encoders.words import HashedWords
@@ -27,9 +33,10 @@ from evaluation.senteval.checking import inspect
 from evaluation.senteval.data import sentence_rows, sentences
 from evaluation.senteval.findings import Inspection
 from evaluation.senteval.plan import choose_tasks
-from evaluation.senteval.scoring import Embeddings, score
+from evaluation.senteval.scoring import Embeddings, cost, score
 from evaluation.senteval.settings import ClassifierConfig
 from evaluation.senteval.tasks import find
+from evaluation.senteval.vectors import embed_all, texts_hash
 
 _SIBLING = Path(__file__).resolve().parents[2] / "shared" / "data" / "senteval"
 _HUNDREDTHS = ("acc", "devacc", "f1")  # in percent already; correlations are not
@@ -45,29 +52,39 @@ def main(arguments: list[str] | None = None) -> None:
         config = config.model_copy(update=_SHORT)
     torch.set_num_threads(1)
     facts = record.facts("evaluate", given.commit)
-    official: Checkout | Plain = Checkout(given.senteval, data) if given.senteval else Plain()
-    inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data)
+    fits = given.keep / "fits" if given.keep else None
+    official: Checkout | Plain = Checkout(given.senteval, data, fits) if given.senteval else Plain()
+    inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data, config)
     if not inspections:
         raise SystemExit(f"{data}: no task of {given.tasks} has its data there; --data FOLDER says where they are")
+    quick = choose_tasks(given.quick.split(",")) if given.quick else ()
     rows = sentence_rows(found.data for found in inspections if found.data)
-    measured: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        for encoder in _encoders(given, Path(name), list(rows)):
-            record.progress(f"{encoder.name}: embedding {len(rows)} sentences")
-            embeddings = encoder.encode(list(rows))
-            for inspection in inspections:
-                turn = len(measured) % 2
-                measured.append(_task(inspection, encoder.name, rows, embeddings, config, official, turn))
-    figures = {
+    figures: dict[str, Any] = {
         "official": official.name,
         "preset": "short" if given.short else given.preset,
         "data": {found.task.name: found.standing for found in inspections},
         "left_out": left_out,
-        **_totals(measured),
-        "tasks": measured,
-        **facts,
     }
-    record.publish(figures, given.json)
+    measured: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = given.keep or Path(name)
+        for encoder in _encoders(given, folder, list(rows)):
+            embeddings = embed_all(encoder, list(rows), folder / "embeddings", record.progress).take(
+                np.arange(len(rows))
+            )
+            for inspection in inspections:
+                task, turn = inspection.task.name, len(measured) % 2
+                chosen = ClassifierConfig.prototyping() if task in quick else config
+                made_of = [encoder.fingerprint, task, chosen.model_dump(mode="json"), official.name]
+                identity = f"{task}-{hash_json([*made_of, texts_hash(list(rows))])[:16]}"
+                path = folder / f"{identity}.json"
+                if not path.is_file():
+                    found = _task(inspection, encoder.name, rows, embeddings, chosen, official, turn, identity)
+                    preset = "prototyping" if task in quick else figures["preset"]
+                    write_json(path, {**found, "preset": preset, "commit": facts["commit"]})
+                measured.append(read_json(path))
+    record.progress("\n".join(table(measured)))
+    record.publish({**figures, **_totals(measured), "tasks": measured, **facts}, given.json)
 
 
 def _options() -> argparse.ArgumentParser:
@@ -77,16 +94,20 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
     options.add_argument("--tasks", default="all", help="names and sets, by commas")
     options.add_argument("--preset", choices=("official", "prototyping"), default="official")
+    options.add_argument("--quick", metavar="TASKS", help="these by the prototyping preset, on both sides")
     options.add_argument("--encoders", default="transformer,hashed-words", help="which of the two")
     options.add_argument("--model", choices=SIZES, default="small", help="size of the transformer")
     options.add_argument("--hashed-size", type=int, default=300, help="numbers in an embedding of hashed words")
     options.add_argument("--vocab-size", type=int, default=16_000)
+    options.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="takes what is measured, and gives it to a later call"
+    )
     options.add_argument("--short", action="store_true", help="a few passes and two folds: a test, not a figure")
     return options
 
 
-def _at_hand(names: Sequence[str], data: Path) -> tuple[list[Inspection], dict[str, str]]:
-    """Tasks that can be scored on both sides, and why the others cannot."""
+def _at_hand(names: Sequence[str], data: Path, config: ClassifierConfig) -> tuple[list[Inspection], dict[str, str]]:
+    """Tasks that can be scored on both sides, the shortest first, and why the others cannot."""
     found, left_out = [], {}
     for name in names:
         task = find(name)
@@ -97,7 +118,7 @@ def _at_hand(names: Sequence[str], data: Path) -> tuple[list[Inspection], dict[s
             left_out[name] = inspection.reason.replace(str(data), "DATA")
         else:
             found.append(inspection)
-    return found, left_out
+    return sorted(found, key=lambda one: cost(one.data, "procedure", config) if one.data else 0), left_out
 
 
 def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list[SentenceEncoder]:
@@ -106,8 +127,13 @@ def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list
         if kind == "hashed-words":
             made.append(HashedWords(given.hashed_size, given.seed))
         elif kind == "transformer":
-            write_encoder(folder, given.model, texts[:: max(1, len(texts) // 50_000)], given.vocab_size, given.seed)
-            made.append(load_encoder(str(folder), device="cpu"))
+            made_of = [given.model, given.vocab_size, given.seed, texts_hash(texts)]
+            model = folder / f"encoder-{hash_json(made_of)[:16]}"
+            if not model.is_dir():
+                with folder_aside(model) as aside:
+                    some = texts[:: max(1, len(texts) // 50_000)]
+                    write_encoder(aside, given.model, some, given.vocab_size, given.seed)
+            made.append(load_encoder(str(model), device="cpu"))
         else:
             raise SystemExit(f"--encoders {kind}: there are transformer and hashed-words")
     return made
@@ -121,11 +147,13 @@ def _task(
     config: ClassifierConfig,
     official: Checkout | Plain,
     turn: int,
+    identity: str,
 ) -> dict[str, Any]:
     """Both sides of one task: scores, seconds, ratio, differences in points."""
     data, task = inspection.data, inspection.task
     if data is None:
         raise ValueError(f"{task.name}: no data")
+    load = round(os.getloadavg()[0], 2)
     clocks: dict[str, Clock] = {}
     scores: dict[str, dict[str, float]] = {}
     for side in ("ours", "official") if turn else ("official", "ours"):
@@ -136,7 +164,7 @@ def _task(
             scores[side] = dict(score(data, "procedure", own, config).scores)
             clocks[side].stop()
         else:
-            scores[side], clocks[side] = official.score(data, rows, embeddings, config)
+            scores[side], clocks[side] = official.score(data, rows, embeddings, config, identity)
         record.progress(
             f"{encoder} {task.name} {side} {clocks[side].seconds:.1f} s {headline(task.name, scores[side]):.2f}"
         )
@@ -147,6 +175,7 @@ def _task(
         "task": task.name,
         "encoder": "hashed-words" if encoder.startswith("hashed-words") else "transformer",
         "rows": data.num_rows,
+        "load_average": load,
         "ratio": round(clocks["official"].cpu_seconds / max(clocks["ours"].cpu_seconds, 1e-9), 3),
         "ratio_wall": round(clocks["official"].seconds / max(clocks["ours"].seconds, 1e-9), 3),
         "score_diff": round(abs(headline(task.name, scores["ours"]) - headline(task.name, scores["official"])), 6),
@@ -161,6 +190,21 @@ def _task(
             for side in ("ours", "official")
         },
     }
+
+
+def table(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines of Markdown: a row a task, and of each encoder the official score, ours and the difference in points."""
+    by_name = {(row["task"], row["encoder"]): row for row in measured}
+    tasks, encoders = ({row[kind]: None for row in measured} for kind in ("task", "encoder"))
+    yield f"| task | rows | {' | '.join(f'{encoder}: official | ours | apart' for encoder in encoders)} |"
+    yield "| --- | " + " | ".join(["---:"] * (1 + 3 * len(encoders))) + " |"
+    for task in tasks:
+        found = [by_name[task, encoder] for encoder in encoders]
+        cells = [
+            f"{row['official']['score']:.2f} | {row['ours']['score']:.2f} | {row['score_diff']:.2f}" for row in found
+        ]
+        quick = " (prototyping)" if found[0]["preset"] == "prototyping" else ""
+        yield f"| {find(task).label}{quick} | {found[0]['rows']:,} | {' | '.join(cells)} |"
 
 
 def _totals(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score
 
 from benchmarks import released_senteval as plain
+from benchmarks.kept_fits import KeptFits
 from evaluation.senteval.data import EMPTY, Split, TaskData
 from evaluation.senteval.relatedness import bins
 from evaluation.senteval.settings import ClassifierConfig
@@ -67,23 +68,29 @@ class Checkout:
     Args:
         folder: of the checkout.
         data: folder with `downstream` and `probing`, which it reads with its own loaders.
+        keep: folder that takes every fit, so that a task goes on where it was cut off; None: nothing is kept.
     """
 
     name = "facebookresearch/SentEval"
 
-    def __init__(self, folder: Path, data: Path) -> None:
+    def __init__(self, folder: Path, data: Path, keep: Path | None = None) -> None:
         if not (folder / "senteval" / "engine.py").is_file():
             raise ValueError(f"{folder}: no checkout of facebookresearch/SentEval: there is no senteval/engine.py")
         self.data = data
+        self.keep = keep
         sys.path.insert(0, str(folder))
         try:
             self.engine: ModuleType = importlib.import_module("senteval.engine")
+            self.classifier: type = importlib.import_module("senteval.tools.classifier").MLP
         finally:
             sys.path.remove(str(folder))
 
-    def score(self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig) -> Any:
-        """Scores and the clock of a task."""
+    def score(
+        self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig, identity: str = ""
+    ) -> Any:
+        """Scores and the clock of a task; `identity` names the task with its encoder among kept fits."""
         clock = Clock()
+        fits = KeptFits(self.keep / identity) if self.keep else None
 
         def batcher(_: Any, batch: Sequence[Sequence[str]]) -> Array:
             return embeddings[[rows[" ".join(words) or EMPTY] for words in batch]]
@@ -98,10 +105,13 @@ class Checkout:
             "max_epoch": config.max_epoch,
         }
         params = {"task_path": str(self.data), "usepytorch": True, "kfold": config.num_folds, "classifier": classifier}
-        with _today():
+        with _today(), fits.around(self.classifier) if fits else contextlib.nullcontext():
             engine = self.engine.SE({**params, "seed": config.seed}, batcher, lambda *_: clock.start())
             found = engine.eval(data.task.name)
             clock.stop()
+        if fits:
+            clock.seconds += fits.seconds
+            clock.cpu_seconds += fits.cpu_seconds
         return _flat(found), clock
 
 
@@ -161,7 +171,9 @@ class Plain:
 
     name = "benchmarks.released_senteval"
 
-    def score(self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig) -> Any:
+    def score(
+        self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig, _: str = ""
+    ) -> Any:
         """Scores and the clock of a task."""
         clock = Clock()
         clock.start()

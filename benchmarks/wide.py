@@ -18,7 +18,7 @@ from pipeline.writer import ShardWriter
 _GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 _TOKENS = 8
 _LINKS = 60_000  # names that one file may have: ext4 allows 65,000
-_INFO = TokenizerInfo(
+TOKENIZER = TokenizerInfo(
     kind="train",
     fingerprint="made up",
     vocab_size=1000,
@@ -29,6 +29,7 @@ _INFO = TokenizerInfo(
     unk_token_id=3,
     special_ids=[0, 1, 2, 3, 4],
 )
+"""Of no text: what shards must know of a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ def make(folder: Path, num_shards: int, shard_documents: int) -> Wide:
         else:
             first = first.rename(folder / name)
         sidecars.append(_sidecar(shard.model_copy(update={"name": name}), number))
-    manifest = build_manifest(sidecars, _INFO, _GEOMETRY, {}, "made up")
+    manifest = build_manifest(sidecars, TOKENIZER, _GEOMETRY, {}, "made up")
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=1))
     return Wide(folder, num_shards, num_shards * shard_documents)
 
 
 def _write(folder: Path, documents: int) -> Shard:
-    schema = shard_schema(_INFO.vocab_size, _GEOMETRY, _INFO.fingerprint)
+    schema = shard_schema(TOKENIZER.vocab_size, _GEOMETRY, TOKENIZER.fingerprint)
     tokens = np.arange(_TOKENS, dtype=np.uint32)
     with ShardWriter(folder, "original", "train", schema, 1000) as writer:
         for number in range(documents):

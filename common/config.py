@@ -108,7 +108,7 @@ def describe(error: ValidationError, model: type[BaseModel]) -> list[str]:
             lines.append(f"{key}: missing, and it has no default")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{key} = {item['input']!r}: {message}" if item["loc"] else message)
+            lines += [f"{key} = {item['input']!r}: {message}"] if item["loc"] else message.splitlines()
     return lines
 
 

@@ -1,18 +1,22 @@
 """Scores of a run's checkpoints, `scores.jsonl` in its folder: written by whoever scores, read by whoever trains.
 
-The two know each other through this file alone. A line is appended in one call, so that two writers cannot mix theirs;
-what a kill has cut off is no line, and the next writer begins a new one.
+The two know each other through this file alone, and `scoring.json`, which names the checkpoint that is being scored. A
+line is appended in one call, so that two writers cannot mix theirs; what a kill has cut off is no line, and the next
+writer begins a new one.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from common.config import Strict
+from common.storage import read_json, write_json
 
 SCORES = "scores.jsonl"
+SCORING = "scoring.json"
 
 
 class ScoreLine(Strict):
@@ -60,3 +64,37 @@ def read_scores(run: Path) -> tuple[ScoreLine, ...]:
         except ValidationError:
             continue  # cut off by a kill, with the next line's beginning after it; the checkpoint is scored again
     return tuple(found)
+
+
+def comparable(lines: Sequence[ScoreLine]) -> dict[tuple[int, str], float]:
+    """The scores that may be compared, by step and checkpoint, in the order in which they were written.
+
+    They are those of the newest line's choice: who begins to score by other tasks or settings begins anew. A checkpoint
+    of which a task could not be scored has none.
+    """
+    return {
+        (line.step, line.checkpoint): line.score
+        for line in lines
+        if line.choice == lines[-1].choice and line.score is not None
+    }
+
+
+@contextmanager
+def scoring(run: Path, step: int) -> Iterator[None]:
+    """Names the checkpoint that is scored while the block runs, so that it is not deleted over it.
+
+    What a killed process leaves names it until the next block: one checkpoint more is kept.
+    """
+    write_json(run / SCORING, {"step": step})
+    try:
+        yield
+    finally:
+        (run / SCORING).unlink(missing_ok=True)
+
+
+def read_scoring(run: Path) -> int | None:
+    """Step of the checkpoint that is being scored; None: there is none, or the file is damaged."""
+    try:
+        return int(read_json(run / SCORING)["step"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return None

@@ -34,15 +34,20 @@ def write_aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder_aside(path: Path) -> Iterator[Path]:
+def folder_aside(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yields an empty temporary sibling folder of `path`; it takes the name `path` only if the block succeeds.
 
+    Args:
+        path: what the folder will be called.
+        replace: a folder of that name gives way, once the new one is whole. A kill between the two leaves neither.
+
     Raises:
-        FileExistsError: `path` exists already; a finished folder is never replaced in place.
+        FileExistsError: `path` exists already, and is not to be replaced.
     """
-    if path.exists():
+    if path.exists() and not replace:
         raise FileExistsError(f"{path} exists already")
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    gone = path.with_name(f".{path.name}.gone.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
@@ -50,10 +55,13 @@ def folder_aside(path: Path) -> Iterator[Path]:
         for file in sorted(aside.rglob("*")):
             fsync_path(file)
         fsync_path(aside)
+        if replace and path.exists():
+            path.rename(gone)
         aside.rename(path)
         fsync_path(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,16 +1,18 @@
 """`declutr checkpoints RUN`: every checkpoint of a run, whether it verifies, and why it is kept."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
 from trainer import checkpoint
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS
+from trainer.ranking import being_scored, rating
 from trainer.retention import kept
+from trainer.state import RunState
 
 
 class CheckpointsError(ValueError):
@@ -29,8 +31,9 @@ class Row:
         documents: read so far; None, like what follows, where the state cannot be read.
         world_size: workers that took the last step.
         skipped: steps so far whose update was left out.
-        scores: held-out scores; empty when it was not validated.
-        kept: `last`, `best`, `every`; empty where it is deleted with the next checkpoint.
+        scores: held-out scores; empty when it was not validated. `followed`: what a follower has given it, if that is
+            what the run goes by.
+        kept: `last`, `best`, `every`, `scoring`; empty where it is deleted with the next checkpoint.
     """
 
     step: int
@@ -63,13 +66,15 @@ def rows(run: Path, now: float | None = None) -> list[Row]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointsError(f"{run}: its config.yaml cannot be read ({error})") from error
     now = time.time() if now is None else now
-    found = [_row(checkpoint.checkpoint_path(folder, step), step, now) for step in steps]
-    scores = {row.step: row.scores.get(config.validation.score) for row in found if row.broken is None}
-    why = kept(scores, config.checkpoint)
+    score = config.validation.score
+    rate = rating(folder, score)
+    found = [_row(checkpoint.checkpoint_path(folder, step), step, now, score, rate) for step in steps]
+    scores = {row.step: row.scores.get(score) for row in found if row.broken is None}
+    why = kept(scores, config.checkpoint, being_scored(folder, score))
     return [replace(row, kept=why.get(row.step, [])) for row in found]
 
 
-def _row(path: Path, step: int, now: float) -> Row:
+def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState], float | None]) -> Row:
     files = [file.stat() for file in path.iterdir() if file.is_file()]
     age = round(now - max(file.st_mtime for file in files), 1) if files else None
     row = Row(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
@@ -77,9 +82,9 @@ def _row(path: Path, step: int, now: float) -> Row:
         state = checkpoint.read_state(path)
     except checkpoint.CheckpointError as error:
         return replace(row, broken=str(error).removeprefix(f"{path}: ").splitlines()[0])
-    return replace(
-        row, documents=state.documents, world_size=state.world_size, skipped=state.skipped, scores=state.scores
-    )
+    value = rate(state)
+    scores = state.scores | ({} if value is None else {score: value})
+    return replace(row, documents=state.documents, world_size=state.world_size, skipped=state.skipped, scores=scores)
 
 
 def table(found: list[Row]) -> Iterator[str]:

@@ -14,6 +14,7 @@ _COMMANDS = {
     "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "evaluation.commands.embed:run"),
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "evaluation.commands.index:run"),
     "search": ("INDEX QUERY: the nearest texts of an index", "evaluation.commands.search:run"),
+    "explore": ("INDEX: search and a map of an index, in a browser", "evaluation.commands.explore:run"),
     "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "evaluation.commands.export_onnx:run"),
     "doctor": (
         "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
@@ -34,7 +35,7 @@ _COMMANDS = {
     "demo": ("the whole path on a corpus that every machine has", "evaluation.commands.demo:run"),
 }
 
-_READ_FOLDERS = ("index", "search", "export-onnx", "evaluate", "inspect", "checkpoints", "report")
+_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  declutr {name} {what}")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 1
     command, *given = arguments
-    read = given if command in _READ_FOLDERS else given[:1] if command == "embed" else []
+    read = given if command in _READ_FOLDERS else given[:1] if command in ("embed", "search") else []
     if address := next((one for one in read if "://" in one), None):
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
         return 1

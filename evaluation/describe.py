@@ -6,14 +6,15 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from common.scores import comparable, read_scores
 from common.storage import read_json
 from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
 from pipeline.shards import ShardSet, check_shards
 from pipeline.windows import Geometry, ShortDocuments
 from trainer import checkpoint
+from trainer.checkpoint import CHECKPOINTS
 from trainer.export import EXPORT, SETTINGS
 from trainer.feed import document_keys, ragged
-from trainer.loop import CHECKPOINTS
 from trainer.metrics import read_metrics
 from trainer.spans import SpanConfig, draw, place
 
@@ -160,6 +161,8 @@ def _run(path: Path) -> Iterator[str]:
         if line["kind"] == "validation":
             scores = ", ".join(f"{name} {line[name]:.4f}" for name in line if name not in ("kind", "step", "time"))
             yield f"  held out after step {line['step']}: {scores}"
+    for (step, _), value in comparable(read_scores(path)).items():
+        yield f"  followed after step {step}: {value:.2f}"
     for step in checkpoint.steps_in(path / CHECKPOINTS):
         yield from _checkpoint(checkpoint.checkpoint_path(path / CHECKPOINTS, step))
     yield f"  exported to {path / EXPORT}" if (path / EXPORT).is_dir() else "  not exported yet"

@@ -21,12 +21,12 @@ from evaluation.encoders.transformer import LongTexts, TransformerEncoder
 from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from pipeline.manifest import TOKENIZER
 from trainer import checkpoint
+from trainer.cache import data_folder
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.export import EXPORT
-from trainer.loop import CHECKPOINTS
 from trainer.model import Encoder, EncoderConfig, max_span_tokens, packs
 from trainer.parts import build_encoder
-from trainer.store import data_folder
 
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 

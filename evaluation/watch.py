@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.scores import ScoreLine, append_score, read_scores
+from common.scores import ScoreLine, append_score, read_scores, scoring
 from common.storage import hash_json
 from evaluation.encoder import EncoderError, load_encoder
 from evaluation.senteval.findings import Inspection
@@ -16,9 +16,8 @@ from evaluation.senteval.harness import evaluate
 from evaluation.senteval.plan import Choice
 from pipeline.session import SessionConfig
 from trainer import checkpoint
-from trainer.checkpoint import CheckpointError
+from trainer.checkpoint import CHECKPOINTS, CheckpointError
 from trainer.lock import LOCK
-from trainer.loop import CHECKPOINTS
 from trainer.run import SUMMARY
 
 FOLDER = "scores"
@@ -78,9 +77,10 @@ class Follower:
             ended = (self.run / SUMMARY).is_file() and not (self.run / LOCK).exists()
             waiting = [key for key in self.pending() if key not in passed_over]
             if waiting:
-                if self.score(*waiting[0]):
-                    number += 1
-                else:
+                with scoring(self.run, waiting[0][0]):
+                    scored = self.score(*waiting[0])
+                number += scored
+                if not scored:
                     passed_over.add(waiting[0])
             elif once or ended:
                 return number
@@ -96,7 +96,7 @@ class Follower:
                 state = checkpoint.read_state(checkpoint.checkpoint_path(self.run / CHECKPOINTS, step), verify=False)
             except CheckpointError:
                 continue  # being pruned, or broken: the trainer passes it over as well
-            found.append((step, hash_json(state.files)))
+            found.append((step, state.identity))
         return [key for key in found if key not in done]
 
     def score(self, step: int, identity: str) -> bool:

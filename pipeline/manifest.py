@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from common.config import Strict, describe
+from common.storage import hash_json
 from pipeline.corpus import Failure
 from pipeline.ledger import LedgerFile
 from pipeline.schema import SCHEMA_VERSION
@@ -189,3 +190,14 @@ def load_manifest(folder: Path) -> Manifest:
     if manifest.schema_version != SCHEMA_VERSION:
         raise ShardError(f"{path} has schema version {manifest.schema_version}; this code reads {SCHEMA_VERSION}")
     return manifest
+
+
+def data_hash(manifest: Manifest) -> str:
+    """Identity of prepared data: every shard's checksum, the tokenizer and the geometry."""
+    return hash_json(
+        [
+            [[shard.name, shard.sha256] for shard in manifest.shards],
+            manifest.tokenizer.fingerprint,
+            manifest.geometry.model_dump(mode="json"),
+        ]
+    )

@@ -59,7 +59,7 @@ def test_cluster_file_fits_rays_schema():
 
 
 def test_every_command_helps():
-    for command in ("prepare", "train", "doctor", "embed", "inspect", "report", "demo"):
+    for command in ("prepare", "train", "doctor", "embed", "explore", "inspect", "report", "demo"):
         shown = subprocess.run(
             [sys.executable, "-m", "evaluation.cli", command, "--help"], capture_output=True, text=True, check=True
         )

@@ -26,7 +26,8 @@ Contents = dict[str, dict[str, Tensor]]
 """The tensors of a checkpoint by file and name, on the CPU."""
 
 CHECKPOINTS = "checkpoints"
-"""Folder of a run."""
+"""The folder of a run that holds them."""
+
 _NAME = re.compile(r"step-(\d{8})")
 ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
     "encoder.safetensors",
@@ -158,12 +159,15 @@ def steps_among(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
-def find_latest(folder: Path, expected: Mapping[str, str] | None = None) -> tuple[Path, RunState] | None:
+def find_latest(
+    folder: Path, expected: Mapping[str, str] | None = None, verify: bool = True
+) -> tuple[Path, RunState] | None:
     """The newest checkpoint that verifies; others are named in the log and passed over. None: begin at the beginning.
 
     Args:
         folder: of the run's checkpoints.
         expected: fields of RunState and what they are in this run; a checkpoint that differs is another run's.
+        verify: False: as for `read_state`.
 
     Raises:
         UnreadableError: none verifies, and the storage failed: a whole one may be there.
@@ -176,28 +180,13 @@ def find_latest(folder: Path, expected: Mapping[str, str] | None = None) -> tupl
                 found = getattr(read_state(path, verify=False), field)
                 if found != value:
                     raise CheckpointError(f"{path}: {STATE} is of another run ({field} {found[:16]}, not {value[:16]})")
-            return path, read_state(path)
+            return path, read_state(path, verify)
         except CheckpointError as error:
             get_logger().warning("passing over a broken checkpoint: %s", error)
             unreadable = error if isinstance(error, UnreadableError) else unreadable
     if unreadable is not None:
         raise unreadable
     return None
-
-
-def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
-    """The checkpoint that verifies with the highest value of a score; the earliest of equals."""
-    best: tuple[Path, RunState] | None = None
-    for step in steps_in(folder):
-        path = checkpoint_path(folder, step)
-        try:
-            state = read_state(path)
-        except CheckpointError as error:
-            get_logger().warning("passing over a broken checkpoint: %s", error)
-            continue
-        if score in state.scores and (best is None or state.scores[score] > best[1].scores[score]):
-            best = path, state
-    return best
 
 
 def write_objective(path: Path, objective: Declutr) -> str:

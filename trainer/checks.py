@@ -8,15 +8,15 @@ from transformers import AutoModelForMaskedLM
 from common.config import ConfigError, flat_keys
 from common.remotefile import RemoteError
 from common.storage import read_json
-from pipeline.manifest import TOKENIZER, Manifest, ShardError, load_manifest
+from pipeline.manifest import TOKENIZER, Manifest, ShardError, data_hash, load_manifest
 from pipeline.shards import check_shards
 from pipeline.tokenization import fingerprint, load_tokenizer
 from trainer import checkpoint
+from trainer.cache import data_folder, run_folder
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS, data_hash
 from trainer.model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
-from trainer.store import data_folder, run_folder
 
 DECISIVE = "decisive.json"
 

@@ -22,7 +22,7 @@ class RankPlan:
     Attributes:
         plan: the run's plan.
         folder: the shards, on the rank's host.
-        address: where that is a copy of, which a task on another host fetches for itself; empty: all see the folder.
+        address: `data` of the run. Where it is an address, the folder is a copy, which a task on another host fetches.
         start: first position of the global batch that the rank reads.
         end: position after its last.
         first_step: 0-based step the stream begins with.
@@ -66,7 +66,7 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
     """Ray Data task: a chunk's number after `first` in, its documents out, with the epoch in which each is read."""
     if rank_plan.folder not in _shards:
         folder = Path(rank_plan.folder)
-        if rank_plan.address and not folder.exists():
+        if "://" in rank_plan.address and not folder.exists():
             from common.remote import local_copy  # takes its time to import, and most tasks have no use for it
 
             if local_copy(rank_plan.address, folder.parent) != folder:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from common.address import is_remote
 from common.config import Strict
 from common.storage import hash_json
 from trainer.model import EncoderConfig
@@ -83,38 +84,57 @@ class TrainConfig(Strict):
     max_skipped_steps: int = Field(default=10, ge=1)
     """With `skip`: how many in a row. One more stops the run: it is no accident of a batch any more."""
     export: Literal["last", "best"] = "last"
-    """Which checkpoint becomes the exported encoder."""
+    """Which checkpoint becomes the exported encoder: the last, or the best by `validation.score`."""
 
     @model_validator(mode="after")
-    def _one_length(self) -> "TrainConfig":
+    def _what_fits_together(self) -> "TrainConfig":
+        found = self._best_problems()
         if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"give steps = {self.steps} or epochs = {self.epochs}, not both")
-        if self.export == "best" and self.validation.every_steps == 0:
-            raise ValueError("export = best needs validation.every_steps above 0")
-        every_steps = self.checkpoint.every_steps
-        if self.export == "best" and (every_steps is None or self.validation.every_steps % every_steps):
-            raise ValueError(
-                f"export = best needs validated checkpoints: validation.every_steps = {self.validation.every_steps} "
-                f"must be a multiple of checkpoint.every_steps = {every_steps}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_sharding_allows(self) -> "TrainConfig":
+            found.append(f"give steps = {self.steps} or epochs = {self.epochs}, not both")
         if self.scaling.shard_parameters and self.microbatch_tokens == "auto":
-            raise ValueError(
+            found.append(
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; give a number of tokens, or null"
             )
+        if self.validation.score == "followed" and is_remote(self.run):
+            found.append(
+                f"validation.score = followed needs a folder as run, not {self.run}: who follows reads that folder. "
+                "Name one that both see, or score on held-out documents (recall_at_1, mrr)"
+            )
+        if found:
+            raise ValueError("\n".join(found))
         return self
+
+    def _best_problems(self) -> list[str]:
+        """What stands against a best checkpoint, which patience needs too."""
+        validation, found = self.validation, []
+        patience = f"validation.patience = {validation.patience}"
+        if validation.patience is not None and self.export == "last":
+            found.append(
+                f"{patience} needs export = best: when it is at its end, the last weights are those that are no better"
+            )
+        if (validation.patience is None and self.export == "last") or validation.score == "followed":
+            return found
+        who = "export = best" if self.export == "best" else patience
+        every_steps = self.checkpoint.every_steps
+        if validation.every_steps == 0:
+            found.append(f"{who} needs validation.every_steps above 0, or validation.score = followed")
+        elif every_steps is None or validation.every_steps % every_steps:
+            found.append(
+                f"{who} needs validated checkpoints: validation.every_steps = {validation.every_steps} "
+                f"must be a multiple of checkpoint.every_steps = {every_steps}"
+            )
+        return found
 
     def decisive(self) -> dict[str, object]:
         """The part of the configuration that decides the result; a run is continued only if it is unchanged.
 
-        `on_bad_loss` is no part of it: up to a bad loss it decides nothing, and from there on only `skip` goes on.
+        `on_bad_loss` is no part of it: up to a bad loss it decides nothing, and from there on only `skip` goes on. Nor
+        is `validation.patience`: it says where a run ends, not what its steps are.
         """
-        free = {"scaling", "checkpoint", "run", "data", "cache", "microbatch_tokens"}
-        return self.model_dump(mode="json", exclude=free | {"on_bad_loss", "max_skipped_steps"})
+        places = ("run", "data", "cache")
+        free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
+        return self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
 
     def hash(self) -> str:
         """Hash of the decisive part."""

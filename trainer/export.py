@@ -7,15 +7,16 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from common.logs import get_logger
 from common.storage import folder_aside, read_json, write_json, write_text
 from pipeline.manifest import load_manifest
-from trainer import checkpoint
+from trainer import checkpoint, ranking
+from trainer.cache import data_folder
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS
-from trainer.model import max_span_tokens
+from trainer.model import Encoder, max_span_tokens
 from trainer.parts import build_encoder, load_tokenizer
 from trainer.state import RunState
-from trainer.store import data_folder
 
 EXPORT = "export"
 SETTINGS = "declutr.json"
@@ -24,13 +25,14 @@ SETTINGS = "declutr.json"
 def export(config: TrainConfig, run: Path) -> Path:
     """Writes `run/export` from the run's last or best checkpoint: weights, tokenizer, pooling, model card.
 
+    The best is that of the scores that are there now; where a follower has scored none, the last one.
+
     Raises:
         CheckpointError: no checkpoint of the run verifies.
     """
     target = run / EXPORT
     folder = run / CHECKPOINTS
-    best = config.export == "best"
-    found = checkpoint.find_best(folder, config.validation.score) if best else checkpoint.find_latest(folder)
+    found = _chosen(config, folder)
     if found is None:
         raise checkpoint.CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = found
@@ -41,18 +43,41 @@ def export(config: TrainConfig, run: Path) -> Path:
     tokenizer, _ = load_tokenizer(data_folder(config))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
-    with folder_aside(target) as aside:
-        transformers_logging.disable_progress_bar()
-        encoder.model.save_pretrained(aside)
-        limit = max_span_tokens(encoder.model)
-        tokenizer.model_max_length = limit
-        tokenizer.save_pretrained(aside)
-        for name, value in sentence_transformers_files(encoder.hidden_size, limit, config.encoder.pooling).items():
-            write_json(aside / name, value)
+    with folder_aside(target, replace=True) as aside:
+        write_encoder(encoder, tokenizer, aside)
         settings = {"step": state.step, "pooling": config.encoder.pooling, "config": config.model_dump(mode="json")}
         write_json(aside / SETTINGS, settings)
         write_text(aside / "README.md", model_card(config, state))
     return target
+
+
+def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
+    """The checkpoint to export; where scores are missing, it is said."""
+    score = config.validation.score
+    if config.export == "last":
+        return checkpoint.find_latest(folder)
+    found = ranking.find_best(folder, score)
+    if score != ranking.FOLLOWED:
+        return found
+    if waiting := ranking.unscored(folder, score):
+        get_logger().warning(
+            "%s is exported, and the checkpoints of steps %s have no score: give them one (declutr evaluate --follow), "
+            "and the same command exports the best of all",
+            "the last checkpoint" if found is None else f"the best by what is known, step {found[1].step},",
+            ", ".join(map(str, waiting)),
+        )
+    return found or checkpoint.find_latest(folder)
+
+
+def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path) -> None:
+    """Weights, tokenizer and pooling into a folder that is there: all that is needed to load them again."""
+    transformers_logging.disable_progress_bar()
+    encoder.model.save_pretrained(folder)
+    limit = max_span_tokens(encoder.model)
+    tokenizer.model_max_length = limit
+    tokenizer.save_pretrained(folder)
+    for name, value in sentence_transformers_files(encoder.hidden_size, limit, encoder.config.pooling).items():
+        write_json(folder / name, value)
 
 
 def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dict[str, Any]:

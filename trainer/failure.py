@@ -82,7 +82,8 @@ def _is_death(error: Exception) -> bool:
 def _who(rank: int, error: Exception) -> str:
     """The worker, with its place where Ray tells it."""
     text = str(error)
-    host, pid = re.search(r"hostname='([^']+)'", text), re.search(r"\bpid[=:] ?(\d+)", text)
+    host = re.search(r"hostname='([^']+)'", text) or re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
+    pid = re.search(r"\bpid[=:] ?(\d+)", text)
     return f"worker {rank} (host {host[1]}, pid {pid[1]})" if host and pid else f"worker {rank}"
 
 

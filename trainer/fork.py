@@ -15,17 +15,17 @@ from torch.nn import Module
 from common.address import is_remote
 from common.config import ConfigError, expand
 from common.storage import folder_aside, read_json, write_json, write_text
-from pipeline.manifest import load_manifest
+from pipeline.manifest import data_hash, load_manifest
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.cache import data_folder
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checks import DECISIVE, changes, problems, refuse
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS, data_hash
 from trainer.metrics import METRICS, read_metrics
 from trainer.objectives import Declutr
 from trainer.parts import build_encoder, load_tokenizer, total_steps
 from trainer.plan import Plan
-from trainer.store import data_folder
 
 FORK = "fork.json"
 

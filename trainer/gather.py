@@ -26,6 +26,8 @@ class Wish(enum.IntFlag):
     """A checkpoint, and the end: the machine goes away, or a person said so."""
     FAIL = 4
     """The end without a checkpoint: they cannot be written."""
+    EARLY = 8
+    """A checkpoint, and the end of the run: its scores get no better."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.logs import get_logger
-from trainer.backend import SignalledTorchConfig
+from trainer.backend import GroupConfig
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.loop import CHECKPOINTS, train_loop
+from trainer.loop import train_loop
 
 _BACKEND_SECONDS = 1800
 
@@ -56,9 +57,7 @@ def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, 
             resources_per_worker=per_worker,
             elastic_resize_monitor_interval_s=scaling.resize_seconds,
         ),
-        torch_config=SignalledTorchConfig(
-            backend="nccl" if use_gpu else "gloo", timeout_s=max(_BACKEND_SECONDS, 2 * int(scaling.hang_seconds))
-        ),
+        torch_config=GroupConfig("nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds)),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS, storage_path=str(run), failure_config=ray.train.FailureConfig(max_failures=0)
         ),

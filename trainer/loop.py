@@ -1,10 +1,5 @@
-"""The page each worker runs: resume, then batch, step, log, validate, save."""
+"""What Ray Train calls on each worker: its parts are put together here, and handed to a Worker."""
 
-import contextlib
-import dataclasses
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,43 +8,20 @@ import ray.train.torch
 import torch
 from ray.util import get_current_placement_group
 
-from common.address import is_remote
 from common.logs import get_logger, setup_logging
-from common.storage import hash_json
-from pipeline.manifest import Manifest
 from pipeline.shards import ShardSet
-from trainer import checkpoint
 from trainer.bulletin import Bulletin
-from trainer.chunks import rank_plan
+from trainer.cache import data_folder, run_folder
 from trainer.config import TrainConfig
-from trainer.feed import Vocabulary
-from trainer.flops import gpu_name, peak_flops
-from trainer.gather import Wish
-from trainer.metrics import METRICS, MetricsWriter, Window, read_last_step
 from trainer.microbatch import Microbatch, MicrobatchError
 from trainer.notice import Ear
-from trainer.parts import build_encoder, build_feed, build_stepper, held_out_validator, load_tokenizer, total_steps
+from trainer.parts import build_encoder, build_stepper, load_tokenizer, total_steps
 from trainer.plan import Plan
 from trainer.pulse import Pulse, Stopwatch, WatchedWorld, Words
-from trainer.saver import SaveError, Saver
-from trainer.state import RunState
-from trainer.step import NonFiniteLossError, RankBatch, StepMetrics, Stepper
-from trainer.store import after_save, data_folder, run_folder, store_of
-from trainer.stream import Ahead, batches
-from trainer.validation import Validator, score_pairs
-
-CHECKPOINTS = checkpoint.CHECKPOINTS
-
-
-def data_hash(manifest: Manifest) -> str:
-    """Identity of prepared data: every shard's checksum, the tokenizer and the geometry."""
-    return hash_json(
-        [
-            [[shard.name, shard.sha256] for shard in manifest.shards],
-            manifest.tokenizer.fingerprint,
-            manifest.geometry.model_dump(mode="json"),
-        ]
-    )
+from trainer.saver import SaveError
+from trainer.step import NonFiniteLossError
+from trainer.store import fetch_run
+from trainer.worker import Worker
 
 
 def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -59,9 +31,9 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
         settings: `config`, the TrainConfig as JSON; `bulletin`, its name; `marks`, the driver's part of the Stopwatch.
 
     Returns:
-        None at the end of the run; else `given_up`, why it cannot go on, or `stopped`, the notice it was stopped by,
-        with `step`, which is saved. What would fail again is returned rather than raised, so that nobody tries again;
-        every rank sees it alike, so none is left waiting.
+        None at the last step; else `given_up`, why it cannot go on, or with `step`, which is saved, `stopped`, the
+        notice it was stopped by, or `early`: its scores get no better. What would fail again is returned rather than
+        raised, so that nobody tries again; every rank sees it alike, so none is left waiting.
     """
     stopwatch = Stopwatch(settings["marks"])
     stopwatch.mark("group")
@@ -87,6 +59,7 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         torch.set_num_threads(config.scaling.cpus_per_worker)
     with pulse.doing("fetching"):
         data = data_folder(config)
+        fetch_run(config, world)
     shards = ShardSet(data, "train", look=False)  # the driver has looked
     tokenizer, vocabulary = load_tokenizer(shards.folder)
     encoder = build_encoder(config, tokenizer).to(device).train()
@@ -111,223 +84,6 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         return {"given_up": str(error)}
     if step == stepper.total_steps:
         return None
+    if worker.early:
+        return {"early": True, "step": step}
     return {"stopped": ear.notice() or "a notice to another worker", "step": step}
-
-
-def never() -> bool:
-    """No notice ever comes."""
-    return False
-
-
-@dataclasses.dataclass
-class Worker:
-    """One worker's run from its latest checkpoint to the last step.
-
-    Attributes:
-        notice: asked after every step: must this machine be left? One worker's yes ends the run of all, saved.
-        pulse: what it does now, for those who watch.
-        stopwatch: where the time goes until the first step.
-        skipped: steps so far whose update was left out because of a bad loss.
-        skipped_in_a_row: the last ones among them.
-    """
-
-    config: TrainConfig
-    run: Path
-    shards: ShardSet
-    stepper: Stepper
-    plan: Plan
-    vocabulary: Vocabulary
-    device: torch.device
-    notice: Callable[[], bool] = never
-    pulse: Pulse = dataclasses.field(default_factory=lambda: Pulse(0, 1))
-    stopwatch: Stopwatch = dataclasses.field(default_factory=lambda: Stopwatch({"worker": time.time()}))
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-
-    def run_to_end(self) -> int:
-        """Resumes, trains, validates and saves until the last step, or a notice; returns the last step taken.
-
-        Raises:
-            NonFiniteLossError: on every rank alike.
-            SaveError: checkpoints cannot be written; on every rank.
-        """
-        config, stepper, world = self.config, self.stepper, self.stepper.world
-        done = self.pulse.step = self.resume()
-        feed = build_feed(config, stepper.encoder, self.vocabulary)
-        address = config.data if is_remote(config.data) else ""
-        mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps, address)
-        ahead = Ahead(batches(mine, feed, self.device))
-        ahead.begin()  # while the untrained encoder is scored
-        validator = None
-        if config.validation.every_steps:
-            validator = held_out_validator(config, stepper.encoder, self.vocabulary, world, self.device)
-        with contextlib.ExitStack() as stack:
-            metrics, saver = None, None
-            if world.rank == 0:
-                metrics = stack.enter_context(contextlib.closing(MetricsWriter(self.run, done)))
-                # a checkpoint never lies before the lines of its own steps: a resume finds them all
-                folder, score = self.run / CHECKPOINTS, config.validation.score
-                saver = Saver(folder, config.checkpoint, score, metrics.flush, after=after_save(config))
-                stack.enter_context(contextlib.closing(saver))
-            if done == 0 and validator is not None:
-                self.score(validator, metrics, 0)
-            return self.take_steps(done, ahead, validator, metrics, saver)
-
-    def take_steps(
-        self, done: int, ahead: Ahead, validator: Validator | None, metrics: MetricsWriter | None, saver: Saver | None
-    ) -> int:
-        """The steps after `done`; returns the last one taken."""
-        config, stepper, world, pulse = self.config, self.stepper, self.stepper.world, self.pulse
-        peak = peak_flops(gpu_name(self.device), half=config.precision == "bf16")
-        peak = None if peak is None else peak * world.size
-        window = Window()
-        self.stopwatch.mark("model")
-        pulse.turn("data")
-        for step, batch in enumerate(ahead, start=done + 1):
-            begun = time.monotonic()
-            pulse.turn("forward")
-            if step == done + 1:
-                self.stopwatch.mark("batch")
-            measured = self.take(batch, step)
-            if step == done + 1:
-                self.stopwatch.mark("first")
-                pulse.start = self.stopwatch.parts()
-                if metrics:
-                    metrics.start(step, {**pulse.start, "workers": world.size})
-            if metrics:
-                rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
-                line = metrics.step(step, measured, rates)
-                if is_remote(config.run):
-                    pulse.line = line
-            ahead.waited_seconds = 0.0
-            pulse.finished(step, time.monotonic() - begun)
-            last = step == stepper.total_steps
-            scores = {}
-            if validator is not None and (last or step % config.validation.every_steps == 0):
-                scores = self.score(validator, metrics, step)
-            if self.between(step, scores, saver):
-                pulse.turn("ended")
-                return step
-            window = Window()
-        return done
-
-    def take(self, batch: RankBatch, step: int) -> StepMetrics:
-        """One step; where a bad loss may be skipped, its documents are used up and nothing else has changed.
-
-        Raises:
-            NonFiniteLossError: on every rank alike.
-        """
-        try:
-            measured = self.stepper.step(batch, step)
-        except NonFiniteLossError as error:
-            if self.config.on_bad_loss == "stop" or error.measured is None:
-                raise
-            self.skipped += 1
-            self.skipped_in_a_row += 1
-            if self.skipped_in_a_row > self.config.max_skipped_steps:
-                raise NonFiniteLossError(
-                    f"{error}. It is the {self.skipped_in_a_row}th step like this in a row, and max_skipped_steps = "
-                    f"{self.config.max_skipped_steps}"
-                ) from error
-            get_logger().warning("step %d: loss or gradient not finite, skipped (%d so far)", step, self.skipped)
-            return error.measured
-        self.skipped_in_a_row = 0
-        return measured
-
-    def between(self, step: int, scores: dict[str, float], saver: Saver | None) -> bool:
-        """What all workers do together after a step: save, stop, neither; answers whether this was the last step.
-
-        Raises:
-            SaveError: on every rank.
-        """
-        wish = Wish.STOP if self.notice() else Wish(0)
-        if saver is not None:
-            wish |= Wish.SAVE if saver.due(step) else Wish(0)
-            wish |= Wish.FAIL if saver.failed() else Wish(0)
-        wish = self.stepper.world.agree(wish)
-        if Wish.FAIL in wish:
-            if saver is not None:
-                saver.check()
-            raise SaveError("the first worker cannot write checkpoints any more")
-        end = step == self.stepper.total_steps or Wish.STOP in wish
-        if end or Wish.SAVE in wish:
-            with self.pulse.doing("saving"):
-                self.save(step, scores, saver)
-                if end and saver is not None:
-                    saver.wait()
-        return end
-
-    def resume(self) -> int:
-        """Loads the newest whole checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.
-
-        Raises:
-            CheckpointError: a worker does not find whole what the first one found whole.
-        """
-        folder, world, store = self.run / CHECKPOINTS, self.stepper.world, store_of(self.config)
-        found = None
-        if world.rank == 0:
-            expected = {"config_hash": self.config.hash(), "data_hash": data_hash(self.shards.manifest)}
-            if store is None:
-                found = checkpoint.find_latest(folder, expected)
-            else:
-                with self.pulse.doing("fetching"):
-                    found = store.fetch(expected=expected)
-        done = world.largest(0 if found is None else found[1].step)
-        if done:
-            if store is not None and found is None:
-                with self.pulse.doing("fetching"):
-                    store.bring(done)
-            path = checkpoint.checkpoint_path(folder, done)
-            state = checkpoint.read_state(path) if found is None else found[1]
-            checkpoint.load(path, self.stepper.encoder, self.stepper.optimizer, self.stepper.objective)
-            self.skipped, self.skipped_in_a_row = state.skipped, state.skipped_in_a_row
-        if world.rank == 0:
-            self.tell_start(done)
-        return done
-
-    def tell_start(self, done: int) -> None:
-        """Logs where the run goes on, and what is done a second time."""
-        line = read_last_step(self.run / METRICS)
-        taken = 0 if line is None else line["step"]
-        if done or taken:
-            again = f"; steps {done + 1} to {taken} are taken again" if taken > done else ""
-            get_logger().info("continuing after step %d%s", done, again)
-
-    def score(self, validator: Validator, metrics: MetricsWriter | None, step: int) -> dict[str, float]:
-        """Held-out scores of the weights after a step, logged.
-
-        Raises:
-            NonFiniteLossError: on every rank alike.
-        """
-        with self.pulse.doing("validating"):
-            anchors, positives = validator.embed(self.stepper.encoder)
-        if not (anchors.isfinite().all() and positives.isfinite().all()):
-            raise NonFiniteLossError(
-                f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
-                "or precision: fp32"
-            )
-        scores = score_pairs(anchors, positives)
-        if metrics:
-            metrics.scores(step, scores)
-        return scores
-
-    def save(self, step: int, scores: dict[str, float], saver: Saver | None) -> None:
-        """Copies the checkpoint for the first worker's saver; every worker takes part."""
-        stepper = self.stepper
-        memory = saver.lend() if saver is not None else None
-        contents = checkpoint.collect(
-            stepper.encoder, stepper.optimizer, stepper.objective, keep=saver is not None, memory=memory
-        )
-        if saver is not None:
-            state = RunState(
-                step=step,
-                documents=step * self.config.batch_documents,
-                world_size=stepper.world.size,
-                config_hash=self.config.hash(),
-                data_hash=data_hash(self.shards.manifest),
-                scores=scores,
-                files={},
-                skipped=self.skipped,
-                skipped_in_a_row=self.skipped_in_a_row,
-            )
-            saver.give(state, contents)

@@ -27,7 +27,8 @@ class Ear:
 
     def notice(self) -> str | None:
         """Why this worker shall save and end; None: it shall not."""
-        return signalled() or self._heard
+        signal = signalled()
+        return self._pulse.take_notice(signal) if signal else self._heard
 
     def __enter__(self) -> "Ear":
         self._thread.start()
@@ -40,6 +41,7 @@ class Ear:
     def _listen(self) -> None:
         ended = False
         while True:
+            self.notice()  # onto the pulse, also where the training thread is stuck
             try:
                 self._bulletin.post(self._pulse.snapshot())
                 self._heard = self._bulletin.asked_to_stop()

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from pipeline.manifest import TOKENIZER, load_manifest
 from pipeline.shards import ShardSet
+from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.feed import Feed, Vocabulary
 from trainer.gather import World
@@ -20,7 +21,6 @@ from trainer.plan import Plan
 from trainer.sharding import shard
 from trainer.spans import SpanConfig
 from trainer.step import Stepper
-from trainer.store import data_folder
 from trainer.validation import Validator, build_validator
 
 

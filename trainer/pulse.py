@@ -37,9 +37,10 @@ class Pulse:
         own_seconds: mean time of a step without waiting for data or others; None before the first.
         start: where the time went until this group's first step, in seconds; empty before it: imports, checks, ray,
             group, model, batch, first.
-        line: the first worker's last line of metrics, where the driver may not see the file.
+        line: the first worker's last line of metrics.
         said: its last words in the log, oldest first.
         num_said: how many there were in all.
+        notice: the signal to this very worker that ends its group, with the worker's name; empty where there was none.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Pulse:
     line: dict[str, Any] | None = None
     said: list[str] = field(default_factory=list)
     num_said: int = 0
+    notice: str = ""
     _since: float = field(default_factory=time.monotonic)
     _waited: float = 0.0
     _host: str = field(default_factory=socket.gethostname)
@@ -113,7 +115,13 @@ class Pulse:
             "num_said": self.num_said,
             "start": self.start,
             "line": self.line,
+            "notice": self.notice,
         }
+
+    def take_notice(self, signal: str) -> str:
+        """Keeps a signal to this worker; answers the sentence on it."""
+        self.notice = f"{signal} to worker {self.rank} (host {self._host}, pid {os.getpid()})"
+        return self.notice
 
 
 class Stopwatch:

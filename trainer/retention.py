@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and why: the last ones, the best one, milestones. The rest is deleted."""
+"""Which checkpoints are kept, and why: the last ones, the best, milestones, one being scored. The rest is deleted."""
 
 import shutil
 from collections.abc import Mapping
@@ -6,14 +6,18 @@ from pathlib import Path
 
 from trainer import checkpoint
 from trainer.config import CheckpointConfig
+from trainer.ranking import being_scored, rating
 
 
-def kept(scores: Mapping[int, float | None], config: CheckpointConfig) -> dict[int, list[str]]:
-    """The steps to keep, each with its reasons (`last`, `best`, `every`), in order.
+def kept(
+    scores: Mapping[int, float | None], config: CheckpointConfig, scoring: int | None = None
+) -> dict[int, list[str]]:
+    """The steps to keep, each with its reasons (`last`, `best`, `every`, `scoring`), in order.
 
     Args:
-        scores: the score of every whole checkpoint by its step; None where it was not validated.
+        scores: the score of every whole checkpoint by its step; None where it was not validated, or not scored yet.
         config: how many.
+        scoring: step of the checkpoint that a follower is at. What waits for it is not kept: it takes the newest.
     """
     reasons: dict[int, list[str]] = {step: [] for step in sorted(scores)}
     for step in sorted(scores)[-config.keep_last :]:
@@ -25,6 +29,8 @@ def kept(scores: Mapping[int, float | None], config: CheckpointConfig) -> dict[i
         for step in reasons:
             if step % config.keep_every_steps == 0:
                 reasons[step].append("every")
+    if scoring in reasons:
+        reasons[scoring].append("scoring")
     return {step: why for step, why in reasons.items() if why}
 
 
@@ -37,12 +43,13 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     Args:
         folder: of the run's checkpoints.
         config: what is kept.
-        score: by which the best is chosen.
+        score: `validation.score`, by which the best is chosen.
         newest: step of the checkpoint that was written last and verified.
 
     Raises:
         OSError: a storage that does not answer; the checkpoints to keep are as they were.
     """
+    rate, scoring = rating(folder, score), being_scored(folder, score)
     scores: dict[int, float | None] = {}
     stay: set[int] = set()
     for step in checkpoint.steps_in(folder):
@@ -56,8 +63,8 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
             if step > newest:
                 stay.add(step)
             else:
-                scores[step] = state.scores.get(score)
-    stay |= kept(scores, config).keys()
+                scores[step] = rate(state)
+    stay |= kept(scores, config, scoring).keys()
     for step in checkpoint.steps_in(folder):
         if step not in stay:
             checkpoint.discard(checkpoint.checkpoint_path(folder, step))

@@ -3,34 +3,35 @@
 import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.address import is_remote
 from common.config import expand, print_config
 from common.logs import get_logger
+from common.scores import SCORES
 from common.storage import read_json, write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.cache import data_folder, run_folder
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
-from trainer.export import EXPORT, export
+from trainer.export import EXPORT, SETTINGS, export
 from trainer.failure import FAILURES
 from trainer.lease import Lease
 from trainer.lock import RunLock
-from trainer.loop import CHECKPOINTS
-from trainer.metrics import METRICS, read_last_step, read_metrics
+from trainer.metrics import read_metrics
 from trainer.parts import total_steps
 from trainer.plan import Plan
 from trainer.progress import ProgressBar
+from trainer.ranking import FOLLOWED, Standing, history
 from trainer.signals import Signals
-from trainer.store import RunStore, data_folder, run_folder, store_of
+from trainer.store import RunStore, store_of
 from trainer.supervisor import Supervisor
 
 SUMMARY = "summary.json"
-_SECONDS = "seconds.json"
-_FILES = (DECISIVE, METRICS, _SECONDS, FAILURES)  # that the driver reads or writes on in a run that goes on
+_FILES = ("config.yaml", DECISIVE, "seconds.json", FAILURES, SUMMARY)  # of a run, written by its driver
 
 
 def run_training(
@@ -44,7 +45,8 @@ def run_training(
         ray_is_there: waits for a Ray that starts meanwhile.
 
     Returns:
-        The run's summary, as written to `summary.json`: final and initial scores, steps, seconds, export folder.
+        The run's summary, as written to `summary.json`: final and initial scores, the last step and why it was the last
+        (`ended`: "last step", or "early" with `why` and `patience`), seconds, the export and the step of its weights.
 
     Raises:
         ConfigError: with every problem found before Ray starts.
@@ -85,53 +87,62 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     store = store_of(config)
     write_text(run / "config.yaml", print_config(config))
     write_json(run / DECISIVE, config.decisive())
-    if store is not None:
-        store.send("config.yaml", DECISIVE)
     shards = ShardSet(data_folder(config), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
-    if latest is not None:
-        done = latest[1].step
-        get_logger().info(
-            "%s: %s", config.run, f"continuing after step {done} of {steps}" if done < steps else "finished already"
-        )
-    if latest is None or latest[1].step < steps:
+    done = 0 if latest is None else latest[1].step
+    early = ended_early(run, config, done) if done < steps else None
+    if early:
+        get_logger().info("%s: finished already, early: %s; a larger patience goes on", config.run, early["why"])
+    elif latest is not None:
+        told = f"continuing after step {done} of {steps}" if done < steps else "finished already"
+        get_logger().info("%s: %s", config.run, told)
+    if done < steps and early is None:
+        (run / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more
+        if config.validation.score == FOLLOWED and not (run / SCORES).is_file():
+            get_logger().info("scores are expected from `declutr evaluate --follow %s`, beside this", config.run)
+        if store is not None:
+            store.send(*_FILES)
         begun = time.monotonic()
         supervisor = Supervisor(located(config), run, steps, signals, marks)
-        # a run at an address has its file on the first worker's host
-        newest = partial(read_last_step, run / METRICS) if store is None else supervisor.newest
         try:
-            with ProgressBar(newest, steps):
-                supervisor.run_to_end()
+            with ProgressBar(lambda: supervisor.line, steps):
+                done = supervisor.run_to_end()
         finally:
             _add_seconds(run, time.monotonic() - begun)
             if store is not None:
                 _send_at_the_end(store)
         if store is not None:
             store.fetch()
+        if done < steps:
+            now = Standing.of(history(run, config.validation.score, done))
+            early = {"why": now.told(config.validation) if now else "", "patience": config.validation.patience}
+            get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
     if store is not None and config.export == "best":
         store.fetch_best(config.validation.score)
     folder = export(config, run)
-    where = str(folder) if store is None else store.send_folder(EXPORT)
     validations = [line for line in read_metrics(run) if line["kind"] == "validation"]
     summary = {
         "run": config.run,
-        "steps": steps,
-        "seconds": read_json(run / _SECONDS) if (run / _SECONDS).is_file() else 0.0,
-        "export": where,
+        "steps": done,
+        "ended": "early" if early else "last step",
+        **(early or {}),
+        "seconds": read_json(run / "seconds.json") if (run / "seconds.json").is_file() else 0.0,
+        "export": str(folder) if store is None else store.send_folder(EXPORT),
+        "exported_step": read_json(folder / SETTINGS)["step"],
         "first_scores": _scores(validations[0]) if validations else {},
         "last_scores": _scores(validations[-1]) if validations else {},
     }
     write_json(run / SUMMARY, summary)
     if store is not None:
-        store.send(SUMMARY)
+        store.send(*_FILES)
     return summary
 
 
 def _send_at_the_end(store: RunStore) -> None:
     """The driver's own files; also where the run failed."""
     try:
-        store.send(_SECONDS, FAILURES)
+        store.send(*_FILES)
     except OSError as error:  # why the run ended is what must be said
         get_logger().warning("%s", error)
 
@@ -139,11 +150,19 @@ def _send_at_the_end(store: RunStore) -> None:
 def located(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths: workers run in a folder of their own."""
     given = {key: getattr(config, key) for key in ("run", "data")}
-    update: dict[str, Any] = {key: str(expand(v).absolute()) for key, v in given.items() if not is_remote(v)}
+    update: dict[str, Any] = {key: str(expand(at).absolute()) for key, at in given.items() if not is_remote(at)}
     pretrained = config.encoder.pretrained
     if pretrained is not None and expand(pretrained).is_dir():
         update["encoder"] = config.encoder.model_copy(update={"pretrained": str(expand(pretrained).absolute())})
     return config.model_copy(update=update)
+
+
+def ended_early(run: Path, config: TrainConfig, done: int) -> dict[str, Any] | None:
+    """Why and with what patience a run has ended early; None: it has not, or shall have more patience now."""
+    before, patience = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}, config.validation.patience
+    if before.get("ended") != "early" or before["steps"] != done or patience is None or patience > before["patience"]:
+        return None
+    return {key: before[key] for key in ("why", "patience")}
 
 
 def _scores(line: dict[str, Any]) -> dict[str, float]:
@@ -151,7 +170,7 @@ def _scores(line: dict[str, Any]) -> dict[str, float]:
 
 
 def _add_seconds(run: Path, seconds: float) -> None:
-    path = run / _SECONDS
+    path = run / "seconds.json"
     try:
         write_json(path, round((read_json(path) if path.is_file() else 0.0) + seconds, 3))
     except OSError as error:  # why the run ended is what must be said

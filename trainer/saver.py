@@ -36,8 +36,9 @@ class Saver:
         score: by which the best is kept.
         before: called before each checkpoint is made; what it writes shall never lie behind a checkpoint. May raise
             OSError, which counts as the checkpoint's.
+        after: called with the step of each checkpoint that is written, again if it raises OSError, which counts as the
+            checkpoint's.
         clock: monotonic, in seconds.
-        after: called with the step of each checkpoint that is made. May raise OSError likewise.
     """
 
     def __init__(
@@ -46,18 +47,18 @@ class Saver:
         config: CheckpointConfig,
         score: str,
         before: Callable[[], None] = lambda: None,
+        after: Callable[[int], None] = lambda step: None,  # noqa: ARG005 - nobody wants to know
         clock: Callable[[], float] = time.monotonic,
-        after: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.folder = folder
         self.config = config
         self.score = score
         self._before, self._after = before, after
-        self._made: Job | None = None  # the last one whose checkpoint lies in the folder
         self._clock = clock
         self._saved_at = clock()
         self._changed = threading.Condition()  # guards what follows
         self._job: Job | None = None  # until it is written
+        self._made: Job | None = None  # the last one whose checkpoint lies in the folder
         self._memory: Contents | None = None
         self._writing_since: float | None = None
         self._pausing = False  # between two tries

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from common.config import Strict
+from common.storage import hash_json
 
 
 class RunState(Strict):
@@ -28,3 +29,8 @@ class RunState(Strict):
     """Steps so far whose loss was not finite and whose update was left out (`on_bad_loss`)."""
     skipped_in_a_row: int = 0
     """How many of them were the last ones."""
+
+    @property
+    def identity(self) -> str:
+        """Of the checkpoint: a step that was taken again with other weights is another one."""
+        return hash_json(self.files)

@@ -1,4 +1,4 @@
-"""Data and runs at an address (`s3://...`): this host's copies of them, and what a run sends back.
+"""Runs at an address (`s3://...`): what a host fetches of them, and what it sends back.
 
 What lies in the store is the run. The folder on a host is a copy, or on its way there: what never arrived is not taken
 for part of the run.
@@ -6,46 +6,36 @@ for part of the run.
 
 import fcntl
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from common.address import child, is_remote, short_name
-from common.config import expand
+from common.address import child, is_remote
 from common.logs import get_logger
-from common.remote import is_whole, local_copy, pull_folder, push_folder, remove_folder
-from common.remotefile import PATIENT, AlteredError, Patience, RemoteError, names, pull_file, push_file, read_file
-from trainer import checkpoint, retention
+from common.remote import is_whole, pull_folder, push_folder, remove_folder
+from common.remotefile import (
+    PATIENT,
+    AlteredError,
+    Patience,
+    RemoteError,
+    names,
+    pull_file,
+    push_file,
+    read_file,
+    remove_file,
+)
+from pipeline.manifest import data_hash, load_manifest
+from trainer import checkpoint, ranking, retention
 from trainer.board import BOARD
+from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS, STATE
 from trainer.config import CheckpointConfig, TrainConfig
+from trainer.gather import World
 from trainer.metrics import METRICS
 from trainer.state import RunState
 
 Found = tuple[Path, RunState] | None
-
-
-def data_folder(config: TrainConfig) -> Path:
-    """The folder of the shards; where `data` is an address, this host's copy, fetched at the first use.
-
-    Raises:
-        OSError: it cannot be fetched.
-    """
-    return _copy(config.data, config.cache) if is_remote(config.data) else expand(config.data)
-
-
-@lru_cache
-def _copy(address: str, cache: str) -> Path:
-    """One look at the store a process."""
-    return local_copy(address, expand(cache).absolute())
-
-
-def run_folder(config: TrainConfig) -> Path:
-    """The folder of the run, on this host."""
-    if is_remote(config.run):
-        return expand(config.cache).absolute() / short_name(config.run)
-    return expand(config.run).absolute()
 
 
 def store_of(config: TrainConfig, patience: Patience = PATIENT) -> "RunStore | None":
@@ -53,10 +43,30 @@ def store_of(config: TrainConfig, patience: Patience = PATIENT) -> "RunStore | N
     return RunStore(config.run, run_folder(config), patience) if is_remote(config.run) else None
 
 
-def after_save(config: TrainConfig) -> Callable[[int], None]:
-    """What is to be done with each checkpoint that lies on this host: nothing, or to send it, in a single try."""
+def fetch_run(config: TrainConfig, world: World) -> None:
+    """Where the run is at an address, makes the hosts of all workers hold the checkpoint it goes on from, and no other.
+
+    Raises:
+        AlteredError: a worker does not find whole what the first one found whole.
+        RemoteError: the store refuses, or did not answer in time.
+        UnreadableError: the disk of this host fails.
+    """
+    store = store_of(config)
+    if store is None:
+        return
+    found = None
+    if world.rank == 0:
+        shards = load_manifest(data_folder(config))
+        found = store.fetch(expected={"config_hash": config.hash(), "data_hash": data_hash(shards)})
+    step = world.largest(0 if found is None else found[1].step)
+    if step and world.rank != 0:
+        store.bring(step)
+
+
+def after_save(config: TrainConfig) -> Callable[[int], None] | None:
+    """Sends a checkpoint that lies on this host, in a single try; None: the run lies in a folder."""
     store = store_of(config, Patience(total_seconds=0.0))  # the saver has a patience of its own
-    return (lambda _: None) if store is None else partial(store.save, config.checkpoint, config.validation.score)
+    return None if store is None else partial(store.save, config.checkpoint, config.validation.score)
 
 
 class RunStore:
@@ -72,11 +82,13 @@ class RunStore:
         self.address, self.folder, self._patience = address, folder, patience
         self._states: dict[int, RunState] = {}  # those that were read
 
-    def fetch(self, files: tuple[str, ...] = (METRICS,), expected: Mapping[str, str] | None = None) -> Found:
-        """Fetches these files and the newest checkpoint that verifies, in place of what is here; returns the latter.
+    def fetch(self, files: Sequence[str] = (), expected: Mapping[str, str] | None = None) -> Found:
+        """Fetches the numbers, these files and the newest checkpoint that verifies; returns the latter.
+
+        They take the place of what is here.
 
         Args:
-            files: names in the run's folder.
+            files: further names in the run's folder.
             expected: as for `checkpoint.find_latest`.
 
         Raises:
@@ -85,20 +97,19 @@ class RunStore:
         """
         if is_whole(self.address, self._patience):  # of its checkpoints none has a list of its own
             raise RemoteError(f"{self.address} holds a folder that was pushed as a whole: name another address")
-        for name in files:
+        for name in (METRICS, *files):
             if not pull_file(child(self.address, name), self.folder / name, self._patience):
                 (self.folder / name).unlink(missing_ok=True)
         return self._bring_first(list(reversed(self._steps())), expected)
 
     def fetch_best(self, score: str) -> None:
-        """Fetches the checkpoint that verifies with the highest value of a score, in place of those here.
+        """As `ranking.find_best`: fetches that checkpoint, in place of those here.
 
         Raises:
             RemoteError: the store refuses, or did not answer in time.
         """
         scores = self._scores(self._steps(), score)
-        known = {step: value for step, value in scores.items() if value is not None}
-        self._bring_first(sorted(known, key=lambda step: (-known[step], step)))
+        self._bring_first(ranking.from_best({step: value for step, value in scores.items() if value is not None}))
 
     def bring(self, step: int) -> None:
         """Makes this host hold that checkpoint as it lies in the store, and no other.
@@ -130,7 +141,7 @@ class RunStore:
             get_logger().warning("old checkpoints of %s cannot be deleted now (%s)", self.address, error)
 
     def send(self, *files: str) -> None:
-        """Sends files of the run's folder; those that are not here are left out.
+        """Sends files of the run's folder; those that are not here are taken away there.
 
         Raises:
             RemoteError: the store refuses, or did not answer in time.
@@ -138,6 +149,8 @@ class RunStore:
         for name in files:
             if (self.folder / name).is_file():
                 push_file(self.folder / name, child(self.address, name), self._patience)
+            else:
+                remove_file(child(self.address, name), self._patience)
 
     def send_folder(self, name: str) -> str:
         """Sends a folder of the run, whole or not at all; returns its address.
@@ -166,7 +179,7 @@ class RunStore:
 
     def _scores(self, steps: Sequence[int], score: str) -> dict[int, float | None]:
         """The score of each of these that is whole; None where it was not validated."""
-        found = {}
+        rate, found = ranking.rating(self.folder / CHECKPOINTS, score), {}
         for step in steps:
             if step not in self._states:
                 place = self._place(step)
@@ -178,7 +191,7 @@ class RunStore:
                 except (AlteredError, ValidationError) as error:
                     get_logger().warning("passing over a broken checkpoint: %s: %s", place, error)
                     continue
-            found[step] = self._states[step].scores.get(score)
+            found[step] = rate(self._states[step])
         return found
 
     def _bring_first(self, steps: Sequence[int], expected: Mapping[str, str] | None = None) -> Found:
@@ -191,7 +204,7 @@ class RunStore:
             except AlteredError as error:
                 get_logger().warning("passing over a broken checkpoint: %s", error)
                 continue
-            if found := checkpoint.find_latest(self.folder / CHECKPOINTS, expected):
+            if found := checkpoint.find_latest(self.folder / CHECKPOINTS, expected, verify=False):  # it was just now
                 return found
         self._discard_all_but(None)
         return None

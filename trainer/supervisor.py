@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from common.address import child
 from common.logs import get_logger
 from pipeline.session import start_ray
 from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.failure import FAILURES, Failure, describe
 from trainer.group import build_group, kill_worker
-from trainer.loop import CHECKPOINTS
 from trainer.metrics import METRICS, read_last_step
 from trainer.pulse import Stopwatch, describe_start
 from trainer.signals import Signals
@@ -55,22 +56,25 @@ class Supervisor:
         steps: its last step.
         signals: to this process.
         marks: what the start of this command has done so far, for the Stopwatch.
+
+    Attributes:
+        line: the newest step's line of metrics; None before the first.
     """
 
     def __init__(self, config: TrainConfig, run: Path, steps: int, signals: Signals, marks: dict[str, float]) -> None:
         self.config, self.run, self.steps, self.signals = config, run, steps, signals
         self.restarts = 0
-        self._line: dict[str, Any] | None = None
+        self.line: dict[str, Any] | None = None
         self._started: set[str] = set()
         self._heard: dict[tuple[str, int], int] = {}
         self._said: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
         self._watchdog = Watchdog(config.scaling.hang_seconds, config.scaling.slow_factor)
-        self._hang = ""
+        self._hang = self._noticed = ""
         self._stopwatch = Stopwatch(marks)
 
-    def run_to_end(self) -> None:
-        """Starts the group until the run is at its last step.
+    def run_to_end(self) -> int:
+        """Starts the group until the run is at its last step, or its scores get no better; returns the last step taken.
 
         Raises:
             TrainingFailedError: it will not get there; with the workers' own reason.
@@ -81,20 +85,19 @@ class Supervisor:
             self._hang = ""
             outcome = self._start_once()
             if outcome is None:
-                return
+                return self.steps
             self._stopwatch = Stopwatch({"failure": time.time()})
             if isinstance(outcome, Failure):
                 self._go_on_after(outcome)
             elif outcome.get("given_up"):
                 raise TrainingFailedError(f"{outcome['given_up']}. What was saved before is in {self._checkpoints}")
+            elif outcome.get("early"):
+                return int(outcome["step"])
             elif self.signals.received is not None:
                 raise self._stopped(outcome["step"])
             else:
-                get_logger().warning("saved at step %d after %s; starting again", outcome["step"], outcome["stopped"])
-
-    def newest(self) -> dict[str, Any] | None:
-        """The newest line of metrics that a worker sent along; see `Pulse.line`."""
-        return self._line
+                reason = self._noticed or outcome["stopped"]
+                get_logger().warning("saved at step %d after %s; starting again", outcome["step"], reason)
 
     @property
     def _checkpoints(self) -> str:
@@ -119,6 +122,7 @@ class Supervisor:
         finally:
             reader.end()
             self._say(reader.pulses)
+            self._noticed = " and ".join(pulse["notice"] for pulse in reader.pulses if pulse["notice"])
         if lost is not None:
             ray.shutdown()
             return lost
@@ -130,6 +134,8 @@ class Supervisor:
         failure = describe(fit.error)
         if self._hang:
             failure = Failure(self._hang, "hang", failure.account)
+        elif self._noticed:
+            failure = replace(failure, summary=f"{failure.summary}, after {self._noticed}")
         if failure.lost:
             ray.shutdown()
         return failure
@@ -160,8 +166,6 @@ class Supervisor:
         hang = self._watchdog.look(pulses, now)
         self._say(pulses)
         for pulse in pulses:
-            if pulse["line"] and pulse["group"] == self._watchdog.group:
-                self._line = pulse["line"]
             if pulse["rank"] == 0 and pulse["start"] and pulse["group"] not in self._started:
                 self._started.add(pulse["group"])
                 get_logger().info("%s", describe_start(pulse["step"] - pulse["steps"] + 1, pulse["start"]))
@@ -174,8 +178,9 @@ class Supervisor:
         kill_worker(hang.pulse)
 
     def _say(self, pulses: list[dict[str, Any]]) -> None:
-        """Passes on what workers have logged since, what several of them say once."""
+        """Passes on what workers have logged since, what several of them say once, and the first one's numbers."""
         for pulse in pulses:
+            self.line = pulse["line"] or self.line
             key = (pulse["group"], pulse["rank"])
             new = pulse["num_said"] - self._heard.get(key, 0)
             self._heard[key] = pulse["num_said"]

@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# Ray prints a paragraph on every worker that dies, to stdout; ours is a line and names the worker (trainer/failure.py).
+# What else it has to say is shown as ever. It reads this when it is imported, hence here.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
+
 from pydantic import ConfigDict
 
 from common.config import ConfigError, Strict, expand, load_config, print_config
@@ -138,8 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             early.end()
     scores = ", ".join(f"{name} {value:.4f}" for name, value in summary["last_scores"].items())
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
+    sys.stdout.write(f", ended early: {summary['why']}" if summary["ended"] == "early" else "")
     sys.stdout.write(f"; held-out {scores}" if scores else "")
-    sys.stdout.write(f"; encoder in {summary['export']}\n")
+    exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
+    sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
     return 0
 
 

@@ -32,8 +32,11 @@ class ValidationConfig(Strict):
     """Also before the first and after the last step; 0: never."""
     max_documents: int = Field(default=400, ge=2)
     """Held-out documents that are scored, at most."""
-    score: Literal["recall_at_1", "mrr"] = "recall_at_1"
-    """What "best" means."""
+    score: Literal["recall_at_1", "mrr", "followed"] = "recall_at_1"
+    """What "best" means. followed: the score that `declutr evaluate --follow RUN`, beside the training, gives."""
+    patience: int | None = Field(default=None, gt=0)
+    """End the run when so many scores in a row are no better than the best, and export that one; null: never. With
+    `followed` only checkpoints that were scored count. It may be changed while a run is under way."""
 
 
 def retrieval(anchors: Tensor, positives: Tensor) -> dict[str, float]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from pipeline.shards import ShardSet
+from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.gather import World
 from trainer.microbatch import Microbatch
@@ -27,7 +28,6 @@ from trainer.parts import build_encoder, build_feed, build_stepper, load_tokeniz
 from trainer.plan import Plan
 from trainer.sharding import whole
 from trainer.step import RankBatch, Stepper
-from trainer.store import data_folder
 
 Precision = Literal["float32", "float64"]
 # Rounding differs when sums are split; anything larger is a mistake.

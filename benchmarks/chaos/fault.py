@@ -2,12 +2,14 @@
 
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.chaos.run import Mark, Run
 
+_WORDS_SECONDS = 5.0  # a worker's words reach the command's output by way of the bulletin
 Setting = Literal["machine", "cluster", "elastic", "skip"]
 
 
@@ -44,10 +46,16 @@ class Fault:
         """Can it be done here?"""
         return not self.needs_root or os.geteuid() == 0
 
-    def seen(self, said: str) -> tuple[str, str]:
-        """The line that tells the user, and what is wrong with what was said, if anything."""
-        lines = said.splitlines()
-        told = next((line for line in lines if self.said is not None and re.search(self.said, line)), "")
+    def seen(self, run: Run, mark: Mark) -> tuple[str, str]:
+        """The line that told the user since, and what is wrong with what was said, if anything."""
+        said, told = run.said(mark), ""
+        until = time.monotonic() + _WORDS_SECONDS * run.patience
+        while self.said is not None:
+            told = next((line for line in said.splitlines() if re.search(self.said, line)), "")
+            if told or time.monotonic() > until:
+                break
+            time.sleep(0.2)
+            said = run.said(mark)
         problem = ""
         if "Traceback (most recent call last)" in said:
             problem = "a Traceback was shown"

@@ -21,8 +21,9 @@ from benchmarks.chaos.run import ChaosError, Mark, Run
 from common import seeding
 
 FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *skipping.FAULTS, *nodes.FAULTS)
-# What the short form tries: tests/integration/test_kill.py kills a worker besides.
+# What the short form tries.
 SHORT = (
+    "worker_killed",
     "worker_hung",
     "disk_full",
     "worker_killed_while_saving",
@@ -129,7 +130,9 @@ class Bench:
                     row = Row(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
                 if mark is not None:
-                    self._words(row, fault, run.said(mark))
+                    row.seen_by_user, problem = fault.seen(run, mark)
+                    if problem:
+                        fail(row, problem)
                 rows.append(row)
                 self.say(f"{fault.name}: {row.problem or 'goes on'} ({time.monotonic() - begun:.0f} s)")
                 if row.problem and mark is None:
@@ -156,11 +159,6 @@ class Bench:
                 fail(row, problem)
         self.judge(run, rows, status == 0, fault.setting == "elastic", fault.alters)
         run.end()
-
-    def _words(self, row: Row, fault: Fault, said: str) -> None:
-        row.seen_by_user, problem = fault.seen(said)
-        if problem:
-            fail(row, problem)
 
     def judge(
         self, run: Run, rows: list[Row], ended: bool = True, world_changes: bool = False, alters: bool = False

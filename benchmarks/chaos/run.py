@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from benchmarks.chaos.census import Census, Process
-from trainer.checkpoint import steps_in
-from trainer.loop import CHECKPOINTS
+from trainer.checkpoint import CHECKPOINTS, steps_in
 from trainer.metrics import METRICS, read_last_step
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -32,10 +32,9 @@ def drawn(seed: int, number: int, kinds: tuple[Fault, ...]) -> Fault:
     return kinds[seeding.torch_seed(seed, "chaos", number) % len(kinds)]
 
 
-def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
-    """Trains to the end, with a fault every minute."""
+def soak(bench: Bench, run: Run, seed: int, rows: list[Row]) -> None:
+    """Trains to the end, with a fault every minute, each of which becomes a row."""
     kinds = tuple(fault for fault in _KINDS if fault.possible)
-    rows: list[Row] = []
     run.start()
     run.wait_step(1, seconds=300)
     due = time.monotonic() + _EVERY_SECONDS
@@ -48,19 +47,21 @@ def soak(bench: Bench, run: Run, seed: int) -> list[Row]:
         fault = drawn(seed, len(rows), kinds)
         due = time.monotonic() + _EVERY_SECONDS
         row, mark = observe(run, fault)
-        row.seen_by_user, problem = fault.seen(run.said(mark))
+        row.seen_by_user, problem = fault.seen(run, mark)
         if problem:
             fail(row, problem)
         rows.append(row)
         progress(f"{len(rows)}: {fault.name}: {row.problem or 'goes on'}, step {run.last_step()}")
     if status := run.wait(900):
         raise ChaosError(f"the command ended with status {status}: {run.output.read_text(errors='replace')[-1000:]}")
-    return rows
 
 
 def main() -> int:
     """Runs the soak."""
     options = parser("chaos.soak", __doc__)
+    options.add_argument(
+        "--patience", type=float, default=1, help="multiplies every limit of waiting, for busy machines"
+    )
     options.add_argument("--minutes", type=float, default=30, help="of training with faults, about (30)")
     given = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -73,6 +74,7 @@ def main() -> int:
         os.environ.update(environment(top))
         with Census() as census, census.nothing_outlives():
             bench = Bench(top, given.seed, census, progress, _MEASURED_STEPS, _AWAY_SECONDS)
+            bench.patience = given.patience
             progress(f"seed {given.seed}")
             bench.prepare()
             a_step = bench.undisturbed().seconds / _MEASURED_STEPS
@@ -83,10 +85,11 @@ def main() -> int:
             soaked = time.monotonic()
             with small_disks(run) if os.geteuid() == 0 else nullcontext():
                 try:
-                    rows = soak(bench, run, given.seed)
+                    soak(bench, run, given.seed, rows)
                     bench.judge(run, rows)
                 except ChaosError as error:
                     problem = str(error)
+                    bench.judge(run, rows, ended=False)
             soaked = time.monotonic() - soaked
             left = left_behind(census) + [f"mount {path}" for path in mounts_below(top)]
     figures = {

@@ -11,12 +11,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("embeddings", type=Path, help="file that `declutr embed` wrote, its note beside it")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, else a graph")
+    parser.add_argument("--source-field", help="field or column of what a text came from (its file)")
     given = parser.parse_args(arguments)
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import build_index
 
     try:
-        facts = build_index(given.embeddings, given.output, given.kind)
+        facts = build_index(given.embeddings, given.output, given.kind, given.source_field)
     except (EmbedError, FileExistsError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

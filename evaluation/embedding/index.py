@@ -4,7 +4,8 @@ Similarity is the cosine: vectors are brought to length 1. Up to `EXACT_ROWS` ev
 (HNSW: Malkov and Yashunin, 2016) is followed, which finds nearly all of the nearest in a fraction of the time.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from evaluation.embedding.output import read_note
 from evaluation.embedding.units import corpus_of, keyed, shaped
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.corpus import Document
-from pipeline.units import read_unit
+from pipeline.units import Unit, plan_units, read_unit
 
 EXACT_ROWS = 20_000
 INDEX = "index.json"
@@ -38,7 +39,7 @@ Kind = Literal["exact", "graph"]
 class IndexFacts(Strict):
     """What an index says of itself."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     kind: Kind
     rows: int
     choice: Choice
@@ -51,22 +52,32 @@ class IndexFacts(Strict):
 
 
 @dataclass(frozen=True)
-class Hit:
-    """One text that was found: its row, cosine in [-1, 1], its id where there is one, the text."""
+class Stored:
+    """One text of an index: its row, its id where there is one, what it came from, the text."""
 
     row: int
-    score: float
     id: str | None
+    source: str
     text: str
 
 
-def build_index(embeddings: Path, output: Path, kind: Kind | None = None) -> IndexFacts:
+@dataclass(frozen=True)
+class Hit(Stored):
+    """One text that was found, and its cosine in [-1, 1]."""
+
+    score: float
+
+
+def build_index(
+    embeddings: Path, output: Path, kind: Kind | None = None, source_field: str | None = None
+) -> IndexFacts:
     """Builds an index of a file that `declutr embed` wrote, with the texts of its inputs.
 
     Args:
         embeddings: .npy or .parquet, with its note.
         output: folder to make.
         kind: None: exact up to `EXACT_ROWS` embeddings, a graph beyond.
+        source_field: key or column that says what a text came from; None, or where it is missing: its file.
 
     Raises:
         EmbedError: no note, or inputs that have changed since.
@@ -77,9 +88,11 @@ def build_index(embeddings: Path, output: Path, kind: Kind | None = None) -> Ind
     units = plan(config)
     if hash_json(identify(config, units, note.fingerprint)) != note.job:
         raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
+    if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
+        raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
     kind = kind or ("exact" if note.rows <= EXACT_ROWS else "graph")
     with folder_aside(output) as aside:
-        if _write_texts(aside / _TEXTS, config) != note.rows:
+        if _write_texts(aside / _TEXTS, config, source_field) != note.rows:
             raise EmbedError(f"{embeddings}: its inputs do not hold as many texts as it has embeddings")
         if kind == "exact":
             vectors = np.lib.format.open_memmap(aside / _VECTORS, "w+", np.dtype(np.float32), (note.rows, note.size))
@@ -108,14 +121,14 @@ class SearchIndex:
     """An index as it lies on a disk; nothing in it is run, and altered files are refused.
 
     Raises:
-        EmbedError: no index, or one that is incomplete or altered.
+        EmbedError: no index, or one that is incomplete, altered, or of another version.
     """
 
     def __init__(self, folder: Path) -> None:
         try:
             self.facts = IndexFacts.model_validate_json((folder / INDEX).read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValidationError) as error:
-            raise EmbedError(f"{folder}: holds no index of `declutr index`: {error}") from error
+            raise EmbedError(f"{folder}: holds no index of this version of `declutr index`: {error}") from error
         for name, digest in self.facts.files.items():
             if not (folder / name).is_file() or hash_file(folder / name) != digest:
                 raise EmbedError(f"{folder}: {name} is missing or altered; build the index again")
@@ -124,10 +137,19 @@ class SearchIndex:
             self._vectors: NDArray[np.float32] = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
         else:
             self._graph = _empty(self.facts.size)
-            self._graph.load(str(folder / _GRAPH))
+            self._graph.view(str(folder / _GRAPH))  # mapped, not read: it may be larger than the memory
 
     def search(self, encoder: SentenceEncoder, query: str, top: int = 10) -> list[Hit]:
         """The nearest texts, the nearest first.
+
+        Raises:
+            EmbedError: the encoder is not the one that made the index.
+        """
+        self.check(encoder)
+        return self.hits(self.embed(encoder, query), top)
+
+    def check(self, encoder: SentenceEncoder) -> None:
+        """Whether the vectors of an encoder mean anything to this index.
 
         Raises:
             EmbedError: the encoder is not the one that made the index.
@@ -137,9 +159,17 @@ class SearchIndex:
                 f"the index was made with {self.facts.choice.model} ({self.facts.fingerprint[:12]}); {encoder.name} "
                 f"({encoder.fingerprint[:12]}) gives other vectors, which mean nothing to it"
             )
-        vector = shaped(encoder.encode([query]), self.facts.shape.model_copy(update={"normalise": True}))
-        rows, scores = self.nearest(vector.astype(np.float32), top)
-        return [self._hit(row, score) for row, score in zip(rows[0].tolist(), scores[0].tolist(), strict=True)]
+
+    def embed(self, encoder: SentenceEncoder, query: str) -> NDArray[np.float32]:
+        """The vector of a query, `(size,)`, of length 1; a null vector stays."""
+        shape = self.facts.shape.model_copy(update={"normalise": True})
+        vector: NDArray[np.float32] = shaped(encoder.encode([query]), shape)[0].astype(np.float32)
+        return vector
+
+    def hits(self, vector: NDArray[np.float32], top: int) -> list[Hit]:
+        """The texts nearest to a vector `(size,)` of length 1, the nearest first."""
+        rows, scores = (found[0].tolist() for found in self.nearest(vector[None], top))
+        return [Hit(**vars(text), score=score) for text, score in zip(self.texts(rows), scores, strict=True)]
 
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Rows and cosines, each `(queries, top)`, the nearest first.
@@ -159,10 +189,20 @@ class SearchIndex:
         rows = np.argsort(-scores, axis=1, kind="stable")[:, :top]
         return rows, np.take_along_axis(scores, rows, axis=1)
 
-    def _hit(self, row: int, score: float) -> Hit:
+    def vectors(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """`(len(rows), size)`, of length 1."""
+        if self.facts.kind == "exact":
+            return np.asarray(self._vectors[np.asarray(rows, np.int64)])
+        return np.stack(self._graph.get(np.asarray(rows, np.uint64)))
+
+    def texts(self, rows: Sequence[int]) -> list[Stored]:
+        """What is stored in these rows."""
+        return [self._text(row) for row in rows]
+
+    def _text(self, row: int) -> Stored:
         batch, place = divmod(row, _CHUNK_ROWS)
         found: dict[str, Any] = self._texts.get_batch(batch).slice(place, 1).to_pylist()[0]
-        return Hit(row, score, found["id"], found["text"])
+        return Stored(row, found["id"], found["source"], found["text"])
 
 
 def _empty(size: int) -> Index:
@@ -196,27 +236,30 @@ def _stored(embeddings: Path) -> Iterator[NDArray[Any]]:
             yield column.flatten().to_numpy().reshape(len(column), -1)
 
 
-def _write_texts(path: Path, config: EmbedConfig) -> int:
-    """Writes texts and ids in the order of the embeddings; returns their number."""
-    schema = pa.schema([("text", pa.string()), ("id", pa.string())])
-    texts: list[str] = []
-    ids: list[str | None] = []
+def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> int:
+    """Writes texts, ids and sources in the order of the embeddings; returns their number."""
+    schema = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.string())])
+    rows: list[dict[str, str | None]] = []
     total = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-
-        def flush() -> None:
-            writer.write_batch(pa.RecordBatch.from_arrays([pa.array(texts), pa.array(ids, pa.string())], schema=schema))
-            texts.clear()
-            ids.clear()
-
         for unit in plan(config):
-            for record, key in keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config):
+            records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
+            for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
+                if source and (source.source, source.offset) != (record.source, record.offset):
+                    raise EmbedError(f"{record.source} at {record.offset}: texts and {source_field} do not pair")
                 if isinstance(record, Document) and (key is None or isinstance(key, Document)):
-                    texts.append(record.text.removesuffix("\r"))
-                    ids.append(key.text if key else None)
+                    text, origin = record.text.removesuffix("\r"), source.text if source else record.source
+                    rows.append({"text": text, "id": key.text if key else None, "source": origin})
                     total += 1
-                    if len(texts) == _CHUNK_ROWS:
-                        flush()
-        if texts:
-            flush()
+                    if len(rows) == _CHUNK_ROWS:
+                        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+                        rows.clear()
+        if rows:
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
     return total
+
+
+def _sources(unit: Unit, config: EmbedConfig, field: str | None) -> Iterator[Document | None]:
+    """What that field says of each record of a unit; None where it says nothing."""
+    records = read_unit(unit, corpus_of(config, field)) if field else itertools.repeat(None)
+    return (record if isinstance(record, Document) and record.text else None for record in records)

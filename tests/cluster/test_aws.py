@@ -68,6 +68,17 @@ def bootstrap(cluster):
     return _NODE_PROVIDERS["aws"](config["provider"]).bootstrap_config(config)
 
 
+def rights_of(profile):
+    """What the instances of a profile may do, and with what."""
+    iam, found = boto3.client("iam"), {}
+    for role in iam.get_instance_profile(InstanceProfileName=profile)["InstanceProfile"]["Roles"]:
+        for policy in iam.list_attached_role_policies(RoleName=role["RoleName"])["AttachedPolicies"]:
+            version = iam.get_policy_version(PolicyArn=policy["PolicyArn"], VersionId="v1")["PolicyVersion"]
+            for statement in version["Document"]["Statement"]:
+                found |= dict.fromkeys(statement["Action"], statement["Resource"])
+    return found
+
+
 @pytest.mark.usefixtures("account")
 def test_cluster_file_that_was_not_filled_in_starts_nothing(capsys):
     unfilled = yaml.safe_load((ROOT / "cluster.yaml").read_text())
@@ -111,15 +122,14 @@ def test_what_would_be_started_and_who_reaches_it():
     assert len(rules) == 2
     assert not [rule for rule in inside if rule["IpRanges"] or rule["Ipv6Ranges"]]
 
-    # The bucket is a place for a run, and the rights to it are in one policy. (The server attaches none to the roles.)
-    iam = boto3.client("iam")
-    policies = [policy["Arn"] for policy in iam.list_policies(Scope="Local")["Policies"]]
-    documents = [iam.get_policy_version(PolicyArn=arn, VersionId="v1")["PolicyVersion"]["Document"] for arn in policies]
-    statements = [statement for document in documents for statement in document["Statement"]]
-    rights = {action: statement["Resource"] for statement in statements for action in statement["Action"]}
-    assert rights["s3:ListBucket"] == f"arn:aws:s3:::{outputs['Bucket']}"
-    for action in ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"):
-        assert rights[action] == f"arn:aws:s3:::{outputs['Bucket']}/*"
+    # The bucket is a place for a run, and the rights of a worker are to it alone.
+    bucket = f"arn:aws:s3:::{outputs['Bucket']}"
+    in_bucket = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
+    of_a_worker = {"s3:ListBucket": bucket} | dict.fromkeys(in_bucket, f"{bucket}/*")
+    assert rights_of("declutr-worker") == of_a_worker
+    of_the_head = rights_of("declutr-head")
+    assert of_a_worker.items() <= of_the_head.items()
+    assert "WorkerRole" in of_the_head["iam:PassRole"]
     assert set(outputs) == {"SecurityGroup", "Bucket"}
     run = f"s3://{outputs['Bucket']}/runs/base"
     write_file(child(run, "note"), b"found without a key in the address")

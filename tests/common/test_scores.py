@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.scores import SCORES, ScoreLine, append_score, read_scores
+from common.scores import SCORES, ScoreLine, append_score, comparable, read_scores
 
 
 def line(step, **changes):
@@ -29,6 +29,13 @@ def test_a_line_that_was_cut_off_is_none_wherever_it_was_cut(tmp_path):
         append_score(tmp_path, line(6))
         expected = (line(2), line(4), line(6)) if length == len(whole) - 1 else (line(2), line(6))
         assert read_scores(tmp_path) == expected
+
+
+def test_scores_of_the_newest_choice_are_comparable():
+    lines = [line(2), line(4, choice="y"), line(6, choice="y", score=None), line(8, choice="y")]
+    assert comparable(lines) == {(4, "c4"): 54.0, (8, "c8"): 58.0}
+    assert comparable(lines[:1]) == {(2, "c2"): 52.0}
+    assert comparable([]) == {}
 
 
 def test_a_name_that_is_not_known_is_no_setting():

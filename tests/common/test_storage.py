@@ -64,6 +64,23 @@ def test_a_finished_folder_is_not_replaced(tmp_path):
     assert (tmp_path / "run" / "a.txt").read_text() == "kept"
 
 
+def test_a_folder_gives_way_to_a_whole_one_alone(tmp_path):
+    def write(fail):
+        with storage.folder_aside(tmp_path / "run", replace=True) as aside:
+            (aside / "b.txt").write_text("new")
+            if fail:
+                raise ValueError("no")
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a.txt").write_text("old")
+    with pytest.raises(ValueError, match="no"):
+        write(fail=True)
+    assert names(tmp_path / "run") == ["a.txt"]
+    write(fail=False)
+    assert names(tmp_path / "run") == ["b.txt"]
+    assert names(tmp_path) == ["run"]
+
+
 def test_json_round_trip_and_hashes(tmp_path):
     value = {"b": [1, 2.5, None], "a": "é"}
     storage.write_json(tmp_path / "x.json", value)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from common.scores import ScoreLine, append_score, scoring
 from evaluation.cli import main
 from trainer import checkpoint
 from trainer.state import RunState
@@ -72,6 +73,20 @@ def test_json_and_an_exit_status_for_the_newest(run, capsys):
     (run / "checkpoints" / "step-00000008" / "state.json").unlink()
     assert main(["checkpoints", str(run)]) == 1
     assert "BROKEN: state.json is missing" in capsys.readouterr().out
+
+
+def test_what_a_follower_gave_decides_where_the_run_goes_by_it(run, capsys):
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["validation"]["score"] = "followed"
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    for step, score in ((2, 50.0), (6, 60.0)):
+        state = checkpoint.read_state(checkpoint.checkpoint_path(run / "checkpoints", step))
+        append_score(run, ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={}))
+    with scoring(run, 2):
+        assert main(["checkpoints", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["kept"] for row in found] == [["scoring"], ["every"], ["last", "best"], ["last", "every"]]
+    assert found[0]["scores"] == {"mrr": 0.75, "followed": 50.0}
 
 
 def test_no_run(tmp_path, capsys):

@@ -38,6 +38,29 @@ def test_the_nearest_texts_are_shown_with_their_scores(embedded, tmp_path, capsy
     assert lines[0].endswith("the cat sat on the mat")
 
 
+@pytest.mark.parametrize("suffix", [".npy", ".parquet"])
+def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix):
+    """By file, or by a field of theirs; a text without that field falls back to its file."""
+    (tmp_path / "in").mkdir()
+    for name, texts in (("a", ANIMALS[:3]), ("b", ANIMALS[3:])):
+        lines = [{"text": text} | ({"kind": f"{name}{len(text)}"} if "cat" in text else {}) for text in texts]
+        (tmp_path / f"in/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = tmp_path / f"out{suffix}"
+    assert main(["embed", "hashed-words:32", str(tmp_path / "in"), "--output", str(output)]) == 0
+    rows = [4, 0, 3]
+    expected = load_encoder("hashed-words:32").encode([ANIMALS[row] for row in rows])
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    for kind in ("exact", "graph"):
+        folder = tmp_path / kind
+        assert main(["index", str(output), "--output", str(folder), "--kind", kind, "--source-field", "kind"]) == 0
+        index = SearchIndex(folder)
+        found = [(text.source, text.text) for text in index.texts(range(5))]
+        assert found == list(zip(["a22", "a.jsonl", "a.jsonl", "b.jsonl", "b11"], ANIMALS, strict=True))
+        np.testing.assert_allclose(index.vectors(rows), expected, atol=1e-6)
+    build_index(output, tmp_path / "files")
+    assert [text.source for text in SearchIndex(tmp_path / "files").texts([0, 4])] == ["a.jsonl", "b.jsonl"]
+
+
 def test_another_encoder_and_altered_files_are_refused(embedded, tmp_path, capsys):
     build_index(embedded, tmp_path / "index")
     assert main(["search", str(tmp_path / "index"), "cat", "--model", "hashed-words@1:256"]) == 1

@@ -91,6 +91,17 @@ def test_best_export_without_validation(run_bad):
     assert "export = best needs validation.every_steps above 0" in line
 
 
+def test_patience_without_scores_or_checkpoints_of_them(run_bad):
+    first, second, third = run_bad("validation.patience=2", "validation.every_steps=3", "epochs=2")
+    assert "validation.patience = 2 needs export = best" in first
+    assert "validation.patience = 2 needs validated checkpoints: validation.every_steps = 3 must be" in second
+    assert "give steps = 6 or epochs" in third
+    (line,) = run_bad("validation.patience=2", "export=best")
+    assert "export = best needs validation.every_steps above 0, or validation.score = followed" in line
+    (line,) = run_bad("validation.patience=0")
+    assert "validation.patience = 0: Input should be greater than 0" in line
+
+
 def test_sharded_parameters_with_a_microbatch_found_by_running_out_of_memory(run_bad):
     (line,) = run_bad("microbatch_tokens=auto", "scaling.shard_parameters=true")
     assert "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto" in line

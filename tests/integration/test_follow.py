@@ -2,17 +2,21 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+import tinyruns as runs
 from sentevalsets import write_sets
 
-from common.scores import SCORES, read_scores
+from common.scores import SCORES, read_scores, read_scoring
+from common.storage import read_json
 from evaluation.cli import main
 from evaluation.senteval.checking import inspect
 from evaluation.senteval.plan import Choice
 from evaluation.senteval.tasks import find
 from evaluation.watch import Follower, FollowError
 from pipeline.session import SessionConfig
+from trainer.export import export
 
 TASKS = ("STSBenchmark", "STS12")
 
@@ -28,10 +32,13 @@ def follower(run, sets, said, tasks=TASKS):
     return Follower(run, inspections, choice, "cpu", SessionConfig(num_cpus=1), said.append)
 
 
-def test_a_finished_run_is_scored_and_scored_once(copied, sets, capsys):
+def test_a_finished_run_is_scored_once_and_exports_the_best(data, copied, sets, capsys, log):
     kept = sorted(int(path.name[5:]) for path in (copied / "checkpoints").glob("step-*"))
     given = ["evaluate", "--follow", str(copied), "--data", str(sets), "--allow-unchecked", "--once"]
     given += ["--tasks", ",".join(TASKS), "--protocol", "simcse"]
+    config = runs.train_config(data, copied, **runs.FINISHED | {"validation": {"score": "followed"}}, export="best")
+    assert read_json(export(config, copied) / "declutr.json")["step"] == 8
+    assert sum("the last checkpoint is exported, and the checkpoints of steps" in line for line in log) == 1
     assert main(given) == 0
     lines = read_scores(copied)
     assert [line.step for line in lines] == kept[::-1]
@@ -42,6 +49,8 @@ def test_a_finished_run_is_scored_and_scored_once(copied, sets, capsys):
         assert any("published" in warning for warning in line.warnings)  # the data are our own
     assert main(given) == 0
     assert read_scores(copied) == lines
+    assert read_json(export(config, copied) / "declutr.json")["step"] == max(lines, key=lambda line: line.score).step
+    assert sum("have no score" in line for line in log) == 1, "nothing is missing any more"
     assert main([*given, "--protocol", "senteval"]) == 0  # another choice: its own lines
     assert len(read_scores(copied)) == 2 * len(lines)
     assert "checkpoints scored" in capsys.readouterr().out
@@ -54,10 +63,10 @@ def test_checkpoints_are_scored_as_they_come_until_the_run_ends(copied, sets):
     for path in checkpoints:
         path.rename(aside / path.name)
     (copied / "summary.json").rename(aside / "summary.json")
-    said, counted = [], []
-    thread = threading.Thread(
-        target=lambda: counted.append(follower(copied, sets, said).follow(wait_seconds=0.02)), daemon=True
-    )
+    said, counted, named = [], [], set()
+    one = follower(copied, sets, said)
+    one = replace(one, say=lambda line: (said.append(line), named.add(read_scoring(copied))))
+    thread = threading.Thread(target=lambda: counted.append(one.follow(wait_seconds=0.02)), daemon=True)
     thread.start()
     for number, path in enumerate(checkpoints, start=1):
         (aside / path.name).rename(path)
@@ -68,7 +77,10 @@ def test_checkpoints_are_scored_as_they_come_until_the_run_ends(copied, sets):
     (aside / "summary.json").rename(copied / "summary.json")
     thread.join(30)
     assert counted == [len(checkpoints)]
-    assert [line.step for line in read_scores(copied)] == [int(path.name[5:]) for path in checkpoints]
+    steps = [int(path.name[5:]) for path in checkpoints]
+    assert [line.step for line in read_scores(copied)] == steps
+    assert named - {None} == set(steps), "the trainer was not told what must not be deleted"
+    assert read_scoring(copied) is None
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(copied, sets):

@@ -9,8 +9,9 @@ import tinyruns as runs
 from common.config import ConfigError
 from common.storage import hash_file
 from pipeline.shards import load_manifest
-from trainer.checkpoint import CheckpointError, find_best, find_latest, read_state, steps_in
+from trainer.checkpoint import CheckpointError, find_latest, read_state, steps_in
 from trainer.checks import problems
+from trainer.ranking import find_best
 from trainer.train import main, train
 
 pytestmark = pytest.mark.ray

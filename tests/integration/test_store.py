@@ -1,6 +1,7 @@
 """Shards and run on an S3 server: killed on one host, continued on another, in the bits of a run in a folder."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -16,11 +17,11 @@ from common.remote import is_whole, pull_all, push_folder
 from common.remotefile import names, read_file
 from common.storage import hash_file
 from evaluation.cli import main
+from trainer.cache import run_folder
 from trainer.checkpoint import checkpoint_path, steps_in
 from trainer.checks import problems
 from trainer.lock import LOCK
 from trainer.run import run_training
-from trainer.store import run_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 100
@@ -94,3 +95,22 @@ def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp
     assert main(["checkpoints", bucket("runs/one")]) == 1
     assert "declutr pull s3://" in capsys.readouterr().err
     assert run_folder(second).parent == tmp_path / "other"
+
+
+def test_a_run_that_ends_early_is_whole_in_the_store(bucket, tmp_path):
+    address = bucket("runs/early")
+    changes = {
+        "optim": {"lr": 1e-30},  # weights stay what they are: no score is better than the first
+        "steps": 8,
+        "validation": {"every_steps": 1, "patience": 1},
+        "checkpoint": {"every_steps": 1, "keep_last": 1},
+        "export": "best",
+    }
+    one, other = (
+        runs.train_config(bucket("data"), address, cache=str(tmp_path / host), **changes) for host in ("one", "other")
+    )
+    summary = run_training(one)
+    assert (summary["ended"], summary["steps"], summary["exported_step"]) == ("early", 2, 1)
+    assert json.loads(read_file(child(address, "summary.json"))) == summary
+    assert is_whole(child(address, "export"))
+    assert run_training(other) == summary

@@ -15,7 +15,7 @@ from trainer.failure import FAILURES
 from trainer.fork import FORK, fork
 from trainer.lock import RunLock, RunLockedError
 from trainer.objectives import Declutr, DeclutrConfig
-from trainer.run import run_training
+from trainer.run import ended_early, run_training
 from trainer.supervisor import TrainingFailedError
 from trainer.train import main
 
@@ -93,6 +93,38 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_p
         assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match="exists already and is no fork"):
         fork(config_of(data, copied), str(copied))
+
+
+def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_path, log):
+    """Hardly any learning rate: all scores are those of the first step."""
+
+    def config(patience):
+        found = {
+            "optim": {"lr": 1e-12},
+            "steps": 40,
+            "export": "best",
+            "encoder": {"dropout": 0.0},
+            "validation": {"every_steps": 1, "patience": patience},
+            "checkpoint": {"every_steps": 1, "keep_last": 1},
+        }
+        return config_of(data, tmp_path / "run", **found)
+
+    def again(patience):
+        summary = run_training(config(patience))
+        steps = steps_in(tmp_path / "run" / "checkpoints")
+        return summary["steps"], summary["ended"], summary["exported_step"], summary["patience"], summary["why"], steps
+
+    *figures, why, steps = again(2)
+    assert (figures, steps) == ([3, "early", 1, 2], [1, 3])
+    assert "recall_at_1 was best after step 1 (" in why
+    assert "none of the 2 scores since is better (validation.patience = 2)" in why
+    assert any("ended early after step 3 of 40: recall_at_1" in line for line in log)
+    assert again(2) == again(1) == (*figures, why, steps)
+    assert any("finished already, early: recall_at_1" in line for line in log)
+    assert list(runs.steps_of(tmp_path / "run")) == [1, 2, 3]
+    assert not any("starting again" in line for line in log)
+    for patience, ended in ((2, True), (3, False), (None, False)):
+        assert (ended_early(tmp_path / "run", config(patience), 3) is not None) == ended, "more patience goes on"
 
 
 def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, log):

@@ -6,31 +6,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from benchmarks.wide import TOKENIZER
 from pipeline.corpus import document_id
 from pipeline.ledger import Entry, LedgerWriter
 from pipeline.manifest import Counts, Sidecar, build_manifest
 from pipeline.schema import shard_schema
 from pipeline.shards import ShardError, ShardSet, check_shards, load_manifest
-from pipeline.tokenization import TokenizerInfo
 from pipeline.windows import Geometry
 from pipeline.writer import ShardWriter
 
 GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 LENGTHS = [8 + number % 13 for number in range(57)]
-
-
-def info(vocab_size):
-    return TokenizerInfo(
-        kind="train",
-        fingerprint="f",
-        vocab_size=vocab_size,
-        bos_token_id=0,
-        eos_token_id=2,
-        pad_token_id=1,
-        mask_token_id=4,
-        unk_token_id=3,
-        special_ids=[0, 1, 2, 3, 4],
-    )
 
 
 def tokens_of(number, vocab_size=1000):
@@ -40,7 +26,7 @@ def tokens_of(number, vocab_size=1000):
 def write(folder, vocab_size=1000, units=3):
     """57 documents in three shards of blocks of 5."""
     folder.mkdir(exist_ok=True)
-    schema = shard_schema(vocab_size, GEOMETRY, "f")
+    schema = shard_schema(vocab_size, GEOMETRY, TOKENIZER.fingerprint)
     sidecars = []
     for unit in range(units):
         name = f"{unit:05d}"
@@ -63,7 +49,7 @@ def write(folder, vocab_size=1000, units=3):
                 ledger=ledger.result(),
             )
         )
-    manifest = build_manifest(sidecars, info(vocab_size), GEOMETRY, {}, "")
+    manifest = build_manifest(sidecars, TOKENIZER.model_copy(update={"vocab_size": vocab_size}), GEOMETRY, {}, "")
     (folder / "manifest.json").write_text(manifest.model_dump_json())
     return folder
 
@@ -101,7 +87,7 @@ def test_writing_twice_gives_the_same_bytes_and_a_shard_explains_itself(tmp_path
     metadata = pa.ipc.open_file(str(first / "train-00000.arrow")).schema.metadata
     assert {key.decode(): value.decode() for key, value in metadata.items()} == {
         "schema_version": "1",
-        "tokenizer_fingerprint": "f",
+        "tokenizer_fingerprint": TOKENIZER.fingerprint,
         "vocab_size": "1000",
         "num_anchors": "1",
         "max_tokens": "4",

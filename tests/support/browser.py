@@ -1,6 +1,7 @@
 """A real browser for tests of pages: Debian's Chromium, headless, driven by Selenium without any download.
 
-A page is opened from its file. The browser's own logs tell what a test wants to know: console messages, requests.
+A page is opened from its file or its address. The browser's own logs tell what a test wants to know: console messages,
+requests.
 """
 
 import json
@@ -32,15 +33,15 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, path: Path, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Loads a file in a window whose inside is that many CSS pixels wide; earlier messages are forgotten."""
+    def open(self, page: Path | str, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+        """Loads a file or address in a window whose inside is that many CSS pixels wide; forgets earlier messages."""
         self.resize(width, height)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         self.driver.get("about:blank")
         self.messages()
         self.requests()
-        self.driver.get(path.absolute().as_uri())
+        self.driver.get(page if isinstance(page, str) else page.absolute().as_uri())
 
     def resize(self, width: int, height: int = 900) -> None:
         """Sets the size of the page's window, also below the 500 pixels that a window of the desktop has at least."""

@@ -1,32 +1,51 @@
 """What workers do between two steps: agree, save, stop, leave a bad loss out. Without Ray."""
 
+import contextlib
 import copy
-import types
+import dataclasses
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from groups import run_group
+from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
+from common.scores import ScoreLine, append_score
+from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.cache import run_folder
 from trainer.config import TrainConfig
 from trainer.gather import Wish, World
-from trainer.loop import Worker, never
+from trainer.metrics import MetricsWriter
 from trainer.objectives import DeclutrConfig
 from trainer.saver import SaveError, Saver
 from trainer.step import NonFiniteLossError
+from trainer.store import after_save, fetch_run, store_of
+from trainer.worker import Worker, never
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
 BAD = {2, 5}
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    write_prepared(folder, [[Row(f"words of a document, the {number}th of four") for number in range(4)]])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def data(prepared, tmp_path):
+    (tmp_path / "data").symlink_to(prepared)
+
+
 def worker(run, world=None, notice=never, total_steps=6, **changes):
     values = {
         "run": str(run),
-        "data": "none",
+        "data": str(run / "data"),
         "encoder": {"scratch": {"model_type": "roberta"}},
         "on_bad_loss": "skip",
     } | changes
@@ -36,13 +55,7 @@ def worker(run, world=None, notice=never, total_steps=6, **changes):
         encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
     objective = DeclutrConfig(terms="contrastive", queue_size=6)
     stepper = tiny_stepper(encoder, objective, world=world or World(), total_steps=total_steps)
-    manifest = types.SimpleNamespace(
-        shards=[],
-        tokenizer=types.SimpleNamespace(fingerprint="f"),
-        geometry=types.SimpleNamespace(model_dump=lambda **_: {}),
-    )
-    shards = types.SimpleNamespace(manifest=manifest)
-    return Worker(config, run, shards, stepper, None, None, torch.device("cpu"), notice)
+    return Worker(config, run, ShardSet(run / "data", "train"), stepper, None, None, torch.device("cpu"), notice)
 
 
 def batch(step, world=None, bad=BAD):
@@ -119,7 +132,8 @@ def on_ranks(world, folder):
     one = worker(folder, world, notice=lambda: world.rank == world.size - 1)
     skipped = [m.skipped for m in take(one, 1, 3, world)]
     saver = Saver(folder / "checkpoints", one.config.checkpoint, "mrr") if world.rank == 0 else None
-    ended = one.between(3, {}, saver)
+    one.patience.wish = Wish.EARLY if world.rank == 0 else Wish(0)
+    ended = one.between(3, {}, saver) and one.early
     world.largest(0)
     other = worker(folder, world)
     resumed = other.resume()
@@ -177,3 +191,91 @@ def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
     name = "model.roberta.embeddings.LayerNorm.bias"
     assert again["encoder.safetensors"][name].data_ptr() == contents["encoder.safetensors"][name].data_ptr()
     assert not torch.equal(again["encoder.safetensors"][name], kept["encoder.safetensors"][name])
+
+
+MRR = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.9, 12: 0.4, 14: 0.5, 16: 0.6, 18: 0.7}
+"""By step: nothing after 4 is better until 10, nothing after that at all."""
+
+
+def patient(run, patience=2, **changes):
+    validation = {"every_steps": 2, "score": "mrr", "patience": patience} | changes
+    saving = {"every_steps": 2, "every_seconds": None, "keep_last": 1}
+    return worker(run, total_steps=18, export="best", validation=validation, checkpoint=saving)
+
+
+def go_on(one, kill_after=None):
+    """Steps without training, with the scores above: the last step, and whether the run has ended early."""
+    done, config = one.resume(), one.config
+    if one.patience.wish == Wish.EARLY:
+        return done, True
+    with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(contextlib.closing(MetricsWriter(one.run, done)))
+        folder, score = one.run / "checkpoints", config.validation.score
+        saver = Saver(folder, config.checkpoint, score, metrics.flush, after_save(config) or one.patience.saved)
+        stack.enter_context(contextlib.closing(saver))
+        for step in range(done + 1, 19):
+            scores = {"mrr": MRR[step]} if step in MRR else {}
+            if scores:
+                metrics.scores(step, scores)
+                one.patience.measured(step, scores)
+            if one.between(step, scores, saver):
+                return step, one.early
+            saver.wait()
+            if step == kill_after:
+                return None
+    return None
+
+
+def test_patience_ends_a_run_at_the_same_step_whenever_it_was_killed(tmp_path):
+    for kill_after in (None, 3, 4, 7):
+        run = tmp_path / str(kill_after)
+        run.mkdir()
+        (run / "data").symlink_to(tmp_path / "data")
+        if kill_after:
+            assert go_on(patient(run), kill_after) is None
+        assert go_on(patient(run)) == (8, True)
+        assert checkpoint.steps_in(run / "checkpoints") == [4, 8], "the best and the last"
+        one = patient(run)
+        assert (one.run_to_end(), one.early) == (8, True), "it stays ended, before it reads anything"
+    assert go_on(patient(run, patience=3)) == (16, True), "a larger patience goes on: 10 is better, three are not"
+    assert go_on(patient(run, patience=None)) == (18, False)
+
+
+def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path):
+    def on(host):
+        one = patient(tmp_path)
+        config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
+        fetch_run(config, World())
+        return dataclasses.replace(one, config=config, run=run_folder(config))
+
+    assert go_on(on("one"), kill_after=7) is None
+    assert go_on(on("two")) == (8, True)
+    third = on("three")
+    assert (third.run_to_end(), third.early) == (8, True)
+    found = [checkpoint.steps_in(third.run / "checkpoints")]
+    store_of(third.config).fetch_best("mrr")
+    assert [*found, checkpoint.steps_in(third.run / "checkpoints")] == [[8], [4]]
+
+
+def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):
+    """A line is only read when the next checkpoint is written; steps whose scores never come do not count."""
+
+    def follow(step, score):
+        state = checkpoint.read_state(checkpoint.checkpoint_path(tmp_path / "checkpoints", step))
+        line = ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={})
+        append_score(tmp_path, line)
+
+    settings = {"score": "followed", "every_steps": 0}
+    for step, score in ((3, None), (4, 50.0), (6, None), (8, 40.0)):
+        assert go_on(patient(tmp_path, **settings), kill_after=step) is None
+        if score:
+            follow(step, score)
+    assert go_on(patient(tmp_path, **settings), kill_after=10) is None
+    follow(10, 50.0)
+    assert go_on(patient(tmp_path, **settings)) == (10, True)
+    assert checkpoint.steps_in(tmp_path / "checkpoints") == [4, 10]
+    one = patient(tmp_path, patience=4, **settings)
+    assert go_on(one, kill_after=11) is None
+    follow(10, 51.0)  # scored a second time: the newest line of a step counts
+    assert go_on(one) == (18, False)
+    assert checkpoint.steps_in(tmp_path / "checkpoints") == [10, 18]

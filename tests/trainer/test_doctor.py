@@ -17,7 +17,7 @@ from trainer.doctor.examiner import Examiner
 from trainer.doctor.exposure import Exposure, Listener
 from trainer.doctor.facts import Gpu
 from trainer.doctor.finding import Finding, as_text, counts
-from trainer.doctor.needs import Needs
+from trainer.doctor.needs import Needs, needs_of
 from trainer.parts import build_encoder
 
 NEEDS = Needs(
@@ -98,6 +98,15 @@ def test_a_run_that_fits(tmp_path):
     encoder = build_encoder(config, AutoTokenizer.from_pretrained(tmp_path / "data" / "tokenizer"))
     assert needs.parameters == sum(parameter.numel() for parameter in encoder.parameters())
     assert needs.checkpoints == 3
+    milestones = {"checkpoint": {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4}}
+    for changes, number in (
+        ({"steps": 19}, 2 + 4 + 1),
+        ({"steps": None, "epochs": 12}, 2 + 12 * 12 // 8 // 4 + 1),
+        ({"steps": 19, "validation": {"every_steps": 2}}, 2 + 4 + 1 + 1),
+        ({"steps": 19, "validation": {"score": "followed"}}, 2 + 4 + 2 + 1),
+    ):
+        config = runs.train_config(tmp_path / "data", tmp_path / "run", **milestones | changes)
+        assert needs_of(config).checkpoints == number
     seen = data.look(str(tmp_path / "data"))
     assert (seen.documents, seen.error) == (12, "")
     assert data.judge("d", {"n1": seen})[0].status == "ok"

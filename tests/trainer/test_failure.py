@@ -1,13 +1,18 @@
 """Which of many errors is the reason, and how it is said."""
 
+import subprocess
+import sys
+
 import pytest
 from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
+from tinyruns import ROOT
 
 from trainer.failure import FAILURES, describe
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
+SYSTEM = RayActorError(error_msg="The actor died.\n\tpid: 4711\n\tip: 10.0.0.9\nThe process ended, SYSTEM_ERROR.")
 
 
 @pytest.mark.parametrize(
@@ -17,6 +22,7 @@ DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b
         ({0: LEFT, 1: DEAD}, "worker 1 (host spot-3, pid 30750) died (killed, crashed, or out of memory", "death"),
         ({0: DEAD, 1: DEAD}, "worker 0 (host spot-3, pid 30750) died (and 1 more)", "death"),
         ({1: RayActorError(preempted=True)}, "worker 1 died: its node is gone", "death"),
+        ({1: SYSTEM}, "worker 1 (host 10.0.0.9, pid 4711) died (killed", "death"),
         ({1: LEFT}, "worker 1 lost the others: RuntimeError", "death"),
     ],
 )
@@ -34,3 +40,13 @@ def test_the_reason_is_the_workers_own(errors, summary, kind, tmp_path):
 def test_a_dead_coordinator_is_not_a_worker():
     failure = describe(RayActorError(error_msg="The actor died."))
     assert (failure.summary, failure.lost) == ("the process that coordinates the workers died", True)
+
+
+def test_rays_paragraph_on_a_death_is_left_out_and_nothing_else():
+    """Through the function by which Ray prints what its raylets report, in a process that began as the command does."""
+    lines = ["A worker died or was killed while executing a task by an unexpected system error.", "No memory is left."]
+    report = {"lines": lines, "pid": "raylet", "is_err": False}
+    code = f"import trainer.train; from ray._private.worker import print_to_stdstream as p; p({report!r}, False)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "No memory is left." in done.stdout
+    assert "died" not in done.stdout + done.stderr

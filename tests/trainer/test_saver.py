@@ -28,7 +28,7 @@ def opened():
     made = []
 
     def make(folder, before=lambda: None, clock=time.monotonic, **config):
-        made.append(Saver(folder, CheckpointConfig(**config), "mrr", before, clock))
+        made.append(Saver(folder, CheckpointConfig(**config), "mrr", before, clock=clock))
         return made[-1]
 
     yield make

@@ -15,13 +15,14 @@ from common.remote import is_whole, push_folder
 from common.remotefile import Patience, RemoteError, names, read_file, remove_file, write_file
 from pipeline.shards import ShardError, ShardSet
 from trainer import checkpoint
+from trainer.cache import data_folder, run_folder
 from trainer.chunks import rank_plan, read_chunk
 from trainer.config import CheckpointConfig
 from trainer.metrics import METRICS
 from trainer.plan import Plan
 from trainer.saver import Saver
 from trainer.state import RunState
-from trainer.store import RunStore, data_folder, run_folder
+from trainer.store import RunStore
 
 ONCE = Patience(total_seconds=0.0)
 
@@ -218,6 +219,19 @@ def test_a_folder_that_was_pushed_as_a_whole_is_no_run(tmp_path):
     with pytest.raises(RemoteError, match="pushed as a whole: name another address"):
         one.fetch()
     assert local(one) == [1]
+
+
+def test_a_file_that_is_gone_here_goes_there_and_the_other_way_round(tmp_path):
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    make(one, 1)
+    (one.folder / "summary.json").write_text("{}")
+    one.send("summary.json", "failures.log")
+    other.fetch(["summary.json"])
+    assert (other.folder / "summary.json").read_text() == "{}"
+    (one.folder / "summary.json").unlink()
+    one.send("summary.json")
+    other.fetch(["summary.json"])
+    assert not (other.folder / "summary.json").exists()
 
 
 def test_folders_stay_what_they_are(tmp_path):

@@ -1,7 +1,14 @@
 """Who hangs and who is slow, told from pulses."""
 
+import os
+import signal
+import socket
+
 import pytest
 
+from trainer.backend import _signalled, listen
+from trainer.bulletin import Bulletin
+from trainer.notice import Ear
 from trainer.pulse import Pulse, Stopwatch, describe_start
 from trainer.watchdog import Watchdog
 
@@ -113,6 +120,22 @@ def test_a_pulse_tells_a_workers_own_time_from_waiting():
     pulse.finished(2, 1.0)
     assert pulse.own_seconds == pytest.approx(1.0 - waited)
     assert (pulse.step, pulse.steps, pulse.entered, pulse.phase) == (2, 2, 1, "data")
+
+
+def test_a_signal_is_told_with_the_workers_name():
+    before = signal.getsignal(signal.SIGTERM)
+    pulse = Pulse(3, 4)
+    try:
+        listen()
+        with Ear(Bulletin("of no session"), pulse) as ear:
+            assert ear.notice() is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            name = f"SIGTERM to worker 3 (host {socket.gethostname()}, pid {os.getpid()})"
+            assert ear.notice() == name
+        assert pulse.snapshot()["notice"] == name
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _signalled.clear()
 
 
 def test_the_parts_of_a_start_add_up():

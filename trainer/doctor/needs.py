@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForMaskedLM
 
-from pipeline.manifest import TOKENIZER
+from pipeline.manifest import TOKENIZER, load_manifest
 from pipeline.tokenization import load_tokenizer
+from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.model import load_hf_config
-from trainer.store import data_folder
+from trainer.parts import total_steps
+from trainer.plan import Plan
 
 _BYTES_SAVED = 12  # a parameter and AdamW's two moments, float32
 _BYTES_HELD = 16  # and its gradient
@@ -65,16 +67,29 @@ def needs_of(config: TrainConfig) -> Needs:
         OSError, ValueError, KeyError, TypeError: the encoder cannot be described; trainer/checks.py says why.
     """
     scaling = config.scaling
-    best = config.validation.every_steps > 0
     return Needs(
         parameters=_parameters(config),
-        checkpoints=config.checkpoint.keep_last + int(best) + 1,
+        checkpoints=_checkpoints(config),
         workers=scaling.least_workers,
         cpus_per_worker=scaling.cpus_per_worker,
         storage_threads=scaling.storage_threads,
         gpus=scaling.least_workers if scaling.device == "cuda" else 0,
         wishes_gpus=scaling.device == "auto",
     )
+
+
+def _checkpoints(config: TrainConfig) -> int:
+    """The last, milestones, the best, one that a follower is at, and the one being written."""
+    saving, validation = config.checkpoint, config.validation
+    number = saving.keep_last + 1
+    if validation.score == "followed":
+        number += 2
+    elif validation.every_steps:
+        number += 1
+    if saving.keep_every_steps is not None:
+        documents = load_manifest(data_folder(config)).totals["kept_train"] if config.steps is None else 0
+        number += total_steps(config, Plan(config.seed, documents, config.batch_documents)) // saving.keep_every_steps
+    return number
 
 
 def _parameters(config: TrainConfig) -> int:

@@ -201,7 +201,7 @@ def _judge_space(path: str, found: dict[str, Written], needed_bytes: int) -> lis
     node, least = min(free.items(), key=lambda item: item[1])
     needed = f"{needed_bytes / 2**30:.2f} GiB for the checkpoints" if needed_bytes else ""
     short = needed_bytes > 0 and least < needed_bytes
-    remedy = "free space there, name another folder, or lower checkpoint.keep_last"
+    remedy = "free space there, name another folder, or lower checkpoint.keep_last, or raise keep_every_steps"
     limit = needed and f"needs {needed}"
     value = f"{least / 2**30:.2f} GiB free"
     tight = needed_bytes > 0 and least < 2 * needed_bytes

@@ -10,8 +10,7 @@ from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.kills import struck
 from benchmarks.chaos.run import ChaosError, Mark, Run
 from pipeline.manifest import load_manifest
-from trainer.checkpoint import steps_in
-from trainer.loop import CHECKPOINTS
+from trainer.checkpoint import CHECKPOINTS, steps_in
 
 AWAY_SECONDS = 30.0
 
@@ -109,7 +108,7 @@ def storage_away(run: Run) -> Mark:
     run.workers()
     folder = run.folder / CHECKPOINTS
     mark = run.mark()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60 * run.patience
     while subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True, check=False).returncode:
         if time.monotonic() > deadline:  # refused while a file is being written there
             raise ChaosError(f"{folder} cannot be mounted read-only")

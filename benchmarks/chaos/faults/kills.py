@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.run import ChaosError, Mark, Run
+from trainer.checkpoint import CHECKPOINTS
 from trainer.export import EXPORT
-from trainer.loop import CHECKPOINTS
 
 
 def struck(mark: Mark, seconds: float) -> Mark:
@@ -109,7 +109,7 @@ def _wait_quickly(check: Callable[[], bool], seconds: float = 120) -> None:
 FAULTS = (
     Fault("worker_killed", worker, "worker 1 .*died"),
     Fault("worker_killed_while_saving", worker_saving, "worker .* died"),
-    Fault("worker_terminated", worker_terminated, r"saved at step \d+ after"),
+    Fault("worker_terminated", worker_terminated, r"saved at step \d+ after SIGTERM to worker \d+ \("),
     Fault("controller_killed", controller, "coordinates the workers died"),
     Fault("driver_terminated", driver_terminated, r"stopped at step \d+ of \d+ after SIGTERM"),
     Fault("driver_killed", driver, r"continuing after step \d+ of"),

@@ -65,7 +65,7 @@ def elastic(run: Run) -> Mark:
 
 
 FAULTS = (
-    Fault("node_killed", node_killed, "node|worker", setting="cluster"),
+    Fault("node_killed", node_killed, "its node is gone", setting="cluster"),
     Fault("preemption_notice", preempted, "about to be taken away", setting="cluster"),
-    Fault("elastic_2_3_1_2", elastic, "worker", setting="elastic"),
+    Fault("elastic_2_3_1_2", elastic, "its node is gone", setting="elastic"),
 )

@@ -1,0 +1,209 @@
+"""What does the contrastive term bring? Small encoders from scratch on SentEval's tasks, over several seeds.
+
+    python -m benchmarks.encoders --corpus FILES... --senteval DIR --work FOLDER --json OUT
+
+A seed decides weights, order of documents, spans and masks. Of each there are three encoders with the same weights to
+begin with: untrained, trained with MLM only, and trained with DeCLUTR (contrastive term and MLM) for as many steps on
+the same documents; hashed words of as many numbers, of the same seeds, stand beside them. Preparing, training and
+scoring are the `declutr` commands, each in a process of its own. The same command with the same `--work` goes on where
+it was cut off. `--config` takes another config than the demo's, for a larger encoder where a GPU is at hand.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from common.config import load_config
+from common.storage import folder_aside, hash_json, read_json, write_json
+from evaluation.senteval.tasks import find
+from trainer.config import TrainConfig
+from trainer.export import EXPORT, write_encoder
+from trainer.parts import build_encoder, load_tokenizer
+from trainer.run import SUMMARY
+
+KINDS = ("untrained", "mlm_only", "declutr", "hashed_words")
+_TERMS = {"mlm_only": "mlm", "declutr": "both"}
+_HELD_OUT = "recall_at_1"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prepares, trains, scores; prints and writes."""
+    given = _options().parse_args(arguments)
+    facts = record.facts("encoders", given.commit)
+    work, seeds = given.work.resolve(), range(given.seed, given.seed + given.seeds)
+    shards = work / "shards"
+    corpus = ["corpus.kind=files", f"corpus.paths={[str(path.resolve()) for path in given.corpus]}"]
+    once(work, "prepare", declutr("prepare", given.config, *corpus, f"output={shards}"))
+    encoders: dict[str, tuple[str, int]] = {}
+    trained: list[dict[str, Any]] = []
+    for seed in seeds:
+        settings = [f"data={shards}", f"steps={given.steps}", f"seed={seed}"]
+        settings += [f"validation.every_steps={given.steps}", f"checkpoint.every_steps={given.steps}"]
+        untrained = work / f"untrained-{seed}"
+        size = _untrained(load_config(given.config, "train", TrainConfig, settings), shards, untrained)
+        encoders[str(untrained)] = "untrained", seed
+        encoders[f"hashed-words@{seed}:{size}" if seed else f"hashed-words:{size}"] = "hashed_words", seed
+        for kind, terms in _TERMS.items():
+            run = work / f"{kind}-{seed}"
+            once(work, run.name, declutr("train", given.config, *settings, f"run={run}", f"objective.terms={terms}"))
+            encoders[str(run / EXPORT)] = kind, seed
+            trained.append({"encoder": kind, "seed": seed, **_of_run(read_json(run / SUMMARY))})
+    names = sorted(encoders, key=lambda name: (KINDS.index(encoders[name][0]), encoders[name][1]))
+    options = ["--data", given.senteval, "--allow-unchecked", "--tasks", given.tasks, "--preset", given.preset]
+    scores = work / "scores"
+    once(work, "evaluate", declutr("evaluate", *names, *options, "--output", scores))
+    found = read_json(scores / "scores.json")["encoders"]
+    figures = {
+        "seeds": list(seeds),
+        "steps": given.steps,
+        "preset": given.preset,
+        "protocol": "senteval",
+        "corpus": read_json(shards / "manifest.json")["totals"] | {"files": [path.name for path in given.corpus]},
+        "train": load_config(given.config, "train", TrainConfig).model_dump(mode="json", exclude={"run", "data"}),
+        **summarise(found, encoders),
+        "held_out": _held_out(trained),
+        "training": trained,
+        **facts,
+    }
+    record.progress("\n".join(table(figures)))
+    record.publish(figures, given.json)
+
+
+def _options() -> argparse.ArgumentParser:
+    options = record.parser("encoders", __doc__)
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--corpus", type=Path, nargs="+", required=True, help="files of long English documents")
+    options.add_argument("--senteval", type=Path, required=True, metavar="DIR", help="with downstream and probing")
+    options.add_argument("--work", type=Path, default=Path("runs/encoders"), help="shards, runs, scores; kept")
+    options.add_argument("--config", default="configs/demo.yaml", help="prepare and train sections")
+    options.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
+    options.add_argument("--steps", type=int, default=240, help="of each training")
+    options.add_argument("--tasks", default="all", help="names and sets, by commas; those whose data are there count")
+    options.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
+    return options
+
+
+def declutr(*arguments: Any) -> list[str]:
+    """The console command with its arguments, run by this Python."""
+    return [sys.executable, "-m", "evaluation.cli", *map(str, arguments)]
+
+
+def once(work: Path, name: str, command: list[str]) -> None:
+    """Runs a command, unless the same one has ended well before; what it prints goes to `work/NAME.log`.
+
+    Raises:
+        SystemExit: it failed; says where its words are.
+    """
+    mark, log = work / f"{name}.done.json", work / f"{name}.log"
+    if mark.is_file() and read_json(mark) == hash_json(command):
+        return
+    record.progress(f"{name}: running; {log}")
+    work.mkdir(parents=True, exist_ok=True)
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log.open("a") as output:
+        ended = subprocess.run(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
+    if ended.returncode:
+        raise SystemExit(f"{name} ended with status {ended.returncode}; {log} says why")
+    write_json(mark, hash_json(command))
+
+
+def _untrained(config: TrainConfig, shards: Path, folder: Path) -> int:
+    """The encoder as training begins with it, in a folder; answers its size."""
+    tokenizer, _ = load_tokenizer(shards)
+    encoder = build_encoder(config, tokenizer)
+    if not folder.is_dir():
+        with folder_aside(folder) as aside:
+            write_encoder(encoder, tokenizer, aside)
+    return encoder.hidden_size
+
+
+def _of_run(summary: Mapping[str, Any]) -> dict[str, Any]:
+    scores = {when: summary[f"{when}_scores"].get(_HELD_OUT) for when in ("first", "last")}
+    return {"steps": summary["steps"], "seconds": summary["seconds"], "recall_at_1": scores}
+
+
+def summarise(scored: Sequence[Mapping[str, Any]], encoders: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+    """Tasks and averages, each with the scores of every seed, mean and spread, by kind of encoder.
+
+    Args:
+        scored: `encoders` of `scores.json`.
+        encoders: kind and seed of each, by its name there.
+
+    Raises:
+        ValueError: an encoder has no score on a task that another one has.
+    """
+    headlines: dict[str, dict[str, dict[int, float]]] = {}
+    standing: dict[str, str] = {}
+    for one in scored:
+        kind, seed = encoders[one["encoder"]]
+        for task, result in one["protocols"]["senteval"]["results"].items():
+            headlines.setdefault(task, {}).setdefault(kind, {})[seed] = result["headline"]
+            standing[task] = result["standing"]
+    asked = {(kind, seed) for kind, seed in encoders.values()}
+    for task, kinds in headlines.items():
+        if missing := asked - {(kind, seed) for kind, seeds in kinds.items() for seed in seeds}:
+            raise ValueError(f"{task}: no score of {', '.join(f'{kind} {seed}' for kind, seed in sorted(missing))}")
+    groups = {group: [task for task in headlines if find(task).group == group] for group in ("downstream", "probing")}
+    averages = {
+        f"mean of {len(tasks)} {group}": {
+            kind: {seed: statistics.fmean(headlines[task][kind][seed] for task in tasks) for seed in seeds}
+            for kind, seeds in headlines[tasks[0]].items()
+        }
+        for group, tasks in groups.items()
+        if tasks
+    }
+    return {
+        "tasks": {task: {"data": standing[task], **_spread(kinds)} for task, kinds in headlines.items()},
+        "averages": {name: _spread(kinds) for name, kinds in averages.items()},
+    }
+
+
+def _spread(kinds: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, Any]]:
+    """Scores in the order of the seeds, their mean, their standard deviation (n - 1; None of one)."""
+    made = {}
+    for kind in KINDS:
+        values = [kinds[kind][seed] for seed in sorted(kinds[kind])]
+        sd = statistics.stdev(values) if len(values) > 1 else None
+        made[kind] = {
+            "scores": [round(value, 4) for value in values],
+            "mean": round(statistics.fmean(values), 4),
+            "sd": None if sd is None else round(sd, 4),
+        }
+    return made
+
+
+def _held_out(trained: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Recall at 1 among held-out documents, by encoder, in the order of the seeds."""
+    ends = {kind: [one["recall_at_1"]["last"] for one in trained if one["encoder"] == kind] for kind in _TERMS}
+    return {"untrained": [one["recall_at_1"]["first"] for one in trained if one["encoder"] == "declutr"], **ends}
+
+
+def table(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of Markdown: mean and standard deviation by task; `*`: data of one's own, comparable with no paper."""
+    yield (
+        "| | "
+        + " | ".join(kind.replace("_", " ").replace("mlm", "MLM").replace("declutr", "DeCLUTR") for kind in KINDS)
+        + " |"
+    )
+    yield "| --- | " + " | ".join(["---:"] * len(KINDS)) + " |"
+    rows = {
+        find(task).label + ("" if found["data"] in ("identical", "published") else "*"): found
+        for task, found in figures["tasks"].items()
+    }
+    for label, found in (rows | figures["averages"]).items():
+        yield f"| {label} | {' | '.join(_cell(found[kind]) for kind in KINDS)} |"
+
+
+def _cell(found: Mapping[str, Any]) -> str:
+    return f"{found['mean']:.1f}" if found["sd"] is None else f"{found['mean']:.1f} ± {found['sd']:.1f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What the page asks for: the map of an index, the texts nearest to a query or to another text; as values for JSON."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import seeding
+from evaluation.embedding.config import EmbedError
+from evaluation.embedding.index import Hit, SearchIndex, Stored
+from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.explore.grouping import OTHERS, Grouping
+from evaluation.explore.plane import fit_plane
+from evaluation.report.markup import visible
+from trainer.plan import permute
+
+MAX_QUERY_CHARACTERS = 4_000
+_POINT_CHARACTERS, _HIT_CHARACTERS, _TEXT_CHARACTERS, _NAME_CHARACTERS = 120, 600, 10_000, 200
+_DIGITS = 5
+
+Json = dict[str, Any]
+
+
+class ExploreError(ValueError):
+    """A question that has no answer."""
+
+
+class Explorer:
+    """An index with the encoder that made it. Any thread may ask; one at a time is answered.
+
+    Args:
+        index: where texts and vectors are; they stay on the disk, but for those of the map.
+        encoder: of the queries.
+        top: texts to find.
+        map_texts: points of the map; of a larger index these many are drawn, the same ones every time.
+
+    Raises:
+        EmbedError: the encoder is not the one that made the index, or the index is empty.
+    """
+
+    def __init__(self, index: SearchIndex, encoder: SentenceEncoder, top: int = 10, map_texts: int = 5_000) -> None:
+        index.check(encoder)
+        if not index.facts.rows:
+            raise EmbedError("the index holds no text")
+        self._index, self._encoder, self._top = index, encoder, top
+        self._lock = threading.Lock()
+        rows = sample_rows(index.facts.rows, map_texts)
+        vectors = index.vectors(rows)
+        self._plane = fit_plane(vectors)
+        texts = index.texts(rows)
+        self._grouping = Grouping([text.source for text in texts])
+        self._points = self._described(texts, _POINT_CHARACTERS, vectors)
+
+    def map(self) -> Json:
+        """What the index is, the names of the groups, and the points of the map."""
+        facts = self._index.facts
+        return {
+            "encoder": visible(facts.choice.model),
+            "texts": facts.rows,
+            "size": facts.size,
+            "kind": facts.kind,
+            "share": round(self._plane.share, 4),
+            "groups": [*(visible(name[:_NAME_CHARACTERS]) for name in self._grouping.names), OTHERS],
+            "points": self._points,
+        }
+
+    def search(self, query: str) -> Json:
+        """The texts nearest to a query, and the query's place on the map.
+
+        Raises:
+            ExploreError: the query is empty, too long, or says nothing to the encoder.
+        """
+        if not query.strip():
+            raise ExploreError("the query is empty: type a sentence")
+        if len(query) > MAX_QUERY_CHARACTERS:
+            raise ExploreError(f"the query has {len(query):,} characters; {MAX_QUERY_CHARACTERS:,} at most")
+        with self._lock:  # tokenizers are not made for several threads
+            vector = self._index.embed(self._encoder, query)
+            if not vector.any():
+                raise ExploreError("the encoder knows no word of the query: its embedding is null, and near to nothing")
+            x, y = self._places(vector[None])[0]
+            return {"query": {"x": x, "y": y}, "hits": self._hits(self._index.hits(vector, self._top))}
+
+    def neighbours(self, row: int) -> Json:
+        """A text of the index, and those nearest to it.
+
+        Raises:
+            ExploreError: there is no such text.
+        """
+        if not 0 <= row < self._index.facts.rows:
+            raise ExploreError(f"there is no text {row:,}; the index has {self._index.facts.rows:,}, counted from 0")
+        with self._lock:
+            vector = self._index.vectors([row])
+            others = [hit for hit in self._index.hits(vector[0], self._top + 1) if hit.row != row]
+            (text,) = self._described(self._index.texts([row]), _TEXT_CHARACTERS, vector)
+            return {"text": text, "hits": self._hits(others[: self._top])}
+
+    def _hits(self, hits: Sequence[Hit]) -> list[Json]:
+        vectors = self._index.vectors([hit.row for hit in hits])
+        scores = ({"score": round(hit.score, _DIGITS)} for hit in hits)
+        described = self._described(hits, _HIT_CHARACTERS, vectors)
+        return [told | score for told, score in zip(described, scores, strict=True)]
+
+    def _described(self, texts: Sequence[Stored], num_characters: int, vectors: NDArray[np.float32]) -> list[Json]:
+        """Texts with their place and group, cut to that many characters, nothing in them that steers a page."""
+        return [
+            {
+                "row": text.row,
+                "id": None if text.id is None else visible(text.id[:_NAME_CHARACTERS]),
+                "source": visible(text.source[:_NAME_CHARACTERS]),
+                "text": visible(text.text[:num_characters]) + ("…" if len(text.text) > num_characters else ""),
+                "group": self._grouping.number(text.source),
+                "x": x,
+                "y": y,
+            }
+            for text, (x, y) in zip(texts, self._places(vectors), strict=True)
+        ]
+
+    def _places(self, vectors: NDArray[np.float32]) -> list[list[float]]:
+        places: list[list[float]] = self._plane.place(vectors).round(_DIGITS).tolist()
+        return places
+
+
+def sample_rows(num_rows: int, count: int, seed: int = 0) -> list[int]:
+    """Ascending numbers below `num_rows`: `count` of them by (seed, "explore"), or all when there are fewer."""
+    drawn = np.arange(min(num_rows, count))
+    if num_rows > count:
+        drawn = np.sort(permute(seeding.key_for(seed, "explore"), np.zeros_like(drawn), drawn, num_rows))
+    rows: list[int] = drawn.tolist()
+    return rows

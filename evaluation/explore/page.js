@@ -1,0 +1,153 @@
+// Text from the server is text here, never markup: it goes into the page by textContent alone.
+
+const element = id => document.getElementById(id);
+let asked = 0; // only the answer to the last question is shown
+
+/** An element with a class and what is in it. */
+function make(name, kind, ...children) {
+  const made = document.createElement(name);
+  if (kind) made.className = kind;
+  made.append(...children);
+  return made;
+}
+
+function shape(group) {
+  const { shape: path, colour } = look(group, map.groups);
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const drawn = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  svg.setAttribute("viewBox", "-6 -6 12 12");
+  svg.setAttribute("class", "shape");
+  svg.setAttribute("aria-hidden", "true");
+  drawn.setAttribute("d", path);
+  drawn.style.fill = `var(${colour})`;
+  svg.append(drawn);
+  return svg;
+}
+
+/** Where a text comes from: its group's shape, its source, its id or else its row. */
+function origin(text) {
+  return [shape(text.group), make("span", "source", `${text.source} · ${text.id ?? text.row}`)];
+}
+
+const map = new TextMap(element("map"), element("tip"), point => {
+  for (const item of element("hits").children) item.classList.toggle("lit", point?.row === Number(item.dataset.row));
+  if (point) element("tip").replaceChildren(make("p", "head", ...origin(point)), make("p", "text", point.text.slice(0, 120)));
+}, point => go({ row: point.row }));
+
+/** The number of a thing in words. */
+function count(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+function say(words, wrong = false) {
+  element("status").textContent = words;
+  element("status").classList.toggle("wrong", wrong);
+}
+
+async function get(path, parameters = {}) {
+  let response;
+  try {
+    response = await fetch(`${path}?${new URLSearchParams(parameters)}`);
+  } catch {
+    throw new Error("No answer: is `declutr explore` still running? What went wrong is said where it was started.");
+  }
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+function hitItem(hit, index) {
+  const bar = make("div", "fill");
+  bar.style.width = `${100 * Math.max(0, Math.min(1, hit.score))}%`;
+  const button = make("button", "", "Neighbours");
+  button.type = "button";
+  button.setAttribute("aria-label", `Texts nearest to number ${index + 1}`);
+  button.addEventListener("click", () => go({ row: hit.row }));
+  const rank = make("span", "rank", `${index + 1}`), score = make("span", "score", hit.score.toFixed(3));
+  const head = make("div", "head", rank, score, ...origin(hit), button);
+  const item = make("li", "", head, make("div", "track", bar), make("p", "text", hit.text));
+  item.dataset.row = hit.row;
+  const lit = () => map.point(map.hidden.has(hit.group) ? null : hit);
+  item.addEventListener("pointerenter", lit);
+  item.addEventListener("pointerleave", () => map.point(null));
+  button.addEventListener("focus", lit);
+  button.addEventListener("blur", () => map.point(null));
+  return item;
+}
+
+function showAnswer({ hits, text = null, query = null }) {
+  const leading = element("hits").contains(document.activeElement); // to be replaced, and the focus with it
+  element("chosen").hidden = !text;
+  if (text) element("chosen").replaceChildren(make("p", "head", ...origin(text)), make("blockquote", "", text.text));
+  element("hits").replaceChildren(...hits.map(hitItem));
+  if (leading) element("chosen").focus();
+  map.mark(hits, query ?? text);
+  const best = hits.length ? `; the first has cosine ${hits[0].score.toFixed(3)}` : "";
+  say(`The ${count(hits.length, "text")} nearest to ${text ? "the chosen one" : "the sentence"}${best}.`);
+}
+
+/** Asks what the address says: #text=... or #row=... */
+async function run() {
+  const given = new URLSearchParams(location.hash.slice(1)), number = ++asked;
+  if (!given.has("text") && !given.has("row")) {
+    element("chosen").hidden = true;
+    element("hits").replaceChildren();
+    map.mark([], null);
+    say("Type a sentence, or choose a point.");
+    return;
+  }
+  if (given.has("text")) element("query").value = given.get("text");
+  say("Looking …");
+  try {
+    const text = { text: given.get("text") }, row = { row: given.get("row") };
+    const answer = await (given.has("text") ? get("/api/search", text) : get("/api/neighbours", row));
+    if (number === asked) showAnswer(answer);
+  } catch (error) {
+    if (number === asked) say(error.message, true);
+  }
+}
+
+/** Asks, and leaves the question in the address, so that Back goes back to the one before. */
+function go(parameters) {
+  history.pushState(null, "", `#${new URLSearchParams(parameters)}`);
+  run();
+}
+
+function showLegend(groups, points) {
+  groups.forEach((name, group) => {
+    const number = points.filter(point => point.group === group).length;
+    if (!number) return;
+    const box = make("input");
+    box.type = "checkbox";
+    box.checked = true;
+    box.addEventListener("change", () => map.toggle(group, box.checked));
+    const told = make("span", "note", number.toLocaleString("en"));
+    element("legend").append(make("label", "", box, shape(group), make("span", "name", name), told));
+  });
+}
+
+async function start() {
+  const told = await get("/api/map");
+  const { encoder, texts, size, kind, share, groups, points } = told;
+  element("encoder").textContent = encoder;
+  document.title = `Explore ${encoder}`;
+  const searched = kind === "exact" ? "a search looks at every one" : "a search follows a graph, which may miss some";
+  element("facts").textContent = `${count(texts, "text")}, embeddings of ${count(size, "number")}; ${searched}.`;
+  const drawn = points.length < texts ? `${count(points.length, "text")} of ${texts.toLocaleString("en")}, drawn at random`
+    : `All ${count(texts, "text")}`;
+  element("map-note").textContent = `${drawn}, seen in the plane in which they differ most (principal components; it has `
+    + `${(100 * share).toFixed(0)} % of their variance). Points that are near here may be far from each other; the list is right. `
+    + "The star is what was asked for, the numbers are its nearest texts.";
+  map.show(points, groups);
+  showLegend(groups, points);
+  run();
+}
+
+element("ask").addEventListener("submit", event => { event.preventDefault(); go({ text: element("query").value }); });
+element("query").addEventListener("keydown", event => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  element("ask").requestSubmit();
+});
+addEventListener("popstate", run);
+start().catch(error => say(error.message, true));

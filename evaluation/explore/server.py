@@ -1,0 +1,131 @@
+"""Serves the page and its answers to this machine alone, on the standard library's server.
+
+A page of the world must not read the corpus through the visitor's browser. The socket listens on 127.0.0.1 only; a Host
+that is not this machine is refused, because a name of the attacker's may be made to point here (DNS rebinding); answers
+carry no permission for other origins, and questions that a browser marks as another site's are refused.
+"""
+
+import json
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+from urllib.parse import parse_qs
+
+from evaluation.explore.explorer import ExploreError, Explorer, Json
+from evaluation.explore.page import page
+
+ADDRESS = "127.0.0.1"
+_HOSTS = (ADDRESS, "localhost")
+_IDLE_SECONDS = 30
+
+
+class _Refusal(Exception):  # noqa: N818 - what is refused is the request, nothing is broken
+    def __init__(self, status: HTTPStatus, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class ExploreServer(ThreadingTCPServer):
+    """Answers until it is told to stop; a thread a request.
+
+    Args:
+        explorer: what answers.
+        port: 0 to 65,535; 0 takes a free one.
+
+    Raises:
+        OSError: the port is taken, or not ours to open.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, explorer: Explorer, port: int = 0) -> None:
+        self.explorer = explorer
+        html, self.policy = page()
+        self.html = html.encode()
+        self.map = _encoded(explorer.map())
+        super().__init__((ADDRESS, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{ADDRESS}:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says what went wrong, unless it is only that the browser has left."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ExploreServer
+    server_version = "declutr"
+    sys_version = ""
+    timeout = _IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        """The page, an answer, or a refusal."""
+        try:
+            self._refuse_strangers()
+            path, _, query = self.path.partition("?")
+            if path == "/":
+                self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.html)
+                return
+            self._send(HTTPStatus.OK, "application/json", self._answer(path, query))
+        except _Refusal as refusal:
+            self._send(refusal.status, "application/json", _encoded({"error": str(refusal)}))
+
+    def _refuse_strangers(self) -> None:
+        hosts = self.headers.get_all("Host", [])
+        # Any port: behind `ssh -L` it is another one.
+        if len(hosts) != 1 or hosts[0].partition(":")[0].lower() not in _HOSTS:
+            raise _Refusal(HTTPStatus.MISDIRECTED_REQUEST, f"this is not the Host asked for; open {self.server.url}")
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        if self.headers.get("Sec-Fetch-Mode") != "navigate" and site not in ("same-origin", "none"):
+            raise _Refusal(HTTPStatus.FORBIDDEN, f"another site's page asks; open {self.server.url}")
+
+    def _answer(self, path: str, query: str) -> bytes:
+        try:
+            given = parse_qs(query, keep_blank_values=True, max_num_fields=8)
+        except ValueError as error:
+            raise _Refusal(HTTPStatus.BAD_REQUEST, str(error)) from error
+        explorer = self.server.explorer
+        try:
+            match path:
+                case "/api/map":
+                    return self.server.map
+                case "/api/search":
+                    return _encoded(explorer.search(given.get("text", [""])[0]))
+                case "/api/neighbours":
+                    return _encoded(explorer.neighbours(_number(given.get("row", [""])[0])))
+        except ExploreError as error:
+            raise _Refusal(HTTPStatus.BAD_REQUEST, str(error)) from error
+        raise _Refusal(HTTPStatus.NOT_FOUND, "nothing is served here")
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", self.server.policy)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: what somebody looks for is nobody's business, and errors are told on the page."""
+
+
+def _number(text: str) -> int:
+    """A row; 18 digits are more than any index has, and less than Python refuses to read."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise ExploreError(f"row = {text[:40]!r}: a number from 0 on")
+    return int(text)
+
+
+def _encoded(value: Json) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

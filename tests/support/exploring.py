@@ -1,0 +1,62 @@
+"""An index with hostile texts and the server of `declutr explore` over it, in this process."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from evaluation.cli import main
+from evaluation.embedding.index import SearchIndex
+from evaluation.encoder import load_encoder
+from evaluation.explore.explorer import Explorer
+from evaluation.explore.server import ExploreServer
+
+ENCODER = "hashed-words:64"
+HOSTILE = (
+    "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></li></ol> &amp; \u202eright "
+    "to left\u202c \x1b[31m \u2066 {} zebra"
+)
+HOSTILE_SOURCE = "<b onclick=alert(1)>bold</b>\u202e.jsonl"
+ANIMALS = [
+    f"the {animal} {deed} on the mat" for animal in ("cat", "dog", "hen", "fox") for deed in ("sat", "ate", "ran")
+]
+WEATHER = [
+    f"{kind} over {place} until {day}"
+    for kind in ("rain", "snow")
+    for place in ("hill", "sea")
+    for day in ("noon", "night")
+]
+TEXTS = {
+    "animals.jsonl": ANIMALS,
+    "weather.jsonl": WEATHER,
+    HOSTILE_SOURCE: [HOSTILE, "a zebra, harmless", "cat " * 400],
+}
+NUM_TEXTS = sum(map(len, TEXTS.values()))
+
+
+def write_index(folder: Path) -> Path:
+    """Embeds the texts, one file a source, and indexes them; returns the folder of the index."""
+    (folder / "texts").mkdir()
+    for name, texts in TEXTS.items():
+        lines = "".join(json.dumps({"text": text, "from": name}) + "\n" for text in texts)
+        # "/" would be a folder
+        (folder / "texts" / name.replace("/", "")).write_text(lines)
+    embeddings = folder / "out.npy"
+    assert main(["embed", ENCODER, str(folder / "texts"), "--output", str(embeddings)]) == 0
+    assert main(["index", str(embeddings), "--output", str(folder / "index"), "--source-field", "from"]) == 0
+    return folder / "index"
+
+
+@contextmanager
+def serving(index: Path, map_texts: int = 5_000) -> Iterator[ExploreServer]:
+    """Serves an index from a thread."""
+    explorer = Explorer(SearchIndex(index), load_encoder(ENCODER), map_texts=map_texts)
+    with ExploreServer(explorer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,119 @@
+"""Which weights are the best, and since when: laws, and real files."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.scores import ScoreLine, append_score, scoring
+from trainer import checkpoint, retention
+from trainer.config import CheckpointConfig, TrainConfig
+from trainer.metrics import MetricsWriter
+from trainer.ranking import FOLLOWED, Standing, find_best, history, unscored
+from trainer.state import RunState
+
+
+@given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
+def test_laws_of_a_standing(scores):
+    now = Standing.of(scores)
+    assert (now is None) == (not scores)
+    if now is not None:
+        assert now.score == scores[now.step] == max(scores.values())
+        assert all(score < now.score for step, score in scores.items() if step < now.step)
+        assert now.since == len([step for step in scores if step > now.step])
+
+
+def test_held_out_scores_begin_after_the_untrained_weights_and_after_a_fork(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (0, 2, 4, 6, 8):
+        writer.scores(step, {"mrr": step / 10, "recall_at_1": 0.5})
+    writer.close()
+    assert history(tmp_path, "mrr", 6) == {2: 0.2, 4: 0.4, 6: 0.6}
+    (tmp_path / "fork.json").write_text(json.dumps({"from": "elsewhere", "step": 4}))
+    assert history(tmp_path, "mrr", 6) == {6: 0.6}
+    assert history(tmp_path / "nothing", "mrr", 6) == {}
+
+
+def write(run, step, value=0.0):
+    state = RunState(
+        step=step, documents=step, world_size=1, config_hash="c", data_hash="d", scores={"mrr": 1.0 / step}, files={}
+    )
+    contents = {"encoder.safetensors": {"weight": torch.full((40,), value)}}
+    return checkpoint.read_state(checkpoint.save(run / "checkpoints", state, contents))
+
+
+def follow(run, state, score, choice="x"):
+    line = ScoreLine(step=state.step, checkpoint=state.identity, choice=choice, score=score, tasks={})
+    append_score(run, line)
+
+
+def best_of(run):
+    found = find_best(run / "checkpoints", FOLLOWED)
+    return None if found is None else found[1].step
+
+
+def test_the_best_is_the_followers(tmp_path):
+    states = [write(tmp_path, step, step) for step in (2, 4, 6, 8)]
+    assert best_of(tmp_path) is None
+    assert unscored(tmp_path / "checkpoints", FOLLOWED) == [2, 4, 6, 8]
+    for state, score in zip(states, (50.0, 60.0, 60.0, None), strict=True):
+        follow(tmp_path, state, score)
+    assert best_of(tmp_path) == 4
+    assert unscored(tmp_path / "checkpoints", FOLLOWED) == [8]
+    assert history(tmp_path, FOLLOWED, 4) == {2: 50.0, 4: 60.0}
+    write(tmp_path, 4, -1.0)  # taken again, other weights: a checkpoint without a score
+    assert best_of(tmp_path) == 6
+    follow(tmp_path, states[3], 10.0, choice="y")
+    assert best_of(tmp_path) == 8, "scores of another choice are not comparable: the newest line's counts"
+    assert history(tmp_path, FOLLOWED, 8) == {8: 10.0}
+    assert find_best(tmp_path / "checkpoints", "mrr")[1].step == 2
+
+
+def test_what_is_being_scored_is_kept_until_its_score_says_whether_it_is_the_best(tmp_path):
+    config = CheckpointConfig(keep_last=1)
+
+    def prune(newest):
+        retention.prune(tmp_path / "checkpoints", config, FOLLOWED, newest)
+        return checkpoint.steps_in(tmp_path / "checkpoints")
+
+    first = write(tmp_path, 2)
+    with scoring(tmp_path, 2):
+        write(tmp_path, 4)
+        assert prune(4) == [2, 4]
+        write(tmp_path, 6)
+        assert prune(6) == [2, 6]
+        retention.prune(tmp_path / "checkpoints", config, "mrr", 6)
+        assert checkpoint.steps_in(tmp_path / "checkpoints") == [2, 6], "by mrr it is the best"
+        follow(tmp_path, first, 50.0)
+    assert prune(6) == [2, 6]
+    follow(tmp_path, checkpoint.read_state(tmp_path / "checkpoints" / "step-00000006"), 51.0)
+    assert prune(6) == [6]
+    (tmp_path / "scoring.json").write_text('{"st')  # names nothing, and harms nothing
+    assert prune(6) == [6]
+
+
+def config_of(**changes):
+    values = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}, "export": "best"}
+    return TrainConfig.model_validate(values | changes)
+
+
+def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():
+    saving = {"every_steps": 100}
+    plain, patient = config_of(checkpoint=saving), config_of(checkpoint=saving, validation={"patience": 3})
+    assert plain.hash() == patient.hash()
+    assert plain.decisive()["validation"] == {"every_steps": 1000, "max_documents": 400, "score": "recall_at_1"}
+    assert plain.hash() != config_of(validation={"score": "followed"}).hash()
+
+
+def test_a_follower_needs_no_validation_of_ours():
+    validation = {"score": "followed", "every_steps": 0, "patience": 3}
+    assert config_of(validation=validation, checkpoint={"every_steps": None}).validation.patience == 3
+    with pytest.raises(ValueError, match="needs export = best"):
+        config_of(validation=validation, export="last")
+
+
+def test_who_follows_reads_a_folder():
+    with pytest.raises(ValueError, match="followed needs a folder as run, not s3://bucket/run"):
+        config_of(run="s3://bucket/run", validation={"score": "followed"})
