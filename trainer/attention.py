@@ -1,6 +1,6 @@
 """Attention over packed spans: one row of tokens, in which no span sees another.
 
-Registered with transformers' own attention interface, so that encoder families work unchanged. Linear layers see
+It is known to transformers' own attention interface, so that encoder families work unchanged. Linear layers see
 every real token once and no padding; only inside attention are spans of similar length brought together.
 """
 
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
 
 from trainer.dropout import AttentionDropout
 
@@ -160,6 +158,8 @@ def _attend_by_kernel(
     query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scaling: float | None, window: int | None
 ) -> Tensor:
     """Torch's variable-length attention: one call for all spans, half precision on a GPU, no dropout."""
+    from torch.nn.attention.varlen import varlen_attn
+
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # each (T, heads, head_dim)
     reach = -1 if window is None else window - 1
     attended = varlen_attn(
@@ -208,5 +208,11 @@ def _layer_number(module: torch.nn.Module) -> int:
 
 
 _DROPOUT = AttentionDropout()
-# The layout differs in every batch, so torch.compile leaves attention alone and compiles what lies between.
-AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+
+
+def register() -> None:
+    """Makes packed attention known to transformers as PACKED."""
+    from transformers import AttentionInterface
+
+    # The layout differs in every batch, so torch.compile leaves attention alone and compiles what lies between.
+    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

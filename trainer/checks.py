@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForMaskedLM
 
 from common.config import ConfigError, flat_keys
 from common.remotefile import RemoteError
@@ -30,13 +29,12 @@ def problems(config: TrainConfig) -> list[str]:
     except (ShardError, RemoteError, FileNotFoundError) as error:
         return [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
-    return [
-        *found,
+    found += [
         *_other_shards(config, run_folder(config), manifest),
         *_data_problems(config, manifest),
         *_objective_problems(config),
-        *_encoder_problems(config, manifest),
     ]
+    return found if _began_before(config, run_folder(config)) else [*found, *_encoder_problems(config, manifest)]
 
 
 def refuse(found: list[str]) -> None:
@@ -60,6 +58,11 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
         "begin one with this run's weights: --fork NEW_RUN"
     ]
+
+
+def _began_before(config: TrainConfig, run: Path) -> bool:
+    """Has this very run trained already, from scratch? Its encoder need not be built again, which takes seconds."""
+    return config.encoder.pretrained is None and bool(checkpoint.steps_in(run / CHECKPOINTS))
 
 
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
@@ -129,6 +132,8 @@ def _objective_problems(config: TrainConfig) -> list[str]:
 
 
 def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+    from transformers import AutoModelForMaskedLM
+
     encoder, info = config.encoder, manifest.tokenizer
     folder = data_folder(config) / TOKENIZER
     try:

@@ -5,8 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
 from common.logs import get_logger
 from common.storage import folder_aside, read_json, write_json, write_text
 from pipeline.manifest import load_manifest
@@ -71,6 +69,8 @@ def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
 
 def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path) -> None:
     """Weights, tokenizer and pooling into a folder that is there: all that is needed to load them again."""
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()
     encoder.model.save_pretrained(folder)
     limit = max_span_tokens(encoder.model)

@@ -1,17 +1,22 @@
 """What went wrong with a group of workers: the worker's own error, short, and Ray's whole account for the log file."""
 
 import re
+import socket
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import ray
 import ray.train
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from common.logs import get_logger
 
 FAILURES = "failures.log"
+_NODE_SECONDS = 2.0
 # What workers say when another one has left them in the middle of an exchange.
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|timed out|ncclremoteerror|remote process exited",
@@ -56,6 +61,34 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, RayActorError):
         return Failure("the process that coordinates the workers died", "coordinator", account, lost=True)
     return Failure(f"Ray: {_line(error)}", type(error).__name__, account, lost=isinstance(error, RayError))
+
+
+def blame_nodes(failure: Failure, pulses: Sequence[dict[str, Any]]) -> Failure:
+    """The same death, put down to a node if one with workers is gone: Ray itself learns of that seconds later.
+
+    Args:
+        failure: of the group.
+        pulses: the last of its workers (trainer/pulse.py).
+    """
+    if failure.kind != "death":
+        return failure
+    gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"] or not _answers(node)}
+    there = [pulse for pulse in pulses if pulse["node"] in gone and pulse["phase"] != "ended"]
+    if not there:
+        return failure
+    first = min(there, key=lambda pulse: int(pulse["rank"]))
+    also = f" (and {len(there) - 1} more)" if len(there) > 1 else ""
+    who = f"worker {first['rank']} (host {first['host']}, pid {first['pid']})"
+    return replace(failure, summary=f"{who} died{also}: its node is gone")
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Does anybody listen where a node's raylet did?"""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _NODE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _of_workers(failures: dict[int, Exception], account: str) -> Failure:

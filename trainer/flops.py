@@ -6,9 +6,13 @@ token. A backward costs twice its forward. Embedding look-ups, norms, activation
 gradient caching or activation checkpointing are not counted: they are overhead, not the model's work.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FORWARD_AND_BACKWARD = 3
 # Dense matrix products in FLOP/s, half precision and float32, from the makers' data sheets, without sparsity.
@@ -23,13 +27,13 @@ _PEAKS = {
 }
 
 
-def linear_weights(model: PreTrainedModel) -> int:
+def linear_weights(model: "PreTrainedModel") -> int:
     """Weights of the encoder's linear layers; the MLM head is counted by the token, see `step_flops`."""
     layers = (module for module in model.base_model.modules() if isinstance(module, nn.Linear))
     return sum(layer.weight.numel() for layer in layers)
 
 
-def step_flops(model: PreTrainedModel, weights: int, lengths: Tensor, num_selected: int) -> float:
+def step_flops(model: "PreTrainedModel", weights: int, lengths: Tensor, num_selected: int) -> float:
     """FLOPs of forward and backward over spans.
 
     Args:

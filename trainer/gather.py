@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
 
@@ -28,6 +27,11 @@ class Wish(enum.IntFlag):
     """The end without a checkpoint: they cannot be written."""
     EARLY = 8
     """A checkpoint, and the end of the run: its scores get no better."""
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Is it a worker's part of a sharded tensor (a DTensor, which need not be imported where nothing is sharded)?"""
+    return hasattr(tensor, "full_tensor")
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class World:
                 parameter.grad = torch.zeros_like(parameter)
         if self.size == 1:
             return
-        own = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+        own = [p.grad for p in parameters if p.grad is not None and not is_part(p)]
         for bucket in _buckets(own):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat)

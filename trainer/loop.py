@@ -9,7 +9,7 @@ import torch
 from ray.util import get_current_placement_group
 
 from common.logs import get_logger, setup_logging
-from pipeline.shards import ShardSet
+from pipeline.shards import ShardError, ShardSet
 from trainer.bulletin import Bulletin
 from trainer.cache import data_folder, run_folder
 from trainer.config import TrainConfig
@@ -61,7 +61,10 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         data = data_folder(config)
         fetch_run(config, world)
     shards = ShardSet(data, "train", look=False)  # the driver has looked
-    tokenizer, vocabulary = load_tokenizer(shards.folder)
+    try:
+        tokenizer, vocabulary = load_tokenizer(shards.folder)
+    except ShardError as error:
+        return {"given_up": str(error)}
     encoder = build_encoder(config, tokenizer).to(device).train()
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)

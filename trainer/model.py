@@ -1,24 +1,28 @@
 """The encoder: any masked language model of transformers, with packed or padded forward, pooling and projection head.
 
 Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
+
+transformers is imported where it is used: it takes seconds, and a command that continues a run builds no encoder.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
 from common import seeding
 from common.config import Strict
-from trainer.attention import PACKED, AttentionLayout
+from trainer.attention import PACKED, AttentionLayout, register
 from trainer.batches import IGNORED, SpanBatch, pad_rows, position_ids
 from trainer.dropout import DropoutKeys, key_dropout, token_keys
 from trainer.feed import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ProjectionConfig(Strict):
@@ -84,6 +88,8 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         vocabulary_size: ids of the tokenizer; used from scratch only.
         ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used from scratch only.
     """
+    from transformers import AutoConfig
+
     if config.pretrained is not None:
         hf = AutoConfig.from_pretrained(config.pretrained, trust_remote_code=config.trust_remote_code)
     else:
@@ -101,8 +107,10 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     return hf
 
 
-def build_model(config: EncoderConfig, hf: Any, seed: int) -> PreTrainedModel:
+def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
     """The masked language model in float32: pretrained weights, or weights drawn from the seed."""
+    from transformers import AutoModelForMaskedLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(seed, "weights"))
         if config.pretrained is None:
@@ -115,7 +123,7 @@ def build_model(config: EncoderConfig, hf: Any, seed: int) -> PreTrainedModel:
     return model
 
 
-def padding_index(model: PreTrainedModel) -> int | None:
+def padding_index(model: "PreTrainedModel") -> int | None:
     """pad_token_id where positions skip it and count from the next (RoBERTa's family); None where they count from 0."""
     embeddings = getattr(model.base_model, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
@@ -123,13 +131,13 @@ def padding_index(model: PreTrainedModel) -> int | None:
     return None
 
 
-def max_span_tokens(model: PreTrainedModel) -> int:
+def max_span_tokens(model: "PreTrainedModel") -> int:
     """Longest span the positions allow, specials included."""
     skipped = padding_index(model)
     return int(model.config.max_position_embeddings) - (0 if skipped is None else skipped + 1)
 
 
-def mlm_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
     """The part of the model that turns `(K, H)` hidden states into `(K, vocabulary)` logits.
 
     Raises:
@@ -156,7 +164,7 @@ class Encoder(nn.Module):
         seed: the run's seed, for the projection's weights.
     """
 
-    def __init__(self, config: EncoderConfig, model: PreTrainedModel, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, model: "PreTrainedModel", seed: int) -> None:
         super().__init__()
         self.model = model
         self.sharded = False  # by trainer/sharding.py
@@ -181,6 +189,7 @@ class Encoder(nn.Module):
     def set_layout(self, config: EncoderConfig) -> None:
         """Takes over a configuration that differs in its layout alone."""
         self.config = config
+        register()
         self.model.set_attn_implementation(PACKED if config.layout == "packed" else "sdpa")
 
     def hidden(self, batch: SpanBatch) -> Tensor:

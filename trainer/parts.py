@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
-from pipeline.manifest import TOKENIZER, load_manifest
+from pipeline.manifest import TOKENIZER, ShardError, load_manifest
 from pipeline.shards import ShardSet
+from pipeline.tokenization import fingerprint
 from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.feed import Feed, Vocabulary
@@ -25,8 +25,16 @@ from trainer.validation import Validator, build_validator
 
 
 def load_tokenizer(folder: Path) -> tuple[Any, Vocabulary]:
-    """The tokenizer that made the shards of a folder, and what the feed knows of it."""
+    """The tokenizer that made the shards of a folder, and what the feed knows of it.
+
+    Raises:
+        ShardError: the tokenizer there is another.
+    """
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER)
+    if fingerprint(tokenizer) != load_manifest(folder).tokenizer.fingerprint:
+        raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
     return tokenizer, vocabulary_of(tokenizer)
 
 

@@ -9,13 +9,11 @@ gradient for the same parameters. Three rules make that so, whatever a worker's 
 - everything else works on whole tensors: what is saved is what an unsharded run saves.
 """
 
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
+from typing import Any
 
-from trainer.gather import World
+from torch import Tensor
+
+from trainer.gather import World, is_part
 from trainer.model import Encoder
 
 
@@ -30,6 +28,10 @@ def shard(encoder: Encoder, world: World) -> None:
     """
     if world.size == 1:
         return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     mesh = init_device_mesh(next(encoder.parameters()).device.type, (world.size,))
     layers = [module for module in encoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in [*layers, encoder]:
@@ -43,18 +45,18 @@ def shard(encoder: Encoder, world: World) -> None:
     encoder.sharded = True
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """The whole of a sharded tensor, on every worker; every worker must ask. Another tensor is returned as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    full: Tensor = tensor.full_tensor()
-    return full
+    kept: Tensor = tensor.full_tensor() if is_part(tensor) else tensor
+    return kept
 
 
-def part_for(value: Tensor, parameter: Tensor) -> Tensor:
+def part_for(value: Tensor, parameter: Any) -> Tensor:
     """A whole tensor of a parameter's shape as the parameter is held: the worker's part where it is sharded."""
     value = value.to(parameter.device)
-    if not isinstance(parameter, DTensor):
+    if not is_part(parameter):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     # every worker has read the same values: nothing is sent
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -18,6 +18,7 @@ import pyarrow as pa
 import ray
 import torch
 from ray.data import DataContext
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from common.logs import get_logger
 from pipeline.shards import ShardSet
@@ -27,7 +28,21 @@ from trainer.step import RankBatch
 
 _MOST_CHUNKS = 512  # of one Dataset: before its first block comes, Ray Data takes about a millisecond for each
 _AHEAD_BATCHES = 4
+_PACE_SECONDS = 0.1
 _PATIENCE_SECONDS = 30
+
+
+class _Pace(ExecutionCallback):
+    """Holds Ray Data's executor to one look at its tasks in a while.
+
+    It has a thread in the worker. As soon as tasks have finished whose blocks nobody wants yet, which is how it should
+    be, its looks follow each other without a pause, and hold the interpreter's lock against the training thread.
+    """
+
+    def on_execution_step(self, executor: Any) -> None:
+        """After each look."""
+        if not executor._consumer_idling():
+            time.sleep(_PACE_SECONDS)
 
 
 def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
@@ -40,6 +55,7 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    context.custom_execution_callback_classes = [_Pace]
     held: list[pa.Table] = []
     for block in _blocks(rank_plan):
         held.append(block)

@@ -20,7 +20,7 @@ from pipeline.session import start_ray
 from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.failure import FAILURES, Failure, describe
+from trainer.failure import FAILURES, Failure, blame_nodes, describe
 from trainer.group import build_group, kill_worker
 from trainer.metrics import METRICS, read_last_step
 from trainer.pulse import Stopwatch, describe_start
@@ -131,7 +131,7 @@ class Supervisor:
             return outcome
         if self.signals.received is not None:
             raise self._stopped(None)
-        failure = describe(fit.error)
+        failure = blame_nodes(describe(fit.error), reader.pulses)
         if self._hang:
             failure = Failure(self._hang, "hang", failure.account)
         elif self._noticed:

@@ -1,5 +1,6 @@
 """Bad input ends with exit code 1 and a line a problem, before Ray starts, with nothing half-written."""
 
+import re
 import shutil
 
 import pytest
@@ -8,8 +9,9 @@ import tinyruns as runs
 import yaml
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
-from pipeline.shards import load_manifest
+from pipeline.shards import ShardError, load_manifest
 from pipeline.tokenization import train_tokenizer
+from trainer.parts import load_tokenizer
 from trainer.train import main
 
 
@@ -156,7 +158,10 @@ def test_shards_of_another_tokenizer_than_the_models(run_bad, foreign):
 def test_a_tokenizer_that_was_put_in_the_place_of_the_shards_own(run_bad, foreign, broken):
     shutil.copy(foreign / "tokenizer.json", broken / "tokenizer" / "tokenizer.json")
     line, _ = run_bad(folder=broken)
-    assert f"the tokenizer in {broken / 'tokenizer'} is not the one that made the shards" in line
+    told = f"the tokenizer in {broken / 'tokenizer'} is not the one that made the shards"
+    assert told in line
+    with pytest.raises(ShardError, match=re.escape(told)):  # where a run goes on, each worker looks for itself
+        load_tokenizer(broken)
 
 
 def test_a_truncated_and_a_missing_shard_are_named(run_bad, broken):

@@ -1,16 +1,19 @@
 """Any number of workers: the same documents with the same spans at every step, the same loss curve."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 import ray
 import tinyruns as runs
 import torch
+from ray.data import DataContext, ExecutionResources
 from transformers import AutoTokenizer
 
 from pipeline.session import start_ray
 from pipeline.shards import ShardSet
+from trainer import stream
 from trainer.chunks import rank_plan
 from trainer.model import vocabulary_of
 from trainer.parts import build_encoder, build_feed
@@ -88,6 +91,28 @@ def test_an_epoch_reads_every_document_once(data):
     assert len(set(ids[:size])) == size
     assert set(ids[:size]) == set(ShardSet(data, "train").take(np.arange(size)).column("id").to_pylist())
     assert ids[size:] != ids[: len(ids) - size]
+
+
+def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
+    looks = []
+
+    class Counted(stream._Pace):
+        def on_execution_step(self, executor):
+            looks.append(time.monotonic())
+            super().on_execution_step(executor)
+
+    monkeypatch.setattr(stream, "_Pace", Counted)
+    options = DataContext.get_current().execution_options
+    monkeypatch.setattr(options, "resource_limits", ExecutionResources(object_store_memory=2**16))
+    (plan,) = rank_plans(data, 1, last=150, chunk_steps=1)
+    steps = documents(plan)
+    next(steps)
+    time.sleep(2)  # what may be read ahead is read
+    before = time.monotonic()
+    time.sleep(1)
+    number = sum(look > before for look in looks)
+    assert 0 < number <= 1 / stream._PACE_SECONDS + 1, "0: it has read everything, and shows nothing"
+    steps.close()
 
 
 def test_1_2_and_3_workers_follow_the_same_loss_curve(data, tmp_path):

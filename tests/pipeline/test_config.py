@@ -67,8 +67,13 @@ def test_a_problem_ends_the_command_with_its_message_and_nothing_written(write_c
     assert not (tmp_path / "out").exists()
 
 
-def test_the_data_half_does_not_import_torch():
-    code = "import sys, pipeline.prepare, pipeline.worker; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [("pipeline.prepare, pipeline.worker", "torch"), ("trainer.train, trainer.run", "transformers")],
+    ids=["data half without torch", "continuing without transformers"],
+)
+def test_what_is_not_needed_is_not_imported(modules, heavy):
+    code = f"import sys, {modules}; sys.exit({heavy!r} in sys.modules)"
     root = str(Path(__file__).resolve().parents[2])
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}).returncode == 0
 

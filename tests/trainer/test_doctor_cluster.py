@@ -1,4 +1,4 @@
-"""The doctor on a real Ray cluster of two nodes: every check once, and a node's disk and settings of its own."""
+"""A real Ray cluster of two nodes: every check of the doctor once, a node's own disk and settings, a node that dies."""
 
 import pytest
 import ray
@@ -8,6 +8,8 @@ from ray.cluster_utils import Cluster
 from trainer.doctor import examination
 from trainer.doctor.cluster import ANSWER_SECONDS, Examiners, nodes_of_cluster
 from trainer.doctor.finding import counts
+from trainer.failure import Failure, blame_nodes
+from trainer.pulse import Pulse
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -70,3 +72,16 @@ def test_a_node_that_does_not_answer_is_named(cluster, disks):
         assert (finding.node, finding.status, finding.value) == (stuck, "FAIL", "no answer in 2 s")
     finally:
         examiners.close()
+
+
+def test_a_death_is_put_down_to_a_node_that_is_gone(cluster):
+    """At once: Ray itself calls it alive for some seconds more."""
+    head, other = (node.node_id for node in (cluster.head_node, *cluster.worker_nodes))
+    pulses = [Pulse(rank, 2, node=node).snapshot() for rank, node in enumerate((head, other))]
+    death, error = Failure("worker 1 died", "death", "account"), Failure("worker 1: OSError", "OSError", "account")
+    assert blame_nodes(death, pulses) == death
+    cluster.remove_node(*cluster.worker_nodes, allow_graceful=False)
+    blamed = blame_nodes(death, pulses)
+    assert blamed.summary == f"worker 1 (host {pulses[1]['host']}, pid {pulses[1]['pid']}) died: its node is gone"
+    assert (blamed.kind, blamed.account) == ("death", "account")
+    assert blame_nodes(error, pulses) == error
