@@ -30,8 +30,13 @@ _COMMANDS = {
         "evaluation.commands.checkpoints:run",
     ),
     "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", "evaluation.commands.report:run"),
+    "push": ("FOLDER ADDRESS: a folder to an object store, whole, with checksums", "common.remote:push"),
+    "pull": ("ADDRESS FOLDER: a folder or a run from there", "common.remote:pull"),
     "demo": ("the whole path on a corpus that every machine has", "evaluation.commands.demo:run"),
 }
+
+_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report")
+_STORES = ("s3://", "gs://", "gcs://")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (what, _) in _COMMANDS.items():
             print(f"  declutr {name} {what}")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 1
+    command, *given = arguments
+    read = given if command in _READ_FOLDERS else given[:1] if command in ("embed", "search") else []
+    if address := next((one for one in read if one.startswith(_STORES)), None):
+        print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
+        return 1
     module, _, function = _COMMANDS[arguments[0]][1].partition(":")
     status: int = getattr(import_module(module), function)(arguments[1:])
     return status

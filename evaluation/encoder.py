@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common import seeding
-from common.config import expand
 from evaluation.encoders.modules import Pooling, Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
@@ -22,6 +21,7 @@ from evaluation.encoders.transformer import LongTexts, TransformerEncoder
 from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from pipeline.manifest import TOKENIZER
 from trainer import checkpoint
+from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.export import EXPORT
@@ -138,7 +138,7 @@ def _of_run(path: Path, pooling: Pooling | None) -> Loaded:
     settings = path.parent.parent / "config.yaml"
     try:
         config = TrainConfig.model_validate(yaml.safe_load(settings.read_text(encoding="utf-8")))
-        tokenizer = AutoTokenizer.from_pretrained(expand(config.data) / TOKENIZER)
+        tokenizer = AutoTokenizer.from_pretrained(data_folder(config) / TOKENIZER)
         plain = {"compile": False, "activation_checkpointing": False}
         update = plain | ({"pooling": pooling} if pooling else {})
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})

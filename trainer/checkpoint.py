@@ -7,7 +7,7 @@ parameter name), objective.safetensors (the queue, if any) and state.json (RunSt
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -151,15 +151,23 @@ def steps_in(folder: Path) -> list[int]:
         names = os.listdir(folder)  # noqa: PTH208 - glob takes a folder that must not be read for an empty one
     except FileNotFoundError:
         return []
+    return steps_among(names)
+
+
+def steps_among(names: Iterable[str]) -> list[int]:
+    """Steps of the checkpoints among the names of folders, in order."""
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
-def find_latest(folder: Path, expected: Mapping[str, str] | None = None) -> tuple[Path, RunState] | None:
+def find_latest(
+    folder: Path, expected: Mapping[str, str] | None = None, verify: bool = True
+) -> tuple[Path, RunState] | None:
     """The newest checkpoint that verifies; others are named in the log and passed over. None: begin at the beginning.
 
     Args:
         folder: of the run's checkpoints.
         expected: fields of RunState and what they are in this run; a checkpoint that differs is another run's.
+        verify: False: as for `read_state`.
 
     Raises:
         UnreadableError: none verifies, and the storage failed: a whole one may be there.
@@ -172,7 +180,7 @@ def find_latest(folder: Path, expected: Mapping[str, str] | None = None) -> tupl
                 found = getattr(read_state(path, verify=False), field)
                 if found != value:
                     raise CheckpointError(f"{path}: {STATE} is of another run ({field} {found[:16]}, not {value[:16]})")
-            return path, read_state(path)
+            return path, read_state(path, verify)
         except CheckpointError as error:
             get_logger().warning("passing over a broken checkpoint: %s", error)
             unreadable = error if isinstance(error, UnreadableError) else unreadable

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import torch
 
-from common.config import ConfigError, expand, flat_keys
+from common.config import ConfigError, flat_keys
+from common.remotefile import RemoteError
 from common.storage import read_json
 from pipeline.manifest import TOKENIZER, Manifest, ShardError, data_hash, load_manifest
 from pipeline.shards import check_shards
 from pipeline.tokenization import fingerprint, load_tokenizer
 from trainer import checkpoint
+from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
@@ -20,19 +22,19 @@ DECISIVE = "decisive.json"
 
 def problems(config: TrainConfig) -> list[str]:
     """Everything that is wrong with this run, one line a problem: key, value, limit, what to do."""
-    found = _run_problems(config, expand(config.run))
-    folder = expand(config.data)
+    found = _run_problems(config, run_folder(config))
     try:
+        folder = data_folder(config)
         manifest = load_manifest(folder)
-    except ShardError as error:
+    except (ShardError, RemoteError, FileNotFoundError) as error:
         return [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
     found += [
-        *_other_shards(config, expand(config.run), manifest),
+        *_other_shards(config, run_folder(config), manifest),
         *_data_problems(config, manifest),
         *_objective_problems(config),
     ]
-    return found if _began_before(config, expand(config.run)) else [*found, *_encoder_problems(config, manifest)]
+    return found if _began_before(config, run_folder(config)) else [*found, *_encoder_problems(config, manifest)]
 
 
 def refuse(found: list[str]) -> None:
@@ -133,7 +135,7 @@ def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
     encoder, info = config.encoder, manifest.tokenizer
-    folder = expand(config.data) / TOKENIZER
+    folder = data_folder(config) / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:

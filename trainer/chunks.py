@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pipeline.shards import ShardSet
+from pipeline.shards import ShardError, ShardSet
 from trainer.plan import Plan
 
 _CHUNK_DOCUMENTS = 1024  # a task of fewer is mostly overhead
@@ -21,7 +21,8 @@ class RankPlan:
 
     Attributes:
         plan: the run's plan.
-        folder: the shards.
+        folder: the shards, on the rank's host.
+        address: `data` of the run. Where it is an address, the folder is a copy, which a task on another host fetches.
         start: first position of the global batch that the rank reads.
         end: position after its last.
         first_step: 0-based step the stream begins with.
@@ -36,6 +37,7 @@ class RankPlan:
     first_step: int
     last_step: int
     chunk_steps: int
+    address: str = ""
 
     @property
     def num_chunks(self) -> int:
@@ -49,19 +51,27 @@ class RankPlan:
         return self.plan.documents(first, last, self.start, self.end)
 
 
-def rank_plan(plan: Plan, shards: ShardSet, rank: int, world_size: int, first_step: int, last_step: int) -> RankPlan:
+def rank_plan(
+    plan: Plan, shards: ShardSet, rank: int, world_size: int, first_step: int, last_step: int, address: str = ""
+) -> RankPlan:
     """The slice of `rank`, with chunks that are neither too small to be quick nor too large to hold."""
     start, end = plan.slice(rank, world_size)
     mean_tokens = max(1, shards.manifest.totals["num_tokens"] // max(1, shards.manifest.totals["kept"]))
     documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
     chunk_steps = max(1, documents // max(1, end - start))
-    return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps)
+    return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps, address)
 
 
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
     """Ray Data task: a chunk's number after `first` in, its documents out, with the epoch in which each is read."""
     if rank_plan.folder not in _shards:
-        _shards[rank_plan.folder] = ShardSet(Path(rank_plan.folder), "train", look=False)
+        folder = Path(rank_plan.folder)
+        if "://" in rank_plan.address and not folder.exists():
+            from common.remote import local_copy  # takes its time to import, and most tasks have no use for it
+
+            if local_copy(rank_plan.address, folder.parent) != folder:
+                raise ShardError(f"{rank_plan.address} holds other shards than when the run began")
+        _shards[rank_plan.folder] = ShardSet(folder, "train", look=False)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
     table = _shards[rank_plan.folder].take(documents).select(["id", "tokens", "windows", "num_tokens"])
     return table.append_column("epoch", pa.array(epochs))

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from common.address import is_remote
 from common.config import Strict
 from common.storage import hash_json
 from trainer.model import EncoderConfig
@@ -51,9 +52,12 @@ class TrainConfig(Strict):
     """One training run."""
 
     run: str
-    """Folder of the run: checkpoints, metrics, export. The same command continues what is there."""
+    """Folder of the run: checkpoints, metrics, export. Or its address, like s3://bucket/runs/mine, where no folder is
+    seen by all hosts. The same command continues what is there."""
     data: str
-    """Folder of prepared shards."""
+    """Folder of prepared shards, or the address it was sent to (`declutr push`): each host fetches it once."""
+    cache: str = "~/.cache/declutr"
+    """Folder of each host for its copies of what lies at addresses. Nothing in it is needed for good."""
     encoder: EncoderConfig
     spans: SpanConfig = SpanConfig()
     objective: ObjectiveConfig = DeclutrConfig()
@@ -92,6 +96,11 @@ class TrainConfig(Strict):
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; give a number of tokens, or null"
             )
+        if self.validation.score == "followed" and is_remote(self.run):
+            found.append(
+                f"validation.score = followed needs a folder as run, not {self.run}: who follows reads that folder. "
+                "Name one that both see, or score on held-out documents (recall_at_1, mrr)"
+            )
         if found:
             raise ValueError("\n".join(found))
         return self
@@ -123,7 +132,8 @@ class TrainConfig(Strict):
         `on_bad_loss` is no part of it: up to a bad loss it decides nothing, and from there on only `skip` goes on. Nor
         is `validation.patience`: it says where a run ends, not what its steps are.
         """
-        free = ("scaling", "checkpoint", "run", "data", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
+        places = ("run", "data", "cache")
+        free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
         return self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
 
     def hash(self) -> str:

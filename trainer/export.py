@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.config import expand
 from common.logs import get_logger
 from common.storage import folder_aside, read_json, write_json, write_text
 from pipeline.manifest import load_manifest
 from trainer import checkpoint, ranking
+from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.model import Encoder, max_span_tokens
@@ -38,7 +38,7 @@ def export(config: TrainConfig, run: Path) -> Path:
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # of an export that was killed
         shutil.rmtree(left)
-    tokenizer, _ = load_tokenizer(expand(config.data))
+    tokenizer, _ = load_tokenizer(data_folder(config))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target, replace=True) as aside:
@@ -100,7 +100,7 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
 
 def model_card(config: TrainConfig, state: RunState) -> str:
     """What the encoder is, where it comes from, how it scored."""
-    manifest = load_manifest(expand(config.data))
+    manifest = load_manifest(data_folder(config))
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
     source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
     return f"""---

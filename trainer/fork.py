@@ -12,11 +12,13 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module
 
+from common.address import is_remote
 from common.config import ConfigError, expand
 from common.storage import folder_aside, read_json, write_json, write_text
 from pipeline.manifest import data_hash, load_manifest
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.checks import DECISIVE, changes, problems, refuse
 from trainer.config import TrainConfig
@@ -41,6 +43,10 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     Raises:
         ConfigError: the old run has no checkpoint, the new folder holds something else, or shapes differ.
     """
+    if is_remote(config.run) or is_remote(new_run):
+        raise ConfigError(
+            "train", ["--fork takes and makes folders: fetch the run first (declutr pull ADDRESS FOLDER)"]
+        )
     old, new = expand(config.run).absolute(), expand(new_run).absolute()
     forked = config.model_copy(update={"run": new_run})
     if (new / FORK).is_file() and read_json(new / FORK)["from"] == str(old):
@@ -52,7 +58,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     if found is None:
         raise ConfigError("train", [f"run = {config.run}: has no good checkpoint to fork from"])
     path, state = found
-    shards = ShardSet(expand(config.data), "train")
+    shards = ShardSet(data_folder(config), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     wrong = _shape_problems(config, path, shards.folder)
     if state.step >= steps:

@@ -46,10 +46,9 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         with _open_locked(self._path) as stream:
             holder = _read(stream)
-            if holder is not None and _lives(holder, self._path):
+            if holder is not None and lives(holder, lambda: _age_seconds(self._path)):
                 raise RunLockedError(
-                    f"{self._path.parent}: another command works on this run (host {holder['host']}, pid "
-                    f"{holder['pid']}, since {holder['since']}); wait for it, stop it, or name another folder"
+                    f"{refusal(self._path.parent, holder)}; wait for it, stop it, or name another folder"
                 )
             self._write(stream)
         self._thread.start()
@@ -64,17 +63,9 @@ class RunLock:
                 self._path.unlink()
 
     def _write(self, stream: TextIO) -> None:
-        holder = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "began": _began(os.getpid()),
-            "processes": _pid_namespace(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-            "token": self._token,
-        }
         stream.seek(0)
         stream.truncate()
-        json.dump(holder, stream)
+        json.dump(this_process(self._token), stream)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -114,15 +105,38 @@ def _read(stream: TextIO) -> dict[str, Any] | None:
     return holder
 
 
-def _lives(holder: dict[str, Any], path: Path) -> bool:
-    """Does the holder still run?"""
+def this_process(token: str) -> dict[str, Any]:
+    """What a lock says of its holder."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "began": _began(os.getpid()),
+        "processes": _pid_namespace(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "token": token,
+    }
+
+
+def refusal(run: str | Path, holder: dict[str, Any]) -> str:
+    """Who holds a run, in words."""
+    who = f"host {holder['host']}, pid {holder['pid']}, since {holder['since']}"
+    return f"{run}: another command works on this run ({who})"
+
+
+def lives(holder: dict[str, Any], age_seconds: Callable[[], float]) -> bool:
+    """Does the holder still run? On another host: was its last sign of life, of this age, a short while ago?"""
     if (holder["host"], holder["processes"]) == (socket.gethostname(), _pid_namespace()):
         began = _began(holder["pid"])
         return began is not None and began == str(holder["began"])
+    return age_seconds() < _STALE_SECONDS
+
+
+def _age_seconds(path: Path) -> float:
+    """Since the file was touched."""
     clock = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # the file system's clock, not ours
     clock.touch()
     try:
-        return clock.stat().st_mtime - path.stat().st_mtime < _STALE_SECONDS
+        return clock.stat().st_mtime - path.stat().st_mtime
     finally:
         clock.unlink()
 

@@ -8,10 +8,10 @@ import ray.train.torch
 import torch
 from ray.util import get_current_placement_group
 
-from common.config import expand
 from common.logs import get_logger, setup_logging
 from pipeline.shards import ShardError, ShardSet
 from trainer.bulletin import Bulletin
+from trainer.cache import data_folder, run_folder
 from trainer.config import TrainConfig
 from trainer.microbatch import Microbatch, MicrobatchError
 from trainer.notice import Ear
@@ -20,6 +20,7 @@ from trainer.plan import Plan
 from trainer.pulse import Pulse, Stopwatch, WatchedWorld, Words
 from trainer.saver import SaveError
 from trainer.step import NonFiniteLossError
+from trainer.store import fetch_run
 from trainer.worker import Worker
 
 
@@ -56,9 +57,10 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
     device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
-    run = expand(config.run).absolute()
-
-    shards = ShardSet(expand(config.data), "train", look=False)  # the driver has looked
+    with pulse.doing("fetching"):
+        data = data_folder(config)
+        fetch_run(config, world)
+    shards = ShardSet(data, "train", look=False)  # the driver has looked
     try:
         tokenizer, vocabulary = load_tokenizer(shards.folder)
     except ShardError as error:
@@ -69,7 +71,7 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
     stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
     worker = Worker(
         config,
-        run,
+        run_folder(config),
         shards,
         stepper,
         plan,

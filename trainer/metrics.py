@@ -84,9 +84,9 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> None:
-        """Writes the numbers of a step."""
-        self._add({"kind": "step", "step": step, **asdict(metrics), **extra})
+    def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> dict[str, Any]:
+        """Writes the numbers of a step; returns its line."""
+        return self._add({"kind": "step", "step": step, **asdict(metrics), **extra})
 
     def start(self, step: int, parts: dict[str, float]) -> None:
         """Writes where the time went until a group's first step, in seconds."""
@@ -111,11 +111,12 @@ class MetricsWriter:
         self._added.set()
         self._thread.join(_LAST_SECONDS)
 
-    def _add(self, line: dict[str, Any]) -> None:
+    def _add(self, line: dict[str, Any]) -> dict[str, Any]:
         line = {name: _or_none(value) for name, value in line.items()} | {"time": round(time.time(), 3)}
         self._lines.add((json.dumps(line, allow_nan=False) + "\n").encode())
         self._events.add(board.record(line))
         self._added.set()
+        return line
 
     def _run(self) -> None:
         failing = False

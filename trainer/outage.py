@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.logs import get_logger
+from common.remotefile import RemoteError
 from trainer.checkpoint import Contents
 from trainer.state import RunState
 from trainer.tensorfile import num_bytes
@@ -61,6 +62,8 @@ class Outage:
 
     def words(self, job: Job, error: OSError) -> str:
         """What failed, what is needed, what is free."""
+        if isinstance(error, RemoteError):
+            return f"the checkpoint of step {job.state.step} cannot be sent ({error})"
         needed = sum(map(num_bytes, job.contents.values())) / _MIB
         try:
             free = f"{shutil.disk_usage(self.folder.parent).free / _MIB:.1f} MiB are free"

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from common.config import expand
 from pipeline.manifest import TOKENIZER, ShardError, load_manifest
 from pipeline.shards import ShardSet
 from pipeline.tokenization import fingerprint
+from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.feed import Feed, Vocabulary
 from trainer.gather import World
@@ -62,7 +62,7 @@ def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) ->
         max_content=max_span_tokens(encoder.model) - vocabulary.num_specials,
         vocabulary=vocabulary,
         seed=config.seed,
-        short_documents=load_manifest(expand(config.data)).short_documents,
+        short_documents=load_manifest(data_folder(config)).short_documents,
     )
 
 
@@ -106,5 +106,5 @@ def held_out_validator(
         feed = build_feed(config, encoder, vocabulary)
         return dataclasses.replace(feed, spans=spans, masking=None, unmasked_anchors=False, include_positives=True)
 
-    shards = ShardSet(expand(config.data), "held-out")
+    shards = ShardSet(data_folder(config), "held-out")
     return build_validator(config.validation, config.spans, shards, feed_for, config.seed, world, device)

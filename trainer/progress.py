@@ -1,12 +1,11 @@
-"""What a person watches while a run trains: a bar on the driver, fed by the run's own metrics file."""
+"""What a person watches while a run trains: a bar on the driver, fed by the run's own metrics."""
 
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 from tqdm import tqdm
-
-from trainer.metrics import METRICS, read_last_step
 
 _EVERY_SECONDS = 0.5
 
@@ -15,12 +14,12 @@ class ProgressBar:
     """Shows step, losses, speed, padding, data-wait and ETA while its block runs.
 
     Args:
-        run: folder of the run.
+        newest: answers the newest step's line of metrics; None before the first.
         steps: last step.
     """
 
-    def __init__(self, run: Path, steps: int) -> None:
-        self.run = run
+    def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int) -> None:
+        self.newest = newest
         self.bar = tqdm(total=steps, unit="step", desc="train", file=sys.stderr, dynamic_ncols=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -40,7 +39,7 @@ class ProgressBar:
             self._show()
 
     def _show(self) -> None:
-        line = read_last_step(self.run / METRICS)
+        line = self.newest()
         if line is None or line["step"] == self.bar.n:
             return
         if self.bar.n == 0 or line["step"] < self.bar.n:  # resumed: the rate counts from here

@@ -32,11 +32,12 @@ class Pulse:
         node: Ray's id of the host.
         step: last step that is finished, of this group or of those before; -1 before the checkpoint is loaded.
         steps: steps this group has finished.
-        phase: what it does now: starting, data, forward, gather, update, agree, validating, saving, ended.
+        phase: what it does now: starting, fetching, data, forward, gather, update, agree, validating, saving, ended.
         entered: exchanges between workers that it has begun.
         own_seconds: mean time of a step without waiting for data or others; None before the first.
         start: where the time went until this group's first step, in seconds; empty before it: imports, checks, ray,
             group, model, batch, first.
+        line: the first worker's last line of metrics.
         said: its last words in the log, oldest first.
         num_said: how many there were in all.
         notice: the signal to this very worker that ends its group, with the worker's name; empty where there was none.
@@ -52,6 +53,7 @@ class Pulse:
     entered: int = 0
     own_seconds: float | None = None
     start: dict[str, float] = field(default_factory=dict)
+    line: dict[str, Any] | None = None
     said: list[str] = field(default_factory=list)
     num_said: int = 0
     notice: str = ""
@@ -112,6 +114,7 @@ class Pulse:
             "said": self.said,
             "num_said": self.num_said,
             "start": self.start,
+            "line": self.line,
             "notice": self.notice,
         }
 

@@ -91,6 +91,11 @@ def history(run: Path, score: str, step: int) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
+def from_best(scores: Mapping[int, float]) -> list[int]:
+    """Steps from the best score down; of equals the earliest first."""
+    return sorted(scores, key=lambda step: (-scores[step], step))
+
+
 @dataclass(frozen=True)
 class Standing:
     """Where the best score lies.
@@ -110,7 +115,7 @@ class Standing:
         """Of scores by step; None where there are none."""
         if not scores:
             return None
-        step = max(scores, key=lambda at: (scores[at], -at))
+        step = from_best(scores)[0]
         return Standing(step, scores[step], sum(at > step for at in scores))
 
     def told(self, config: ValidationConfig) -> str:
@@ -149,13 +154,12 @@ class Patience:
             self._judge({**self._scores, step: scores[self._config.score]})
 
     def saved(self, step: int) -> None:
-        """Looks, after a checkpoint was written, for what a follower has scored meanwhile. May be another thread.
-
-        Raises:
-            OSError: the storage does not answer.
-        """
+        """Looks, after a checkpoint was written, for what a follower has scored meanwhile. May be another thread."""
         if self._config.score == FOLLOWED:
-            self.resume(step)
+            try:
+                self.resume(step)
+            except OSError as error:  # no reason to write the checkpoint again
+                get_logger().warning("what a follower has scored cannot be read now (%s)", error.strerror)
 
     def _judge(self, scores: dict[int, float]) -> None:
         self._scores = scores

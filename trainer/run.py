@@ -1,20 +1,25 @@
 """A training run from its folder to its export: what the command and the Python API share."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.address import is_remote
 from common.config import expand, print_config
 from common.logs import get_logger
 from common.scores import SCORES
 from common.storage import read_json, write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
-from trainer.export import SETTINGS, export
+from trainer.export import EXPORT, SETTINGS, export
+from trainer.failure import FAILURES
+from trainer.lease import Lease
 from trainer.lock import RunLock
 from trainer.metrics import read_metrics
 from trainer.parts import total_steps
@@ -22,9 +27,11 @@ from trainer.plan import Plan
 from trainer.progress import ProgressBar
 from trainer.ranking import FOLLOWED, Standing, history
 from trainer.signals import Signals
+from trainer.store import RunStore, store_of
 from trainer.supervisor import Supervisor
 
 SUMMARY = "summary.json"
+_FILES = ("config.yaml", DECISIVE, "seconds.json", FAILURES, SUMMARY)  # of a run, written by its driver
 
 
 def run_training(
@@ -48,43 +55,71 @@ def run_training(
         RunLockedError: another command works on the run folder.
     """
     marks = {"command": begun, "imports": time.time()} if begun else {"command": time.time()}
-    refuse(problems(config))
-    marks["checks"] = time.time()
-    if ray_is_there:
-        ray_is_there()
-    run = expand(config.run).absolute()
+    signals = Signals()
+    with contextlib.ExitStack() as stack:
+        if is_remote(config.run):  # what is there must be here before it can be judged
+            _hold(config, signals, stack)
+        refuse(problems(config))
+        marks["checks"] = time.time()
+        if ray_is_there:
+            ray_is_there()
+        stack.enter_context(signals)
+        if not is_remote(config.run):
+            _hold(config, signals, stack)
+        return _train(config, run_folder(config), signals, marks)
+
+
+def _hold(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:
+    """Takes the run for this command; fetches its checkpoint and files, where they lie in a store."""
+
+    def lost() -> None:
+        signals.ask("the loss of the run's lock to another command")
+
+    run, store = run_folder(config), store_of(config)
     run.mkdir(parents=True, exist_ok=True)
-    with Signals() as signals, RunLock(run, lambda: signals.ask("the loss of the run's lock to another command")):
-        return _train(config, run, signals, marks)
+    stack.enter_context(RunLock(run, lost))
+    if store is not None:
+        stack.enter_context(Lease(config.run, lost))
+        store.fetch(_FILES)
 
 
 def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
+    store = store_of(config)
     write_text(run / "config.yaml", print_config(config))
     write_json(run / DECISIVE, config.decisive())
-    shards = ShardSet(expand(config.data), "train")
+    shards = ShardSet(data_folder(config), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
     early = ended_early(run, config, done) if done < steps else None
     if early:
-        get_logger().info("%s: finished already, early: %s; a larger patience goes on", run, early["why"])
+        get_logger().info("%s: finished already, early: %s; a larger patience goes on", config.run, early["why"])
     elif latest is not None:
         told = f"continuing after step {done} of {steps}" if done < steps else "finished already"
-        get_logger().info("%s: %s", run, told)
+        get_logger().info("%s: %s", config.run, told)
     if done < steps and early is None:
         (run / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more
         if config.validation.score == FOLLOWED and not (run / SCORES).is_file():
             get_logger().info("scores are expected from `declutr evaluate --follow %s`, beside this", config.run)
+        if store is not None:
+            store.send(*_FILES)
         begun = time.monotonic()
+        supervisor = Supervisor(located(config), run, steps, signals, marks)
         try:
-            with ProgressBar(run, steps):
-                done = Supervisor(located(config), run, steps, signals, marks).run_to_end()
+            with ProgressBar(lambda: supervisor.line, steps):
+                done = supervisor.run_to_end()
         finally:
             _add_seconds(run, time.monotonic() - begun)
+            if store is not None:
+                _send_at_the_end(store)
+        if store is not None:
+            store.fetch()
         if done < steps:
             now = Standing.of(history(run, config.validation.score, done))
             early = {"why": now.told(config.validation) if now else "", "patience": config.validation.patience}
             get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
+    if store is not None and config.export == "best":
+        store.fetch_best(config.validation.score)
     folder = export(config, run)
     validations = [line for line in read_metrics(run) if line["kind"] == "validation"]
     summary = {
@@ -93,18 +128,29 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         "ended": "early" if early else "last step",
         **(early or {}),
         "seconds": read_json(run / "seconds.json") if (run / "seconds.json").is_file() else 0.0,
-        "export": str(folder),
+        "export": str(folder) if store is None else store.send_folder(EXPORT),
         "exported_step": read_json(folder / SETTINGS)["step"],
         "first_scores": _scores(validations[0]) if validations else {},
         "last_scores": _scores(validations[-1]) if validations else {},
     }
     write_json(run / SUMMARY, summary)
+    if store is not None:
+        store.send(*_FILES)
     return summary
+
+
+def _send_at_the_end(store: RunStore) -> None:
+    """The driver's own files; also where the run failed."""
+    try:
+        store.send(*_FILES)
+    except OSError as error:  # why the run ended is what must be said
+        get_logger().warning("%s", error)
 
 
 def located(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths: workers run in a folder of their own."""
-    update: dict[str, Any] = {key: str(expand(getattr(config, key)).absolute()) for key in ("run", "data")}
+    given = {key: getattr(config, key) for key in ("run", "data")}
+    update: dict[str, Any] = {key: str(expand(at).absolute()) for key, at in given.items() if not is_remote(at)}
     pretrained = config.encoder.pretrained
     if pretrained is not None and expand(pretrained).is_dir():
         update["encoder"] = config.encoder.model_copy(update={"pretrained": str(expand(pretrained).absolute())})

@@ -36,7 +36,8 @@ class Saver:
         score: by which the best is kept.
         before: called before each checkpoint is made; what it writes shall never lie behind a checkpoint. May raise
             OSError, which counts as the checkpoint's.
-        after: called with the step of each checkpoint that is written. May raise OSError, which is only said.
+        after: called with the step of each checkpoint that is written, again if it raises OSError, which counts as the
+            checkpoint's.
         clock: monotonic, in seconds.
     """
 
@@ -57,6 +58,7 @@ class Saver:
         self._saved_at = clock()
         self._changed = threading.Condition()  # guards what follows
         self._job: Job | None = None  # until it is written
+        self._made: Job | None = None  # the last one whose checkpoint lies in the folder
         self._memory: Contents | None = None
         self._writing_since: float | None = None
         self._pausing = False  # between two tries
@@ -180,13 +182,15 @@ class Saver:
             return self._job
 
     def _write(self, job: Job) -> None:
-        self._before()
-        checkpoint.save(self.folder, job.state, job.contents)
-        try:
-            self._after(job.state.step)
-            retention.prune(self.folder, self.config, self.score, job.state.step)
-        except OSError as error:  # what should be gone is still there: the next one deletes it
-            get_logger().warning("old checkpoints in %s cannot be deleted now (%s)", self.folder, error.strerror)
+        if job is not self._made:  # else it was `after` that failed
+            self._before()
+            checkpoint.save(self.folder, job.state, job.contents)
+            self._made = job
+            try:
+                retention.prune(self.folder, self.config, self.score, job.state.step)
+            except OSError as error:  # what should be gone is still there: the next one deletes it
+                get_logger().warning("old checkpoints in %s cannot be deleted now (%s)", self.folder, error.strerror)
+        self._after(job.state.step)
 
     def _done(self, job: Job) -> None:
         with self._changed:

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from common.address import child
 from common.logs import get_logger
 from pipeline.session import start_ray
 from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
@@ -55,11 +56,15 @@ class Supervisor:
         steps: its last step.
         signals: to this process.
         marks: what the start of this command has done so far, for the Stopwatch.
+
+    Attributes:
+        line: the newest step's line of metrics; None before the first.
     """
 
     def __init__(self, config: TrainConfig, run: Path, steps: int, signals: Signals, marks: dict[str, float]) -> None:
         self.config, self.run, self.steps, self.signals = config, run, steps, signals
         self.restarts = 0
+        self.line: dict[str, Any] | None = None
         self._started: set[str] = set()
         self._heard: dict[tuple[str, int], int] = {}
         self._said: set[tuple[str, str]] = set()
@@ -95,8 +100,8 @@ class Supervisor:
                 get_logger().warning("saved at step %d after %s; starting again", outcome["step"], reason)
 
     @property
-    def _checkpoints(self) -> Path:
-        return self.run / CHECKPOINTS
+    def _checkpoints(self) -> str:
+        return child(self.config.run, CHECKPOINTS)
 
     def _start_once(self) -> dict[str, Any] | Failure | None:
         """One start: None at the end of the run, why its workers ended, or what went wrong."""
@@ -173,8 +178,9 @@ class Supervisor:
         kill_worker(hang.pulse)
 
     def _say(self, pulses: list[dict[str, Any]]) -> None:
-        """Passes on what workers have logged since, what several of them say once."""
+        """Passes on what workers have logged since, what several of them say once, and the first one's numbers."""
         for pulse in pulses:
+            self.line = pulse["line"] or self.line
             key = (pulse["group"], pulse["rank"])
             new = pulse["num_said"] - self._heard.get(key, 0)
             self._heard[key] = pulse["num_said"]

@@ -33,7 +33,8 @@ class ValidationConfig(Strict):
     max_documents: int = Field(default=400, ge=2)
     """Held-out documents that are scored, at most."""
     score: Literal["recall_at_1", "mrr", "followed"] = "recall_at_1"
-    """What "best" means. followed: the score that `declutr evaluate --follow RUN`, beside the training, gives."""
+    """What "best" means. followed: the score that `declutr evaluate --follow RUN`, beside the training, gives; for
+    runs in folders."""
     patience: int | None = Field(default=None, gt=0)
     """End the run when so many scores in a row are no better than the best, and export that one; null: never. With
     `followed` only checkpoints that were scored count. It may be changed while a run is under way."""

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from common.config import expand
 from pipeline.shards import ShardSet
+from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.gather import World
 from trainer.microbatch import Microbatch
@@ -136,7 +136,7 @@ def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str,
 
 def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[Stepper, RankBatch]:
     """The configuration's stepper, and this rank's share of the run's first batch."""
-    shards = ShardSet(expand(config.data), "train")
+    shards = ShardSet(data_folder(config), "train")
     tokenizer, vocabulary = load_tokenizer(shards.folder)
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
     plan = Plan(config.seed, shards.num_documents, size)

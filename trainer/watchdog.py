@@ -87,6 +87,8 @@ class Watchdog:
             patience += _ALONE_SECONDS
         if still < patience or all(p["phase"] == "ended" for p, _ in current.values()):
             return None
+        if any(p["phase"] == "fetching" and now - at < _SILENT_SECONDS for p, at in current.values()):
+            return None  # from a store, which has a patience of its own
         return self._blame(current, now, still)
 
     def _blame(self, current: dict[int, tuple[Pulse, float]], now: float, still: float) -> Hang:

@@ -26,6 +26,7 @@ from trainer.ranking import Patience
 from trainer.saver import SaveError, Saver
 from trainer.state import RunState
 from trainer.step import NonFiniteLossError, RankBatch, StepMetrics, Stepper
+from trainer.store import after_save
 from trainer.stream import Ahead, batches
 from trainer.validation import Validator, score_pairs
 
@@ -79,7 +80,7 @@ class Worker:
             self.pulse.turn("ended")
             return done
         feed = build_feed(config, stepper.encoder, self.vocabulary)
-        mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps)
+        mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps, config.data)
         ahead = Ahead(batches(mine, feed, self.device))
         ahead.begin()  # while the untrained encoder is scored
         validator = None
@@ -94,7 +95,7 @@ class Worker:
                     config.checkpoint,
                     config.validation.score,
                     before=metrics.flush,  # a resume finds all lines of a checkpoint's steps
-                    after=self.patience.saved,
+                    after=after_save(config) or self.patience.saved,
                 )
                 stack.enter_context(contextlib.closing(saver))
             if done == 0 and validator is not None:
@@ -124,7 +125,7 @@ class Worker:
                     metrics.start(step, {**pulse.start, "workers": world.size})
             if metrics:
                 rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
-                metrics.step(step, measured, rates)
+                pulse.line = metrics.step(step, measured, rates)
             ahead.waited_seconds = 0.0
             pulse.finished(step, time.monotonic() - begun)
             last = step == stepper.total_steps

@@ -4,7 +4,7 @@ import fnmatch
 import re
 from typing import Any
 
-from common.remote import network_errors
+from common.address import network_errors
 from pipeline.corpus import HubCorpus, Input
 from pipeline.readers.files import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix
 

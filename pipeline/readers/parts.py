@@ -5,7 +5,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from common.remote import is_remote
+from common.address import is_remote
 from pipeline.corpus import END, Part, Record
 from pipeline.readers.files import Rules, read_archive, read_stream
 from pipeline.readers.lines import read_jsonl, read_text, unreadable

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from common.address import address_of, filesystem, is_remote, network_errors
 from common.config import expand
-from common.remote import address_of, filesystem, is_remote, network_errors
 from pipeline.corpus import Input
 from pipeline.readers.streams import CHUNK_BYTES, ByteStream
 

@@ -9,8 +9,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.address import is_remote
 from common.config import expand
-from common.remote import is_remote
 from pipeline.corpus import END, FilesCorpus, HubCorpus, Input, Part
 from pipeline.readers.archives import find_members, is_tar
 from pipeline.readers.files import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, Rules, bare_suffix, format_of, rules_of

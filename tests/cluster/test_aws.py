@@ -11,6 +11,9 @@ import yaml
 from ray.autoscaler._private.providers import _NODE_PROVIDERS, _get_node_provider
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from common.address import child
+from common.remotefile import names, write_file
+
 ROOT = Path(__file__).resolve().parents[2]
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
 moto = pytest.importorskip("moto.server", reason="moto is not installed")
@@ -38,9 +41,7 @@ def account(tmp_path_factory):
 
 def create_stack(you="203.0.113.7/32"):
     ec2 = boto3.client("ec2")
-    vpc = ec2.describe_vpcs()["Vpcs"][0]["VpcId"]
-    subnets = [subnet["SubnetId"] for subnet in ec2.describe_subnets()["Subnets"]][:2]
-    given = {"Vpc": vpc, "Subnets": ",".join(subnets), "You": you}
+    given = {"Vpc": ec2.describe_vpcs()["Vpcs"][0]["VpcId"], "You": you}
     formation = boto3.client("cloudformation")
     formation.create_stack(
         StackName="declutr",
@@ -56,9 +57,8 @@ def create_stack(you="203.0.113.7/32"):
 def filled_in(outputs):
     """cluster.yaml as docs/cluster.md says to fill it in."""
     text = (ROOT / "cluster.yaml").read_text()
-    assert text.count("sg-00000000000000000") == text.count("fs-00000000000000000") == 1
-    text = text.replace("sg-00000000000000000", outputs["SecurityGroup"])
-    return yaml.safe_load(text.replace("fs-00000000000000000", outputs["FileSystem"]))
+    assert text.count("sg-00000000000000000") == 1
+    return yaml.safe_load(text.replace("sg-00000000000000000", outputs["SecurityGroup"]))
 
 
 def bootstrap(cluster):
@@ -66,6 +66,17 @@ def bootstrap(cluster):
     config = prepare_config(cluster)
     validate_config(config)
     return _NODE_PROVIDERS["aws"](config["provider"]).bootstrap_config(config)
+
+
+def rights_of(profile):
+    """What the instances of a profile may do, and with what."""
+    iam, found = boto3.client("iam"), {}
+    for role in iam.get_instance_profile(InstanceProfileName=profile)["InstanceProfile"]["Roles"]:
+        for policy in iam.list_attached_role_policies(RoleName=role["RoleName"])["AttachedPolicies"]:
+            version = iam.get_policy_version(PolicyArn=policy["PolicyArn"], VersionId="v1")["PolicyVersion"]
+            for statement in version["Document"]["Statement"]:
+                found |= dict.fromkeys(statement["Action"], statement["Resource"])
+    return found
 
 
 @pytest.mark.usefixtures("account")
@@ -110,6 +121,19 @@ def test_what_would_be_started_and_who_reaches_it():
     assert [pair["GroupId"] for rule in inside for pair in rule["UserIdGroupPairs"]] == [outputs["SecurityGroup"]]
     assert len(rules) == 2
     assert not [rule for rule in inside if rule["IpRanges"] or rule["Ipv6Ranges"]]
+
+    # The bucket is a place for a run, and the rights of a worker are to it alone.
+    bucket = f"arn:aws:s3:::{outputs['Bucket']}"
+    in_bucket = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
+    of_a_worker = {"s3:ListBucket": bucket} | dict.fromkeys(in_bucket, f"{bucket}/*")
+    assert rights_of("declutr-worker") == of_a_worker
+    of_the_head = rights_of("declutr-head")
+    assert of_a_worker.items() <= of_the_head.items()
+    assert "WorkerRole" in of_the_head["iam:PassRole"]
+    assert set(outputs) == {"SecurityGroup", "Bucket"}
+    run = f"s3://{outputs['Bucket']}/runs/base"
+    write_file(child(run, "note"), b"found without a key in the address")
+    assert names(run) == ["note"]
 
 
 def test_template_is_what_cloudformation_takes():

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 
 import numpy as np
 import pyarrow as pa
@@ -14,12 +15,14 @@ from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 from common.scores import ScoreLine, append_score
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.cache import run_folder
 from trainer.config import TrainConfig
 from trainer.gather import Wish, World
 from trainer.metrics import MetricsWriter
 from trainer.objectives import DeclutrConfig
 from trainer.saver import SaveError, Saver
 from trainer.step import NonFiniteLossError
+from trainer.store import after_save, fetch_run, store_of
 from trainer.worker import Worker, never
 
 RARE = 62
@@ -208,7 +211,7 @@ def go_on(one, kill_after=None):
     with contextlib.ExitStack() as stack:
         metrics = stack.enter_context(contextlib.closing(MetricsWriter(one.run, done)))
         folder, score = one.run / "checkpoints", config.validation.score
-        saver = Saver(folder, config.checkpoint, score, metrics.flush, one.patience.saved)
+        saver = Saver(folder, config.checkpoint, score, metrics.flush, after_save(config) or one.patience.saved)
         stack.enter_context(contextlib.closing(saver))
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
@@ -236,6 +239,22 @@ def test_patience_ends_a_run_at_the_same_step_whenever_it_was_killed(tmp_path):
         assert (one.run_to_end(), one.early) == (8, True), "it stays ended, before it reads anything"
     assert go_on(patient(run, patience=3)) == (16, True), "a larger patience goes on: 10 is better, three are not"
     assert go_on(patient(run, patience=None)) == (18, False)
+
+
+def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path):
+    def on(host):
+        one = patient(tmp_path)
+        config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
+        fetch_run(config, World())
+        return dataclasses.replace(one, config=config, run=run_folder(config))
+
+    assert go_on(on("one"), kill_after=7) is None
+    assert go_on(on("two")) == (8, True)
+    third = on("three")
+    assert (third.run_to_end(), third.early) == (8, True)
+    found = [checkpoint.steps_in(third.run / "checkpoints")]
+    store_of(third.config).fetch_best("mrr")
+    assert [*found, checkpoint.steps_in(third.run / "checkpoints")] == [[8], [4]]
 
 
 def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):

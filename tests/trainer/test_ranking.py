@@ -112,3 +112,8 @@ def test_a_follower_needs_no_validation_of_ours():
     assert config_of(validation=validation, checkpoint={"every_steps": None}).validation.patience == 3
     with pytest.raises(ValueError, match="needs export = best"):
         config_of(validation=validation, export="last")
+
+
+def test_who_follows_reads_a_folder():
+    with pytest.raises(ValueError, match="followed needs a folder as run, not s3://bucket/run"):
+        config_of(run="s3://bucket/run", validation={"score": "followed"})

@@ -95,6 +95,16 @@ def test_a_finished_group_and_the_pulses_of_a_group_that_is_gone_do_not_hang():
     assert watch(shrunk)[0] is None
 
 
+def test_who_fetches_does_not_hang_while_it_lives():
+    def looks(now, silent_from):
+        fetches = pulse(0, phase="fetching", steps=0, **alive(min(now, silent_from)))
+        return [fetches, pulse(1, steps=0, **alive(now))]
+
+    assert watch(lambda now: looks(now, silent_from=1000))[0] is None
+    hang, _ = watch(lambda now: looks(now, silent_from=3))
+    assert hang.pulse["rank"] == 0
+
+
 def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
     def looks(own):
         dog, found = Watchdog(600.0, slow_factor=2.0), []

@@ -1,14 +1,18 @@
 """Does every node find the prepared shards, and the same ones?"""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from common.address import child, is_remote
 from common.config import expand
+from common.remote import is_whole
+from common.remotefile import read_file
 from common.storage import hash_file
-from pipeline.shards import MANIFEST, ShardError, ShardSet
+from pipeline.shards import MANIFEST, Manifest, ShardSet
 from trainer.doctor.finding import EVERYWHERE, Finding, judged
 
 _TRIED = 16  # shards opened on each node, spread over all
@@ -27,12 +31,22 @@ def look(folder: str) -> Seen:
     """Reads the manifest and a few documents, spread over the shards, as a run's reading tasks do."""
     path = expand(folder)
     try:
+        if is_remote(folder):
+            return _look_from_afar(folder)
         shards = ShardSet(path, "train", look=False)
         last = max(0, shards.num_documents - 1)
         shards.take(np.unique(np.linspace(0, last, _TRIED).astype(np.int64)))
         return Seen(_short_hash(path), shards.num_documents)
-    except (ShardError, OSError) as error:
+    except (ValueError, OSError) as error:
         return Seen(error=str(error).splitlines()[0])
+
+
+def _look_from_afar(address: str) -> Seen:
+    """Shards in a store: a run fetches them, which is not the moment to try that."""
+    raw = read_file(child(address, MANIFEST)) if is_whole(address) else None
+    if raw is None:
+        return Seen(error=f"{address}: no whole folder of shards is there; send it: declutr push FOLDER {address}")
+    return Seen(hashlib.sha256(raw).hexdigest()[:12], Manifest.model_validate_json(raw).totals["kept_train"])
 
 
 def _short_hash(path: Path) -> str:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForMaskedLM
 
-from common.config import expand
 from pipeline.manifest import TOKENIZER, load_manifest
 from pipeline.tokenization import load_tokenizer
+from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.model import load_hf_config
 from trainer.parts import total_steps
@@ -87,7 +87,7 @@ def _checkpoints(config: TrainConfig) -> int:
     elif validation.every_steps:
         number += 1
     if saving.keep_every_steps is not None:
-        documents = load_manifest(expand(config.data)).totals["kept_train"] if config.steps is None else 0
+        documents = load_manifest(data_folder(config)).totals["kept_train"] if config.steps is None else 0
         number += total_steps(config, Plan(config.seed, documents, config.batch_documents)) // saving.keep_every_steps
     return number
 
@@ -96,7 +96,7 @@ def _parameters(config: TrainConfig) -> int:
     encoder = config.encoder
     vocabulary, ids = 0, {}
     if encoder.pretrained is None:
-        tokenizer = load_tokenizer(str(expand(config.data) / TOKENIZER))
+        tokenizer = load_tokenizer(str(data_folder(config) / TOKENIZER))
         vocabulary, ids = len(tokenizer), {"pad_token_id": tokenizer.pad_token_id}
     hf = load_hf_config(encoder, vocabulary, ids)
     with torch.device("meta"):  # shapes only

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.address import filesystem, is_remote
 from common.config import expand
-from common.remote import filesystem, is_remote
 from common.storage import fsync_path
 from trainer.doctor.finding import EVERYWHERE, Finding, judged
 

@@ -1,0 +1,80 @@
+"""Addresses of files and folders that are not on this machine: what they mean, for readers and senders alike."""
+
+import hashlib
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+import pyarrow.fs
+from fsspec.core import url_to_fs
+from fsspec.implementations.arrow import ArrowFSWrapper
+
+_ARROW_PROTOCOLS = ("s3", "gs", "gcs")
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is an address with a protocol."""
+    return "://" in path
+
+
+def filesystem(address: str) -> tuple[Any, str, str]:
+    """File system, path in it, and the options that stood in the address."""
+    parts = urlsplit(address)
+    if parts.scheme in _ARROW_PROTOCOLS:
+        bucket = parts.netloc.rpartition("@")[2]
+        return _arrow(parts.scheme, parts.netloc, parts.query), f"{bucket}{parts.path}", parts.query
+    files, path = url_to_fs(address)
+    return files, path, ""
+
+
+def address_of(files: Any, name: str, given: str, query: str) -> str:
+    """The address of a file of this file system, found under the address `given`."""
+    parts = urlsplit(given)
+    if parts.scheme in _ARROW_PROTOCOLS:
+        user = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
+        return f"{parts.scheme}://{user}{name}{query and '?'}{query}"
+    return str(files.unstrip_protocol(name))
+
+
+def child(address: str, name: str) -> str:
+    """The address of what is called `name` in the folder `address`; options of the address stay at its end."""
+    place, mark, query = address.partition("?")
+    return f"{place.rstrip('/')}/{name}{mark}{query}"
+
+
+def short_name(url: str, *parts: bytes) -> str:
+    """A name for a folder of this host that stands for an address (and what lies there)."""
+    digest = hashlib.sha256(b"\0".join((url.encode(), *parts))).hexdigest()
+    return f"{posixpath.basename(urlsplit(url).path.rstrip('/'))}-{digest[:16]}"
+
+
+@lru_cache
+def _arrow(scheme: str, netloc: str, query: str) -> ArrowFSWrapper:
+    """One connection a process. Credentials and endpoint come from the environment or the address, as in Arrow."""
+    files, _ = pa.fs.FileSystem.from_uri(f"{scheme}://{netloc}{query and '?'}{query}")
+    return ArrowFSWrapper(files)
+
+
+@contextmanager
+def network_errors() -> Iterator[None]:
+    """Turns what the HTTP libraries raise into OSError; they have already tried again where that helps.
+
+    Raises:
+        OSError: what they raised, or a protocol that is not known or not installed.
+    """
+    # Imported here: half a second that only those pay who read from far away.
+    from aiohttp import ClientError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    # The HTTPError of the client that huggingface_hub is built on, whichever it is.
+    http_error: type[Exception] = HfHubHTTPError.__mro__[1]
+    try:
+        yield
+    except OSError:
+        raise
+    except (ClientError, http_error, HFValidationError, pa.ArrowException, ValueError, ImportError) as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,116 @@
+"""Shards and run on an S3 server: killed on one host, continued on another, in the bits of a run in a folder."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+
+import pytest
+import ray
+import tinyruns as runs
+from s3server import s3_server
+
+from common.address import child
+from common.config import ConfigError
+from common.remote import is_whole, pull_all, push_folder
+from common.remotefile import names, read_file
+from common.storage import hash_file
+from evaluation.cli import main
+from trainer.cache import run_folder
+from trainer.checkpoint import checkpoint_path, steps_in
+from trainer.checks import problems
+from trainer.lock import LOCK
+from trainer.run import run_training
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+STEPS = 100
+CHANGES = {
+    "encoder": {"dropout": 0.1},
+    "objective": {"queue_size": 24},
+    "steps": STEPS,
+    "validation": {"every_steps": 50},
+    "checkpoint": {"every_steps": 25, "keep_last": 1},
+    "export": "best",
+}
+
+
+@pytest.fixture(scope="module")
+def bucket(data):
+    with s3_server() as address:
+        push_folder(data, address("data"))
+        yield address
+        ray.shutdown()
+
+
+def values(bucket, tmp_path, host, **changes):
+    return runs.train_values(bucket("data"), bucket("runs/one"), cache=str(tmp_path / host), **(CHANGES | changes))
+
+
+def kill_after_the_first_checkpoint(config, address):
+    """Begins the run, and ends all of its processes when a checkpoint is in the store."""
+    driver, _ = runs.start_command("trainer.train", config, config.parent)
+    deadline = time.monotonic() + 200
+    try:
+        while not is_whole(child(address, "checkpoints/step-00000025")):
+            assert driver.poll() is None, driver.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        everything = runs.descendants(driver.pid)
+        for pid in [driver.pid, *everything]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        driver.communicate()
+    assert runs.wait_gone(everything) == {}
+
+
+def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp_path, capsys):
+    config = runs.write_config(tmp_path / "train.yaml", train=values(bucket, tmp_path, "one"))
+    kill_after_the_first_checkpoint(config, bucket("runs/one"))
+    assert read_file(child(bucket("runs/one"), LOCK)) is not None  # of a process that is known to be gone
+
+    second = runs.TrainConfig.model_validate(values(bucket, tmp_path, "other"))
+    summary = run_training(second)
+    local = tmp_path / "local"
+    run_training(runs.train_config(data, local, **CHANGES))
+
+    back = tmp_path / "back"
+    pull_all(bucket("runs/one"), back)
+    assert summary["export"] == child(bucket("runs/one"), "export")
+    assert runs.steps_of(back) == runs.steps_of(local)
+    assert runs.steps_of(back, "validation") == runs.steps_of(local, "validation")
+    assert steps_in(back / "checkpoints") == steps_in(local / "checkpoints")
+    for step in steps_in(local / "checkpoints"):
+        for name in ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors"):
+            paths = [checkpoint_path(run / "checkpoints", step) / name for run in (back, local)]
+            assert hash_file(paths[0]) == hash_file(paths[1]), (step, name)
+    assert hash_file(back / "export" / "model.safetensors") == hash_file(local / "export" / "model.safetensors")
+    assert LOCK not in names(bucket("runs/one"))
+
+    changed = runs.TrainConfig.model_validate(values(bucket, tmp_path, "third", steps=STEPS + 1))
+    with pytest.raises(ConfigError, match="holds a run of another configuration"):
+        run_training(changed)
+    assert problems(second) == []
+    assert main(["checkpoints", bucket("runs/one")]) == 1
+    assert "declutr pull s3://" in capsys.readouterr().err
+    assert run_folder(second).parent == tmp_path / "other"
+
+
+def test_a_run_that_ends_early_is_whole_in_the_store(bucket, tmp_path):
+    address = bucket("runs/early")
+    changes = {
+        "optim": {"lr": 1e-30},  # weights stay what they are: no score is better than the first
+        "steps": 8,
+        "validation": {"every_steps": 1, "patience": 1},
+        "checkpoint": {"every_steps": 1, "keep_last": 1},
+        "export": "best",
+    }
+    one, other = (
+        runs.train_config(bucket("data"), address, cache=str(tmp_path / host), **changes) for host in ("one", "other")
+    )
+    summary = run_training(one)
+    assert (summary["ended"], summary["steps"], summary["exported_step"]) == ("early", 2, 1)
+    assert json.loads(read_file(child(address, "summary.json"))) == summary
+    assert is_whole(child(address, "export"))
+    assert run_training(other) == summary

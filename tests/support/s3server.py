@@ -1,0 +1,28 @@
+"""An S3 server on this machine, and the credentials for it in the environment."""
+
+import os
+from contextlib import contextmanager
+
+import pyarrow.fs
+import pytest
+
+
+@contextmanager
+def s3_server():
+    """Yields a function from a name in a bucket to its address."""
+    moto = pytest.importorskip("moto.server", reason="moto is not installed")
+    running = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    running.start()
+    changed = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    before = {key: os.environ.get(key) for key in changed}
+    os.environ.update(changed)
+    host, port = running.get_host_and_port()
+    endpoint = f"endpoint_override=http://{host}:{port}"
+    store, _ = pyarrow.fs.FileSystem.from_uri(f"s3://bucket?{endpoint}&allow_bucket_creation=true")
+    store.create_dir("bucket")
+    try:
+        yield lambda name, bucket="bucket": f"s3://{bucket}/{name}?{endpoint}"
+    finally:
+        running.stop()
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})

@@ -1,0 +1,78 @@
+"""One command a run in a store, as far as a store without conditional writes allows."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from common.address import child
+from common.remotefile import read_file, write_file
+from trainer.lease import Lease
+from trainer.lock import LOCK, RunLockedError
+
+HOLD = "import sys; from trainer.lease import Lease\n"
+HOLD += "with Lease(sys.argv[1], print): print('held', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"file://{tmp_path}/there"
+
+
+def held(address):
+    raw = read_file(child(address, LOCK))
+    return None if raw is None else json.loads(raw)
+
+
+def take(address):
+    with Lease(address, lambda: None):
+        assert held(address)["pid"] == os.getpid()
+
+
+def test_a_living_command_is_waited_for_and_a_dead_one_is_not(address):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, address], **pipes)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunLockedError, match=rf"another command works on this run .*pid {holder.pid}"):
+            take(address)
+    finally:
+        holder.kill()
+        holder.wait()
+    assert held(address)["pid"] == holder.pid
+    take(address)
+    assert held(address) is None
+
+
+@pytest.mark.parametrize(("age_seconds", "refused"), [(5, True), (70, False)])
+def test_on_another_host_the_last_sign_of_life_decides(address, age_seconds, refused):
+    with Lease(address, lambda: None):
+        holder = held(address)
+    there = holder | {"host": "elsewhere", "beat": time.time() - age_seconds}
+    write_file(child(address, LOCK), json.dumps(there).encode())
+    if refused:
+        with pytest.raises(RunLockedError, match="elsewhere"):
+            take(address)
+        assert held(address) == there
+    else:
+        take(address)
+
+
+def test_it_is_renewed_and_who_was_written_over_is_told(address):
+    lost = threading.Event()
+    with Lease(address, lost.set, beat_seconds=0.05):
+        first = held(address)
+        deadline = time.monotonic() + 20
+        while held(address)["beat"] == first["beat"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        other = first | {"token": "another's"}
+        while not lost.is_set():  # a renewal on its way may take its place once
+            assert time.monotonic() < deadline
+            write_file(child(address, LOCK), json.dumps(other).encode())
+            time.sleep(0.2)
+    assert held(address)["token"] == "another's"

@@ -1,0 +1,243 @@
+"""What lies at an address is the run: hosts come and go, copies are stale, pushes break off."""
+
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+import tinyruns as runs
+import torch
+from prepared import Row, write_prepared
+
+from common.address import child
+from common.remote import is_whole, push_folder
+from common.remotefile import Patience, RemoteError, names, read_file, remove_file, write_file
+from pipeline.shards import ShardError, ShardSet
+from trainer import checkpoint
+from trainer.cache import data_folder, run_folder
+from trainer.chunks import rank_plan, read_chunk
+from trainer.config import CheckpointConfig
+from trainer.metrics import METRICS
+from trainer.plan import Plan
+from trainer.saver import Saver
+from trainer.state import RunState
+from trainer.store import RunStore
+
+ONCE = Patience(total_seconds=0.0)
+
+
+def host(tmp_path, name, address=None):
+    """The run as one host sees it."""
+    return RunStore(address or f"file://{tmp_path}/there", tmp_path / name / "run", ONCE)
+
+
+def make(store, step, score=None, value=None):
+    """A checkpoint on that host, as the saver leaves it."""
+    state = RunState(
+        step=step,
+        documents=step,
+        world_size=1,
+        config_hash="c",
+        data_hash="d",
+        scores={} if score is None else {"mrr": score},
+        files={},
+    )
+    contents = {"encoder.safetensors": {"weight": torch.full((8,), float(step if value is None else value))}}
+    checkpoint.save(store.folder / "checkpoints", state, contents)
+    store.folder.joinpath(METRICS).write_text(f'{{"step": {step}}}\n')
+
+
+def save(store, step, score=None, value=None, **config):
+    make(store, step, score, value)
+    store.save(CheckpointConfig(**config), "mrr", step)
+
+
+def local(store):
+    return checkpoint.steps_in(store.folder / "checkpoints")
+
+
+def weight(store, step):
+    path = checkpoint.checkpoint_path(store.folder / "checkpoints", step)
+    return float(checkpoint.load_file(path / "encoder.safetensors")["weight"][0])
+
+
+def there(store):
+    return checkpoint.steps_among(names(child(store.address, "checkpoints")))
+
+
+def place(store, step):
+    return child(store.address, f"checkpoints/step-{step:08d}")
+
+
+def test_another_host_goes_on_where_the_first_one_was(tmp_path):
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    assert other.fetch() is None
+    for step, score in enumerate([0.1, 0.9, 0.3, 0.2, 0.5], start=1):
+        save(one, step, score, keep_last=2)
+    assert there(one) == [2, 4, 5]
+    path, state = other.fetch()
+    assert (path.name, state.step) == ("step-00000005", 5)
+    assert local(other) == [5]
+    assert (other.folder / METRICS).read_text() == '{"step": 5}\n'
+    save(other, 6, 0.4, keep_last=2)  # which has never had 2 on its disk
+    assert there(one) == [2, 5, 6]
+    one.fetch_best("mrr")
+    assert local(one) == [2]
+
+
+def test_a_stale_copy_gives_way(tmp_path):
+    """The first host saved steps that never arrived; another took its place and took them again, otherwise."""
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(one, 1)
+    make(one, 2, value=20)
+    make(one, 3, value=30)
+    other.fetch()
+    save(other, 2)
+    found = one.fetch()
+    assert found[1].step == 2
+    assert local(one) == [2]
+    assert weight(one, 2) == 2.0
+
+
+def test_of_several_ranks_on_a_host_all_find_the_same(tmp_path):
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(one, 7)
+    make(other, 6)
+    make(other, 7, value=70)
+    threads = [threading.Thread(target=other.bring, args=(7,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert local(other) == [7]
+    assert weight(other, 7) == 7.0
+
+
+def test_what_is_not_whole_or_not_right_is_passed_over_until_the_run_comes_by(tmp_path, log):
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    for step in (1, 2, 3, 4):
+        save(one, step, keep_last=4)
+    remove_file(child(place(one, 4), ".files.json"))  # killed on its way
+    write_file(child(place(one, 3), "encoder.safetensors"), b"altered")
+    assert other.fetch()[1].step == 2
+    assert [line for line in log if "passing over" in line and "step-00000003" in line]
+    assert local(other) == [2]
+    save(other, 3, keep_last=2)
+    assert there(one) == [2, 3, 4]  # 4 has yet to be come by
+    assert one.fetch()[1].step == 3
+    save(other, 4, keep_last=2)
+    assert one.fetch()[1].step == 4
+    assert there(one) == [3, 4]
+
+
+def test_what_killed_writers_left_is_cleared_away(tmp_path):
+    one = host(tmp_path, "one")
+    for step in (1, 2, 3):
+        save(one, step, keep_last=3)
+    remove_file(child(place(one, 2), ".files.json"))
+    save(one, 4, keep_last=2)
+    assert there(one) == [3, 4]
+
+
+def test_a_checkpoint_of_another_configuration_is_not_taken(tmp_path):
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(one, 1)
+    assert other.fetch(expected={"config_hash": "another"}) is None
+    assert local(other) == []
+
+
+def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
+    """A place whose folder is a file at first, so that everything in it fails."""
+    gate = tmp_path / "gate"
+    gate.write_text("in the way")
+    one = host(tmp_path, "one", f"file://{gate}/run")
+    config = CheckpointConfig(keep_last=1)
+    order = []
+
+    def before():
+        order.append("numbers")
+        one.folder.mkdir(parents=True, exist_ok=True)
+        (one.folder / METRICS).write_text("{}\n")
+
+    def after(step):
+        order.append(step)
+        one.save(config, "mrr", step)
+
+    saver = Saver(one.folder / "checkpoints", config, "mrr", before, after=after)
+    state = RunState(step=1, documents=1, world_size=1, config_hash="c", data_hash="d", scores={}, files={})
+    saver.give(state, {"encoder.safetensors": {"weight": torch.ones(2)}})
+    deadline = time.monotonic() + 30
+    while order.count(1) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert local(one) == [1]  # on this host's disk it is
+    assert order[0] == "numbers"
+    assert order.count("numbers") == 1  # and is not written again
+    assert "the checkpoint of step 1 cannot be sent" in log[0]
+    assert "Training goes on" in log[0]
+    gate.unlink()
+    saver.wait()
+    saver.close()
+    assert is_whole(place(one, 1))
+    assert read_file(child(one.address, METRICS)) == b"{}\n"
+    assert "step 1 is written, after" in log[-1]
+    with pytest.raises(RemoteError):
+        host(tmp_path, "one", "nosuch://x/y").fetch()
+
+
+def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
+    text = " ".join(f"word{number}" for number in range(120))
+    write_prepared(tmp_path / "data", [[Row(f"{text} {number}") for number in range(6)]])
+    address = f"file://{tmp_path}/there"
+    push_folder(tmp_path / "data", address)
+    config = runs.train_config(address, tmp_path / "run", cache=str(tmp_path / "cache"))
+    folder = data_folder(config)
+    assert folder.parent == tmp_path / "cache"
+    shards = ShardSet(folder, "train")
+    mine = rank_plan(Plan(0, shards.num_documents, 2), shards, 0, 1, 0, 3, address)
+    rows = {"id": np.array([0])}
+    shutil.rmtree(tmp_path / "cache")  # another host
+    table = read_chunk(rows, mine, 0)
+    assert len(table) == 6
+    assert folder.is_dir()
+
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "data" / "note").write_text("not what the run began with")
+    push_folder(tmp_path / "data", address)
+    from trainer import chunks
+
+    chunks._shards.clear()  # another process
+    with pytest.raises(ShardError, match="other shards than when the run began"):
+        read_chunk(rows, mine, 0)
+
+
+def test_a_folder_that_was_pushed_as_a_whole_is_no_run(tmp_path):
+    one = host(tmp_path, "one")
+    make(one, 1)
+    push_folder(one.folder, one.address)
+    with pytest.raises(RemoteError, match="pushed as a whole: name another address"):
+        one.fetch()
+    assert local(one) == [1]
+
+
+def test_a_file_that_is_gone_here_goes_there_and_the_other_way_round(tmp_path):
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    make(one, 1)
+    (one.folder / "summary.json").write_text("{}")
+    one.send("summary.json", "failures.log")
+    other.fetch(["summary.json"])
+    assert (other.folder / "summary.json").read_text() == "{}"
+    (one.folder / "summary.json").unlink()
+    one.send("summary.json")
+    other.fetch(["summary.json"])
+    assert not (other.folder / "summary.json").exists()
+
+
+def test_folders_stay_what_they_are(tmp_path):
+    config = runs.train_config(tmp_path / "data", tmp_path / "run")
+    assert (data_folder(config), run_folder(config)) == (tmp_path / "data", tmp_path / "run")
+    remote = runs.train_config(tmp_path / "data", "s3://bucket/runs/one", cache=str(tmp_path / "cache"))
+    assert run_folder(remote).parent == tmp_path / "cache"
+    assert run_folder(remote) != run_folder(remote.model_copy(update={"run": "s3://bucket/runs/two"}))
+    assert remote.hash() == config.hash()
