@@ -207,6 +207,9 @@ def load_encoder(path: Path, encoder: nn.Module) -> None:
 def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Declutr) -> None:
     """Restores encoder, optimizer and objective from a checkpoint.
 
+    What stays on the CPU is cloned: tensors of `load_file` are the file itself, mapped, and a checkpoint that is
+    deleted would keep its room on the disk for as long as one of them lives.
+
     Raises:
         CheckpointError: names or shapes differ.
     """
@@ -215,7 +218,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
     fused = bool(optimizer.defaults.get("fused"))
     for name, parameter in encoder.named_parameters():
         prefix = f"{name}:"
-        moments = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+        moments = {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
         if moments:
             optimizer.state[parameter] = {
                 # AdamW keeps its step counter on the CPU, but beside the parameter when it is fused
@@ -223,7 +226,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
                 for key, value in moments.items()
             }
     device = next(encoder.parameters()).device
-    objective.load_state_dict({name: value.to(device) for name, value in load_file(path / OBJECTIVE).items()})
+    objective.load_state_dict({name: value.clone().to(device) for name, value in load_file(path / OBJECTIVE).items()})
 
 
 def _moments(encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

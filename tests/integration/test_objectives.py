@@ -121,6 +121,20 @@ def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
         assert torch.equal(parameter, dict(resumed.stepper.encoder.named_parameters())[name]), name
 
 
+def test_what_was_loaded_is_the_file_no_longer(data, tmp_path):
+    """Else a deleted checkpoint keeps its room on the disk until the run ends."""
+    run = Run(data, objective={"queue_size": 40})
+    run.steps(1, 2)
+    path = checkpoint.save(tmp_path, run.state(2), checkpoint.collect(*run.parts()))
+    resumed = Run(data, objective={"queue_size": 40})
+    checkpoint.load(path, *resumed.parts())
+    for file in path.glob("*.safetensors"):
+        num_bytes = file.stat().st_size
+        with file.open("r+b") as stream:
+            stream.write(bytes(num_bytes))
+    assert resumed.steps(3, 4) == run.steps(3, 4)
+
+
 def test_parameters_without_a_loss_stay_as_they_were(data):
     for terms, untouched in (("contrastive", "lm_head"), ("mlm", "projection")):
         run = Run(data, objective={"terms": terms}, encoder={"projection": {"kind": "mlp"}})
