@@ -70,11 +70,22 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
 
 
 def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
-    """The blocks of all chunks in order, from one Dataset after the other."""
-    for first in range(0, rank_plan.num_chunks, _MOST_CHUNKS):
-        number = min(_MOST_CHUNKS, rank_plan.num_chunks - first)
+    """The blocks of all chunks in order. The first is read here, while the processes that read the others start."""
+    others = Ahead(_read_by_tasks(rank_plan, 1))
+    others.begin()
+    try:
+        yield read_chunk({"id": np.zeros(1, np.int64)}, rank_plan, 0)
+        yield from others
+    finally:
+        others.close()
+
+
+def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
+    """The blocks of the chunks from this one on, from one Dataset after the other."""
+    for begin in range(first, rank_plan.num_chunks, _MOST_CHUNKS):
+        number = min(_MOST_CHUNKS, rank_plan.num_chunks - begin)
         dataset = ray.data.range(number, override_num_blocks=number).map_batches(
-            read_chunk, fn_kwargs={"rank_plan": rank_plan, "first": first}, batch_size=1, batch_format="numpy"
+            read_chunk, fn_kwargs={"rank_plan": rank_plan, "first": begin}, batch_size=1, batch_format="numpy"
         )
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
 
@@ -132,11 +143,15 @@ class Ahead:
                     raise error
                 yield item
         finally:
-            self._stopped.set()
-            while self._thread is not None and self._thread.is_alive():  # it may wait to put what nobody will read
-                while not self._ready.empty():
-                    self._ready.get_nowait()
-                self._thread.join(timeout=0.05)
+            self.close()
+
+    def close(self) -> None:
+        """Ends the thread, if it has begun; items that were not asked for are lost."""
+        self._stopped.set()
+        while self._thread is not None and self._thread.is_alive():  # it may wait to put what nobody will read
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(timeout=0.05)
 
     def _run(self, ready: "queue.Queue[tuple[Any, BaseException | None]]", stopped: threading.Event) -> None:
         try:

@@ -85,6 +85,28 @@ def test_a_stream_can_begin_at_any_step_with_more_ranks_than_documents(data, fee
     assert global_steps(data, feed, BATCH + 1, first=30, last=36) == alone[30:]
 
 
+@ray.remote(num_cpus=6)
+class Holder:
+    """Has all of the session's CPUs."""
+
+    def holds(self):
+        return True
+
+
+def test_the_first_chunk_waits_for_no_task(data):
+    holder = Holder.remote()
+    assert ray.get(holder.holds.remote())
+    (plan,) = rank_plans(data, 1, chunk_steps=5)
+    steps = documents(plan)
+    begun = [next(steps) for _ in range(5)]
+    ray.kill(holder)
+    rest = list(steps)
+    assert len(rest) == STEPS - 5
+    (alone,) = rank_plans(data, 1)
+    ids = [table.column("id").to_pylist() for table in begun + rest]
+    assert ids == [table.column("id").to_pylist() for table in documents(alone)]
+
+
 def test_an_epoch_reads_every_document_once(data):
     (plan,) = rank_plans(data, 1, chunk_steps=3)
     ids = [key for table in documents(plan) for key in table.column("id").to_pylist()]
