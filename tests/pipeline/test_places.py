@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import files, outcomes, read_all, tar
 from hubserver import SHA, hub_server
+from s3server import s3_server
 
+from common.remotefile import write_file
 from pipeline.corpus import HubCorpus
 from pipeline.readers.planning import file_parts
 from pipeline.units import hash_unit, plan_units
@@ -44,24 +46,12 @@ READ += [("deep/e.tar!x.txt", "in a tar"), ("deep/e.tar!../y.txt", "unsafe_name"
 
 @pytest.fixture(scope="module")
 def bucket():
-    """Address of a bucket on an S3 server of this machine."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed")
-    running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    changed = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
-    before = {key: os.environ.get(key) for key in changed}
-    os.environ.update(changed)
-    query = f"endpoint_override=http://{host}:{port}&allow_bucket_creation=true"
-    store, _ = pa.fs.FileSystem.from_uri(f"s3://bucket?{query}")
-    store.create_dir("bucket")
-    for name, data in CONTENTS.items():
-        with store.open_output_stream(f"bucket/{name}", compression=None) as stream:
-            stream.write(data)
-    yield "s3://bucket", f"?endpoint_override=http://{host}:{port}"
-    running.stop()
-    for key, value in before.items():
-        os.environ.pop(key) if value is None else os.environ.update({key: value})
+    """Address of a bucket on an S3 server of this machine, and the options that follow it."""
+    with s3_server() as address:
+        for name, data in CONTENTS.items():
+            write_file(address(name), data)
+        root, _, query = address("").partition("/?")
+        yield root, f"?{query}"
 
 
 @pytest.mark.parametrize("unit_mib", [64.0, 0.001])

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import contextmanager
+from urllib.request import Request, urlopen
 
 import pyarrow.fs
 import pytest
@@ -9,7 +10,7 @@ import pytest
 
 @contextmanager
 def s3_server():
-    """Yields a function from a name in a bucket to its address."""
+    """Yields a function from a name in a bucket to its address; the next server of this process begins empty."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed")
     running = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     running.start()
@@ -23,6 +24,7 @@ def s3_server():
     try:
         yield lambda name, bucket="bucket": f"s3://{bucket}/{name}?{endpoint}"
     finally:
-        running.stop()
+        with urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")):
+            running.stop()
         for key, value in before.items():
             os.environ.pop(key) if value is None else os.environ.update({key: value})
