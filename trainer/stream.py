@@ -70,11 +70,18 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
 
 
 def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
-    """The blocks of all chunks in order. The first is read here, while the processes that read the others start."""
+    """The blocks of all chunks in order.
+
+    The first chunk is read here: the processes that read the others take seconds to start, and on few cores the first
+    step would take as much longer. They start when that step is done, which is when its reader is so far ahead.
+    """
+    alone = (_AHEAD_BATCHES + 2) * (rank_plan.end - rank_plan.start)
     others = Ahead(_read_by_tasks(rank_plan, 1))
-    others.begin()
     try:
-        yield read_chunk({"id": np.zeros(1, np.int64)}, rank_plan, 0)
+        block = read_chunk({"id": np.zeros(1, np.int64)}, rank_plan, 0)
+        yield block.slice(0, alone)
+        others.begin()
+        yield block.slice(alone)
         yield from others
     finally:
         others.close()
