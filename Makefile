@@ -27,7 +27,7 @@ $(STAMP): requirements.lock constraints.txt pyproject.toml
 demo: setup ## corpus, shards, training, encoder, measured result: at most 8 minutes on 2 CPU cores
 	$(BIN)/declutr demo
 
-test: setup ## every test: at most 15 minutes on 2 CPU cores
+test: setup ## every test: 15 to 20 minutes on 2 CPU cores
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest
 
 test-cluster: setup ## three hosts in namespaces of this machine, one of which dies: two minutes, needs root
