@@ -66,10 +66,11 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
     """Ray Data task: a chunk's number after `first` in, its documents out, with the epoch in which each is read."""
     if rank_plan.folder not in _shards:
         folder = Path(rank_plan.folder)
-        if "://" in rank_plan.address and not folder.exists():
-            from common.remote import local_copy  # takes its time to import, and most tasks have no use for it
+        if not folder.exists():
+            from common.address import is_remote  # these take their time to import, and most tasks have no use for them
+            from common.remote import local_copy
 
-            if local_copy(rank_plan.address, folder.parent) != folder:
+            if is_remote(rank_plan.address) and local_copy(rank_plan.address, folder.parent) != folder:
                 raise ShardError(f"{rank_plan.address} holds other shards than when the run began")
         _shards[rank_plan.folder] = ShardSet(folder, "train", look=False)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
