@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from states import state_of
 
 from common.scores import ScoreLine, append_score, scoring
 from trainer import checkpoint, retention
 from trainer.config import CheckpointConfig, TrainConfig
 from trainer.metrics import MetricsWriter
 from trainer.ranking import FOLLOWED, Standing, find_best, history, unscored
-from trainer.state import RunState
 
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
@@ -37,9 +37,7 @@ def test_held_out_scores_begin_after_the_untrained_weights_and_after_a_fork(tmp_
 
 
 def write(run, step, value=0.0):
-    state = RunState(
-        step=step, documents=step, world_size=1, config_hash="c", data_hash="d", scores={"mrr": 1.0 / step}, files={}
-    )
+    state = state_of(step, mrr=1.0 / step)
     contents = {"encoder.safetensors": {"weight": torch.full((40,), value)}}
     return checkpoint.read_state(checkpoint.save(run / "checkpoints", state, contents))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from states import state_of
 
 from trainer import checkpoint, retention
 from trainer.config import CheckpointConfig
@@ -53,15 +54,7 @@ def test_pruning_after_every_checkpoint_ends_where_pruning_once_does(scores, con
 
 
 def write(folder, step, score=None):
-    state = RunState(
-        step=step,
-        documents=step,
-        world_size=1,
-        config_hash="c",
-        data_hash="d",
-        scores={} if score is None else {"mrr": score},
-        files={},
-    )
+    state = state_of(step) if score is None else state_of(step, mrr=score)
     return checkpoint.save(folder, state, {"encoder.safetensors": {"weight": torch.full((40,), float(step))}})
 
 

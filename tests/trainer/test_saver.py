@@ -5,12 +5,12 @@ import time
 
 import pytest
 import torch
+from states import state_of
 from volumes import small_volume
 
 from trainer import checkpoint, saver
 from trainer.config import CheckpointConfig
 from trainer.saver import SaveError, Saver
-from trainer.state import RunState
 
 MIB = 2**20
 
@@ -39,8 +39,7 @@ def opened():
 def give(one, step, mib=1.0):
     contents = {"encoder.safetensors": {"weight": torch.full((int(mib * MIB / 4),), float(step))}}
     one.lend()
-    state = RunState(step=step, documents=step, world_size=1, config_hash="c", data_hash="d", scores={}, files={})
-    one.give(state, contents)
+    one.give(state_of(step), contents)
 
 
 def until(condition, what, seconds=60):
@@ -183,7 +182,7 @@ def test_due_by_steps_and_by_the_clock(tmp_path, opened):
 def test_an_error_that_is_no_storage_is_raised_in_the_training(tmp_path, opened):
     one = opened(tmp_path)
     one.lend()
-    state = RunState(step=1, documents=1, world_size=1, config_hash="c", data_hash="d", scores={}, files={})
+    state = state_of(1)
     one.give(state, {"encoder.safetensors": {"weight": torch.zeros(3, dtype=torch.complex64)}})
     with pytest.raises(KeyError, match="complex64"):
         one.wait()

@@ -9,6 +9,7 @@ import pytest
 import tinyruns as runs
 import torch
 from prepared import Row, write_prepared
+from states import state_of
 
 from common.address import child
 from common.remote import is_whole, push_folder
@@ -21,7 +22,6 @@ from trainer.config import CheckpointConfig
 from trainer.metrics import METRICS
 from trainer.plan import Plan
 from trainer.saver import Saver
-from trainer.state import RunState
 from trainer.store import RunStore
 
 ONCE = Patience(total_seconds=0.0)
@@ -34,15 +34,7 @@ def host(tmp_path, name, address=None):
 
 def make(store, step, score=None, value=None):
     """A checkpoint on that host, as the saver leaves it."""
-    state = RunState(
-        step=step,
-        documents=step,
-        world_size=1,
-        config_hash="c",
-        data_hash="d",
-        scores={} if score is None else {"mrr": score},
-        files={},
-    )
+    state = state_of(step) if score is None else state_of(step, mrr=score)
     contents = {"encoder.safetensors": {"weight": torch.full((8,), float(step if value is None else value))}}
     checkpoint.save(store.folder / "checkpoints", state, contents)
     store.folder.joinpath(METRICS).write_text(f'{{"step": {step}}}\n')
@@ -165,7 +157,7 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
         one.save(config, "mrr", step)
 
     saver = Saver(one.folder / "checkpoints", config, "mrr", before, after=after)
-    state = RunState(step=1, documents=1, world_size=1, config_hash="c", data_hash="d", scores={}, files={})
+    state = state_of(1)
     saver.give(state, {"encoder.safetensors": {"weight": torch.ones(2)}})
     deadline = time.monotonic() + 30
     while order.count(1) < 2:
