@@ -14,6 +14,7 @@ os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
 # On a busy machine a session is otherwise given up before it has started.
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 
+import psutil
 import ray
 from ray.data import DataContext
 
@@ -35,6 +36,7 @@ class _Local:
 
 
 _local = _Local()
+_AGENT = "ray::DashboardAgent"
 
 
 def start_ray(num_cpus: int | None = None, address: str | None = None) -> None:
@@ -52,8 +54,26 @@ def start_ray(num_cpus: int | None = None, address: str | None = None) -> None:
         if address:
             ray.init(address=address, **quiet)
         else:
+            end_orphaned_agents()
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+
+
+def end_orphaned_agents() -> None:
+    """Ends what sessions of this user that were killed have left on the port that the next one wants.
+
+    Such a session's agent first tells of the end of its raylet, for a minute, to a server that is gone as well. Ray
+    gives each agent the same port; while it is taken a new session waits for it, for 4 seconds.
+    """
+    for process in psutil.process_iter():
+        try:
+            if process.name() != _AGENT or process.uids().real != os.getuid():
+                continue
+            parent = process.parent()
+            if parent is None or parent.name() != "raylet":
+                process.kill()
+        except psutil.Error:  # gone by itself, or not ours to ask
+            continue
