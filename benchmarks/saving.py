@@ -1,11 +1,16 @@
-"""What it costs to be safe: steps with a checkpoint every minute against steps without, in turns, in one run.
+"""What it costs to be safe: a checkpoint every minute against none, in turns, in one run.
 
     python -m benchmarks.saving --json OUT [--model distilroberta] [--every-seconds 60] [--stretches 3]
 
 A stretch with saving begins with the copy of a checkpoint (parameters, moments) and lasts until the next one is due, so
 that everything the writer does falls into it: hash, write, fsync, prune. Then as long a stretch without. The trainer's
-own stepper and saver, one process, no Ray; every step has the same batch. `agree` is the exchange after each step in
-which processes tell each other whether to save or stop, measured between two of them.
+own stepper and saver, one process, no Ray; every step has the same batch.
+
+A machine's speed drifts by more from one minute to the next than a checkpoint costs. So what it costs is taken within
+the stretch: the copy, and what the steps until it is written took beyond as many of the steps after it. The same is
+computed for the stretches without, where it should be nothing: `noise`. `between` is the plain ratio of both kinds.
+
+`agree` is the exchange after each step in which processes tell each other whether to save or stop, between two of them.
 """
 
 import argparse
@@ -14,6 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -37,33 +44,66 @@ from trainer.tensorfile import num_bytes
 _AGREE_TIMES = 300
 
 
-class Stretches:
-    """Steps until a time is over, with and without a checkpoint at the beginning."""
+@dataclass(frozen=True)
+class Stretch:
+    """Steps one after the other.
 
-    def __init__(self, stepper: Stepper, batch: RankBatch, saver: Saver) -> None:
+    Attributes:
+        copy_seconds: of the checkpoint that it began with; 0 without.
+        written_seconds: from its beginning until that checkpoint lay on the disk; 0 without.
+        step_seconds: of each step.
+    """
+
+    copy_seconds: float
+    written_seconds: float
+    step_seconds: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """Of all of it."""
+        return self.copy_seconds + sum(self.step_seconds)
+
+    def lost_share(self, until: float) -> float:
+        """What the copy, and the steps begun in the first `until` seconds, took beyond as many of the later steps."""
+        begins = accumulate(self.step_seconds, initial=self.copy_seconds)
+        count = sum(begin < until for begin, _ in zip(begins, self.step_seconds, strict=False))
+        early, later = self.step_seconds[:count], self.step_seconds[count:]
+        lost = self.copy_seconds + sum(early) - count * statistics.median(later or early)
+        return lost / (self.seconds - lost)
+
+
+class Stretches:
+    """Makes stretches, with and without a checkpoint at the beginning."""
+
+    def __init__(self, stepper: Stepper, batch: RankBatch, folder: Path) -> None:
         self.stepper = stepper
         self.batch = batch
-        self.saver = saver
+        self.saver = Saver(folder, CheckpointConfig(keep_last=2), "mrr", after=self._written)
         self.steps = 0
         self.num_bytes = 0
-        self.copy_seconds: list[float] = []
+        self._written_at = 0.0
 
-    def run(self, seconds: float, saves: bool) -> float:
-        """Mean seconds of a step of a stretch that lasts at least so long, its checkpoint included."""
+    def run(self, seconds: float, saves: bool) -> Stretch:
+        """A stretch that lasts at least so long, and a step longer than it takes to write its checkpoint."""
         begun = time.perf_counter()
+        self._written_at = 0.0
         if saves:
             self._save()
-        steps = 0
-        while steps == 0 or time.perf_counter() - begun < seconds:
+        copied = time.perf_counter() - begun if saves else 0.0
+        taken: list[float] = []
+        while True:
+            written = self._written_at or not saves
+            step_begun = time.perf_counter()
             self.steps += 1
-            steps += 1
             self.stepper.step(self.batch, 1 + self.steps % packed.TOTAL_STEPS)
-        taken = time.perf_counter() - begun
-        self.saver.wait()  # a stretch that was too short for the writer must not leave it to the next
-        return taken / steps
+            taken.append(time.perf_counter() - step_begun)
+            if written and time.perf_counter() - begun >= seconds:
+                return Stretch(copied, self._written_at - begun if saves else 0.0, taken)
+
+    def _written(self, step: int) -> None:  # noqa: ARG002 - what the saver tells
+        self._written_at = time.perf_counter()
 
     def _save(self) -> None:
-        begun = time.perf_counter()
         memory = self.saver.lend()
         stepper = self.stepper
         contents = checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective, memory=memory)
@@ -77,7 +117,6 @@ class Stretches:
             files={},
         )
         self.saver.give(state, contents)
-        self.copy_seconds.append(time.perf_counter() - begun)
         self.num_bytes = sum(map(num_bytes, contents.values()))
 
 
@@ -91,33 +130,46 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     encoder = models.encoder(options.model, 0.1, options.seed).to(device)
     autocast = record.autocast_type(options.precision, options.device)
     stepper = packed.stepper(encoder, feed, DeclutrConfig(), None, autocast)
-    saver = Saver(folder / "checkpoints", CheckpointConfig(keep_last=2), "mrr")
-    stretches = Stretches(stepper, batch, saver)
+    stretches = Stretches(stepper, batch, folder / "checkpoints")
     stretches.run(0, saves=False)
     stretches.run(0, saves=True)  # moments and the memory of copies exist from here on
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    safe: list[Stretch] = []
+    plain: list[Stretch] = []
     for number in range(options.stretches):
-        order = ("with", "without") if number % 2 == 0 else ("without", "with")
-        for name in order:
-            seconds[name].append(stretches.run(options.every_seconds, saves=name == "with"))
-            record.progress(f"stretch {number} {name}: {seconds[name][-1]:.4f} s a step")
-    begun = time.perf_counter()
-    stretches.run(0, saves=True)
-    alone = time.perf_counter() - begun
-    saver.close()
-    ratios = [safe / plain for safe, plain in zip(seconds["with"], seconds["without"], strict=True)]
-    step_seconds = statistics.median(seconds["without"])
+        for saves in (True, False) if number % 2 == 0 else (False, True):
+            stretch = stretches.run(options.every_seconds, saves)
+            (safe if saves else plain).append(stretch)
+            written = f", written after {stretch.written_seconds:.1f} s" if saves else ""
+            record.progress(f"stretch {number}: {statistics.mean(stretch.step_seconds):.4f} s a step{written}")
+    stretches.saver.close()
+    costs = [stretch.lost_share(stretch.written_seconds) for stretch in safe]
+    noise = [stretch.lost_share(pair.written_seconds) for stretch, pair in zip(plain, safe, strict=True)]
+    means = [[stretch.seconds / len(stretch.step_seconds) for stretch in kind] for kind in (safe, plain)]
+    between = [one / other - 1 for one, other in zip(*means, strict=True)]
     agree = agree_seconds() if options.agree else None
     return {
-        "overhead": round(statistics.median(ratios) - 1, 5),
-        "overhead_range": [round(min(ratios) - 1, 5), round(max(ratios) - 1, 5)],
-        "step_seconds": {name: [round(value, 5) for value in values] for name, values in seconds.items()},
+        **_middle("overhead", costs),
+        **_middle("noise", noise),
+        **_middle("between", between),
+        "step_seconds": {
+            "with": [round(mean, 5) for mean in means[0]],
+            "without": [round(mean, 5) for mean in means[1]],
+        },
+        "written_seconds": [round(stretch.written_seconds, 3) for stretch in safe],
+        "copy_seconds": [round(stretch.copy_seconds, 4) for stretch in safe],
         "steps": stretches.steps,
         "checkpoint_mib": round(stretches.num_bytes / 2**20, 2),
-        "copy_seconds": [round(value, 4) for value in stretches.copy_seconds],
-        "step_and_write_seconds": round(alone, 3),
         "agree_seconds": None if agree is None else round(agree, 7),
-        "agree_share": None if agree is None else round(agree / step_seconds, 6),
+        "agree_share": None if agree is None else round(agree / statistics.median(means[1]), 6),
+    }
+
+
+def _middle(name: str, shares: list[float]) -> dict[str, Any]:
+    """Median, and least and most."""
+    return {
+        name: round(statistics.median(shares), 5),
+        f"{name}_range": [round(min(shares), 5), round(max(shares), 5)],
+        f"{name}_each": [round(share, 5) for share in shares],
     }
 
 

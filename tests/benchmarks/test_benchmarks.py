@@ -106,10 +106,17 @@ def test_saving(tmp_path):
     low, high = found["overhead_range"]
     assert low <= found["overhead"] <= high
     assert len(found["step_seconds"]["with"]) == len(found["step_seconds"]["without"]) == 2
-    assert len(found["copy_seconds"]) == 4
+    assert len(found["noise_each"]) == len(found["between_each"]) == len(found["copy_seconds"]) == 2
+    assert 0 < min(found["copy_seconds"]) < min(found["written_seconds"])
     assert found["checkpoint_mib"] > 0.1
     assert found["agree_share"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_what_a_checkpoint_costs_is_what_its_steps_took_beyond_the_later_ones():
+    stretch = saving.Stretch(copy_seconds=0.5, written_seconds=2.0, step_seconds=[1.25, 1.25, 1.0, 1.0, 1.0, 1.0])
+    assert stretch.lost_share(stretch.written_seconds) == pytest.approx(1.0 / 6.0)
+    assert saving.Stretch(0.0, 0.0, [1.0, 1.0, 1.0]).lost_share(1.5) == 0
 
 
 def test_feed(tmp_path):
