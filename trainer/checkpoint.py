@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.logs import get_logger
-from common.storage import folder_aside, hash_file, read_json, write_json
+from common.storage import folder_aside, read_json, write_json
 from trainer.objectives import Declutr
 from trainer.sharding import part_for, whole
 from trainer.state import RunState
-from trainer.tensorfile import write_tensors
+from trainer.tensorfile import has_checksum, write_tensors
 
 Contents = dict[str, dict[str, Tensor]]
 """The tensors of a checkpoint by file and name, on the CPU."""
@@ -127,7 +127,7 @@ def read_state(path: Path, verify: bool = True) -> RunState:
             size = (path / name).stat().st_size
             if size != state.sizes.get(name, size):
                 raise CheckpointError(f"{path}: {name} is truncated or altered ({size} bytes, not {state.sizes[name]})")
-            if verify and hash_file(path / name) != expected:
+            if verify and not has_checksum(path / name, expected):
                 raise CheckpointError(f"{path}: {name} is truncated or altered (checksum differs)")
     except CheckpointError:
         raise

@@ -22,7 +22,7 @@ class RunState(Strict):
     scores: dict[str, float]
     """Held-out scores of these weights; empty when they were not validated."""
     files: dict[str, str]
-    """SHA-256 of each other file of the checkpoint."""
+    """Checksum of each other file of the checkpoint (trainer/tensorfile.py)."""
     sizes: dict[str, int] = Field(default_factory=dict)
     """Bytes of each of these files."""
     skipped: int = 0

@@ -2,6 +2,9 @@
 
 The safetensors library can do it too, but it copies all tensors into one string first, holds Python's lock while it
 writes, tells a full disk in words instead of an `errno`, and the checksum needs a second pass. Reading is left to it.
+
+The checksum is XXH3 (128 bits): where no core is to spare, what a checkpoint takes is taken from the training, and most
+of it was SHA-256. It tells what disks and networks do to a file; who could forge it could change `state.json`, too.
 """
 
 import hashlib
@@ -11,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 # safetensors' names, in the order in which it lays out tensors: the most aligned first, then by name
@@ -26,6 +30,7 @@ _DTYPES = {
 }
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 _CHUNK_BYTES = 16 * 2**20
+_XXH3 = "xxh3:"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -39,13 +44,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         tensors: on the CPU, contiguous.
 
     Returns:
-        SHA-256 of what was written, in hexadecimal: of the tensors in memory, not of what a disk made of them.
+        The checksum of what was written: of the tensors in memory, not of what a disk made of them.
 
     Raises:
         OSError: a full disk, a storage that does not answer; also when fewer bytes arrived than were written.
     """
     names = sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name))
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         written = _write(handle, memoryview(_header(names, tensors)), digest, 0)
@@ -57,7 +62,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             raise OSError(f"{path} holds {found} bytes after {written} were written")
     finally:
         os.close(handle)
-    return digest.hexdigest()
+    return _XXH3 + digest.hexdigest()
+
+
+def has_checksum(path: Path, checksum: str) -> bool:
+    """Does the file hold what was written? A checksum without a kind is SHA-256: older checkpoints have that.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    kind = xxhash.xxh3_128 if checksum.startswith(_XXH3) else hashlib.sha256
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, kind).hexdigest() == checksum.removeprefix(_XXH3)
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -81,7 +97,7 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(handle: int, raw: memoryview, digest: "hashlib._Hash", at: int) -> int:
+def _write(handle: int, raw: memoryview, digest: xxhash.xxh3_128, at: int) -> int:
     """Writes at a place of the file; returns the place behind. Both calls leave Python's lock to the training."""
     for start in range(0, len(raw), _CHUNK_BYTES):
         chunk = raw[start : start + _CHUNK_BYTES]

@@ -6,10 +6,11 @@ import signal
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save
 
 from trainer import tensorfile
-from trainer.tensorfile import num_bytes, write_tensors
+from trainer.tensorfile import has_checksum, num_bytes, write_tensors
 
 TENSORS = {
     "of many": torch.arange(5000, dtype=torch.float32).reshape(50, 100),
@@ -32,11 +33,25 @@ def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch, chunk_bytes):
     path = tmp_path / "it.safetensors"
     checksum = write_tensors(path, TENSORS)
     assert path.read_bytes() == save(TENSORS)
-    assert checksum == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert checksum == f"xxh3:{xxhash.xxh3_128(path.read_bytes()).hexdigest()}"
+    assert has_checksum(path, checksum)
+    assert has_checksum(path, hashlib.sha256(path.read_bytes()).hexdigest())
     read = load_file(path)
     assert read.keys() == TENSORS.keys()
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
     assert num_bytes(TENSORS) == sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda raw: f"xxh3:{xxhash.xxh3_128(raw).hexdigest()}", lambda raw: hashlib.sha256(raw).hexdigest()]
+)
+def test_a_changed_bit_is_told_by_checksums_of_either_kind(tmp_path, kind):
+    write_tensors(tmp_path / "it", TENSORS)
+    raw = bytearray((tmp_path / "it").read_bytes())
+    checksum = kind(raw)
+    raw[-1] ^= 1
+    (tmp_path / "it").write_bytes(raw)
+    assert not has_checksum(tmp_path / "it", checksum)
 
 
 def test_nothing_at_all(tmp_path):
