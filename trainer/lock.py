@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from common.logs import get_logger
+
 LOCK = "lock.json"
 _BEAT_SECONDS = 5.0
 _STALE_SECONDS = 60.0
@@ -57,10 +59,13 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        with _open_locked(self._path) as stream:
-            holder = _read(stream)
-            if holder is not None and holder["token"] == self._token:
-                self._path.unlink()
+        try:
+            with _open_locked(self._path) as stream:
+                holder = _read(stream)
+                if holder is not None and holder["token"] == self._token:
+                    self._path.unlink()
+        except OSError as error:  # why the run ended is what must be said; on this host it is nobody's in a moment
+            get_logger().warning("%s cannot be taken away (%s)", self._path, error.strerror)
 
     def _write(self, stream: TextIO) -> None:
         stream.seek(0)
@@ -81,6 +86,8 @@ class RunLock:
             except FileNotFoundError:
                 self._lost()
                 return
+            except OSError as error:  # a storage that is away: the next one may get through
+                get_logger().debug("%s cannot be renewed: %s", self._path, error.strerror)
 
 
 def _open_locked(path: Path) -> TextIO:

@@ -93,6 +93,47 @@ def test_who_lost_its_lock_is_told_and_leaves_the_others_alone(tmp_path, monkeyp
     assert json.loads((tmp_path / LOCK).read_text())["token"] == "another"
 
 
+def point(link, target):
+    """Makes the link lead there, in one moment."""
+    new = link.with_name("new")
+    new.symlink_to(target)
+    new.rename(link)
+
+
+def test_a_storage_that_is_away_for_a_while_takes_no_lock(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.02)
+    caplog.set_level("DEBUG")
+    disk, away, run, told = tmp_path / "disk", tmp_path / "away", tmp_path / "run", []
+    disk.mkdir()
+    away.write_text("")
+    point(run, disk)
+    with RunLock(run, lambda: told.append("lost")):
+        point(run, away)
+        deadline = time.monotonic() + 20
+        while "cannot be renewed: Not a directory" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.utime(disk / LOCK, (0, 0))
+        point(run, disk)
+        while (disk / LOCK).stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (disk / LOCK).stat().st_mtime > 0
+    assert told == []
+    assert not (disk / LOCK).exists()
+
+
+def test_why_a_run_ended_is_not_hidden_by_a_storage_that_is_gone(tmp_path):
+    disk, run = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir()
+    point(run, disk)
+
+    def end():
+        point(run, tmp_path / "nowhere")
+        raise ValueError("the reason")
+
+    with pytest.raises(ValueError, match="the reason"), RunLock(run, print):
+        end()
+
+
 def test_of_many_commands_at_once_exactly_one_gets_a_stale_lock(tmp_path):
     (tmp_path / LOCK).write_text("{")
     commands = [start(tmp_path) for _ in range(3)]
