@@ -1,12 +1,6 @@
 """Preparation for real, on Ray: accounted for, the same to the byte whatever happens, and clear when it cannot be."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import ray
@@ -19,7 +13,6 @@ from pipeline.prepare import main, prepare
 from pipeline.session import start_ray
 from pipeline.shards import ShardSet, check_shards, load_manifest
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.ray
 
 
@@ -140,30 +133,6 @@ def write_config(folder, config):
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({"prepare": config.model_dump(mode="json")}))
     return path
-
-
-def command(config_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, str(ROOT / "pipeline" / "prepare.py"), str(config_path), "session.num_cpus=1"]
-    return {"args": arguments, "env": environment, "cwd": config_path.parent, "stderr": subprocess.DEVNULL}
-
-
-@pytest.mark.slow
-def test_a_killed_run_on_another_number_of_cpus_ends_in_the_same_bytes(corpus, tmp_path, prepared):
-    folder = tmp_path / "out"
-    config_path = write_config(tmp_path, config_of(corpus, folder))
-    killed = subprocess.Popen(**command(config_path))
-    deadline = time.monotonic() + 120
-    while not list((folder / "units").glob("[0-9]*.json")):
-        assert killed.poll() is None, "finished before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert not (folder / "manifest.json").exists()
-    again = subprocess.run(**command(config_path), check=True, stdout=subprocess.PIPE, text=True, timeout=120)
-    assert "1,501 documents read" in again.stdout
-    assert contents(folder) == contents(prepared[0])
 
 
 def test_the_command_prints_one_line(corpus, tmp_path, capsys):

@@ -138,6 +138,7 @@ def test_kills_of_the_driver_change_nothing_whatever_the_number_of_workers(corpu
         time.sleep(draw.uniform(0, 1.0))
         driver.kill()
         driver.wait()
+        assert not (tmp_path / "out" / "manifest.json").exists()
     assert start(tmp_path, corpus, 4).wait(timeout=200) == 0
     assert contents(tmp_path) == undisturbed
 
