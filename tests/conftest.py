@@ -18,7 +18,7 @@ def log():
     logger = logging.getLogger("declutr")
     logger.addHandler(handler)
     level = logger.level
-    logger.setLevel("INFO")
+    logger.setLevel("DEBUG")
     yield lines
     logger.setLevel(level)
     logger.removeHandler(handler)

@@ -179,22 +179,20 @@ def test_a_bucket_that_is_not_there_is_told_at_once(server, folder):
         push_folder(folder, "nosuch://x/y", HASTE)
 
 
-def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, caplog):
+def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
     """A place whose folder is a file at first, so that everything in it fails."""
     gate = tmp_path / "gate"
     gate.write_text("in the way")
-    caplog.set_level("INFO", logger="declutr")
     with pytest.raises(RemoteError, match="has not answered for 0 s"):
         push_folder(folder, f"file://{gate}/run", HASTE)
 
-    caplog.clear()
+    log.clear()
     opening = threading.Timer(0.5, gate.unlink)
     opening.start()
     push_folder(folder, f"file://{gate}/run", Patience(60, first_seconds=0.05))
     opening.join()
-    told = [record.getMessage() for record in caplog.records]
-    assert ["does not answer" in line for line in told] == [True, False]
-    assert "answers again" in told[1]
+    assert ["does not answer" in line for line in log] == [True, False]
+    assert "answers again" in log[1]
     pull_folder(f"file://{gate}/run", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(folder)
 
