@@ -42,12 +42,10 @@ def flip(path: Path) -> None:
 
 def broken_checkpoints(run: Run) -> Mark:
     """The newest checkpoint truncated, the one before with a bit flipped, the one before that half-written."""
-    mark = _stop(run)
     folder = run.folder / CHECKPOINTS
-    steps = steps_in(folder)
-    if len(steps) < 4:
-        raise ChaosError(f"{len(steps)} checkpoints: too few to break three")
-    newest, second, third = (folder / f"step-{step:08d}" for step in reversed(steps[-3:]))
+    run.wait_for("four checkpoints: three to break, one to go on from", lambda: len(steps_in(folder)) >= 4)
+    mark = _stop(run)
+    newest, second, third = (folder / f"step-{step:08d}" for step in reversed(steps_in(folder)[-3:]))
     with (newest / "encoder.safetensors").open("r+b") as stream:
         stream.truncate(1000)
     flip(second / "optimizer.safetensors")
