@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -17,6 +18,7 @@ os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 import psutil
 import ray
 from ray.data import DataContext
+from ray.util.annotations import RayDeprecationWarning
 
 
 class SessionConfig(Strict):
@@ -57,6 +59,9 @@ def start_ray(num_cpus: int | None = None, address: str | None = None) -> None:
             end_orphaned_agents()
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    # How often work is begun anew has no named parameter yet, and `ray_remote_args` goes in 2.64 (hence the bound in
+    # pyproject.toml): nothing that a user could mend.
+    warnings.filterwarnings("ignore", r"`ray_remote_args(_fn)?` is deprecated", RayDeprecationWarning)
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
