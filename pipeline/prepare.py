@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--plan", action="store_true", help="estimate documents, tokens, disk and time, then stop")
     parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
     try:
         config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides)

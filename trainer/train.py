@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--fork", metavar="NEW_RUN", help="begin a new run with the old one's weights and step")
     parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
     early = None if arguments.print_config or arguments.fork else _EarlyRay(arguments.config, arguments.overrides)
     if early:

@@ -9,7 +9,7 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="declutr demo", description="From a corpus to a measured encoder.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
     parser.add_argument("--config", default="configs/demo.yaml")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     from common.config import ConfigError
     from common.logs import setup_logging
     from evaluation.demo import demo

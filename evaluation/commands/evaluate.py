@@ -20,7 +20,7 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 
 def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status, 1 when a transfer failed, data are refused or an encoder has no scores."""
-    given = _parser().parse_args(arguments)
+    given = _parser().parse_intermixed_args(arguments)
     from evaluation.senteval.checking import inspect
     from evaluation.senteval.overview import overview
     from evaluation.senteval.plan import choose_tasks

@@ -11,7 +11,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--documents", type=int, default=8, help="documents of the batch, at most (8)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     from common.config import ConfigError, load_config
     from trainer.checks import problems, refuse
     from trainer.config import TrainConfig

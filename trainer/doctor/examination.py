@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--path", action="append", default=[], help="a folder that runs are to write to; repeatable")
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
-    given = parser.parse_args(argv)
+    given = parser.parse_intermixed_args(argv)
     try:
         config = load_config(given.config, "train", TrainConfig, given.overrides) if given.config else None
     except ConfigError as error:
