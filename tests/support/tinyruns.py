@@ -30,14 +30,14 @@ FINISHED = {
 }
 
 
-def write_corpus(path, documents=320, seed=0):
-    """JSON lines of random words that share a topic within a document."""
+def write_corpus(path, documents=320, seed=0, words=(60, 140)):
+    """JSON lines of random words that share a topic within a document, so many of them each."""
     rng = random.Random(seed)
-    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 6))) for _ in range(300)]
+    known = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 6))) for _ in range(300)]
     with path.open("w") as stream:
         for number in range(documents):
-            topic = rng.sample(words, 40)
-            text = " ".join(rng.choice(topic) for _ in range(rng.randint(60, 140)))
+            topic = rng.sample(known, 40)
+            text = " ".join(rng.choice(topic) for _ in range(rng.randint(*words)))
             stream.write(json.dumps({"text": f"{text} {number}"}) + "\n")
 
 
