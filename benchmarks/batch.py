@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks import documents, memory, models, packed, record
+from trainer.batches import RankBatch
 from trainer.masking import MaskingConfig
 from trainer.objectives import DeclutrConfig
 from trainer.spans import SpanConfig
-from trainer.step import RankBatch, Stepper
+from trainer.step import Stepper
 
 SIZES = (16, 64, 256, 1024, 4096)
 _FIRST = 16  # documents of the step that makes the optimizer's state

@@ -5,8 +5,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from trainer.feed import Feed, Vocabulary
+from trainer.language_model import EncoderConfig, build_model, load_hf_config
 from trainer.masking import MaskingConfig
-from trainer.model import Encoder, EncoderConfig, build_model, load_hf_config
+from trainer.model import Encoder
 from trainer.spans import SpanConfig
 
 _POSITIONS = 514  # RoBERTa's first two are never used

@@ -4,13 +4,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from trainer.batches import RankBatch
 from trainer.feed import Feed
 from trainer.gather import World
 from trainer.microbatch import Microbatch
 from trainer.model import Encoder
 from trainer.objectives import Declutr, DeclutrConfig
 from trainer.optim import OptimConfig, build_optimizer
-from trainer.step import RankBatch, Stepper
+from trainer.step import Stepper
 
 TOTAL_STEPS = 1000  # of the learning rate's schedule
 

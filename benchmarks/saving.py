@@ -31,6 +31,7 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks import documents, models, packed, record
 from common.storage import write_text
 from trainer import checkpoint
+from trainer.batches import RankBatch
 from trainer.config import CheckpointConfig
 from trainer.gather import Wish, World
 from trainer.masking import MaskingConfig
@@ -38,7 +39,7 @@ from trainer.objectives import DeclutrConfig
 from trainer.saver import Saver
 from trainer.spans import SpanConfig
 from trainer.state import RunState
-from trainer.step import RankBatch, Stepper
+from trainer.step import Stepper
 from trainer.tensorfile import num_bytes
 
 _AGREE_TIMES = 300

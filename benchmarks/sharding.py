@@ -23,13 +23,14 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import documents, memory, models, packed, record
 from common.storage import write_text
+from trainer.batches import RankBatch
 from trainer.gather import World
 from trainer.masking import MaskingConfig
 from trainer.objectives import DeclutrConfig
 from trainer.plan import Plan
 from trainer.sharding import shard
 from trainer.spans import SpanConfig
-from trainer.step import RankBatch, Stepper
+from trainer.step import Stepper
 
 
 def kept_mib(stepper: Stepper) -> dict[str, float]:

@@ -25,7 +25,8 @@ from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.export import EXPORT
-from trainer.model import Encoder, EncoderConfig, max_span_tokens, packs
+from trainer.language_model import EncoderConfig, max_span_tokens
+from trainer.model import Encoder, packs
 from trainer.parts import build_encoder
 
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")

@@ -123,6 +123,25 @@ class SpanBatch:
         ]
 
 
+@dataclass(frozen=True)
+class RankBatch:
+    """A rank's share of a step.
+
+    Attributes:
+        spans: the spans of its documents, on the encoder's device.
+        start: place of its first document in the global batch.
+        num_documents: documents of the rank; 0 when there are more ranks than documents.
+        batch_documents: documents of the global batch.
+        digest: of the spans (SpanBatch.digest); 0 where nobody asks for it.
+    """
+
+    spans: SpanBatch
+    start: int
+    num_documents: int
+    batch_documents: int
+    digest: int = 0
+
+
 def _pieces(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:
     start = total = 0
     for place, size in enumerate(sizes):

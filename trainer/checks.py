@@ -14,7 +14,7 @@ from trainer import checkpoint
 from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
+from trainer.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
 
 DECISIVE = "decisive.json"

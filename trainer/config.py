@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from common.address import is_remote
 from common.config import Strict
 from common.storage import hash_json
-from trainer.model import EncoderConfig
+from trainer.language_model import EncoderConfig
 from trainer.objectives import DeclutrConfig, ObjectiveConfig
 from trainer.optim import OptimConfig
 from trainer.scaling import ScalingConfig

@@ -12,7 +12,8 @@ from trainer import checkpoint, ranking
 from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.model import Encoder, max_span_tokens
+from trainer.language_model import max_span_tokens
+from trainer.model import Encoder
 from trainer.parts import build_encoder, load_tokenizer
 from trainer.state import RunState
 

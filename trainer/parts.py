@@ -13,8 +13,9 @@ from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.feed import Feed, Vocabulary
 from trainer.gather import World
+from trainer.language_model import build_model, load_hf_config, max_span_tokens, vocabulary_of
 from trainer.microbatch import Microbatch
-from trainer.model import Encoder, build_model, load_hf_config, max_span_tokens, vocabulary_of
+from trainer.model import Encoder
 from trainer.objectives import Declutr
 from trainer.optim import build_optimizer
 from trainer.plan import Plan

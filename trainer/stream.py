@@ -22,9 +22,9 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from common.logs import get_logger
 from pipeline.shards import ShardSet
+from trainer.batches import RankBatch
 from trainer.chunks import RankPlan, read_chunk
 from trainer.feed import Feed
-from trainer.step import RankBatch
 
 _MOST_CHUNKS = 512  # of one Dataset: before its first block comes, Ray Data takes about a millisecond for each
 _AHEAD_BATCHES = 4

@@ -12,6 +12,7 @@ from common.logs import get_logger
 from pipeline.manifest import data_hash
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.batches import RankBatch
 from trainer.checkpoint import CHECKPOINTS
 from trainer.chunks import rank_plan
 from trainer.config import TrainConfig
@@ -25,7 +26,7 @@ from trainer.pulse import Pulse, Stopwatch
 from trainer.ranking import Patience
 from trainer.saver import SaveError, Saver
 from trainer.state import RunState
-from trainer.step import NonFiniteLossError, RankBatch, StepMetrics, Stepper
+from trainer.step import NonFiniteLossError, StepMetrics, Stepper
 from trainer.store import after_save
 from trainer.stream import Ahead, batches
 from trainer.validation import Validator, score_pairs

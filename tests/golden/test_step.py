@@ -6,13 +6,14 @@ from groups import run_group
 from measures import deviation
 
 from trainer.attention import PACKED
-from trainer.batches import SpanBatch, pad_rows
+from trainer.batches import RankBatch, SpanBatch, pad_rows
 from trainer.gather import World
+from trainer.language_model import EncoderConfig, build_model, load_hf_config, mlm_head
 from trainer.microbatch import Microbatch
-from trainer.model import Encoder, EncoderConfig, build_model, load_hf_config, mlm_head
+from trainer.model import Encoder
 from trainer.objectives import Declutr, DeclutrConfig
 from trainer.optim import OptimConfig, build_optimizer
-from trainer.step import RankBatch, Stepper
+from trainer.step import Stepper
 
 pytestmark = pytest.mark.golden
 

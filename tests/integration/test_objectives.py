@@ -10,15 +10,16 @@ from transformers import AutoTokenizer
 
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.batches import RankBatch
 from trainer.gather import World
+from trainer.language_model import vocabulary_of
 from trainer.microbatch import Microbatch
-from trainer.model import vocabulary_of
 from trainer.objectives import Declutr
 from trainer.optim import build_optimizer
 from trainer.parts import build_encoder, build_feed, freeze_unused
 from trainer.plan import Plan
 from trainer.state import RunState
-from trainer.step import RankBatch, Stepper
+from trainer.step import Stepper
 
 STEPS = 24
 DROPOUT = {"encoder": {"dropout": 0.1}}

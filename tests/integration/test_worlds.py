@@ -16,7 +16,7 @@ from pipeline.session import start_ray
 from pipeline.shards import ShardSet
 from trainer import stream
 from trainer.chunks import rank_plan
-from trainer.model import vocabulary_of
+from trainer.language_model import vocabulary_of
 from trainer.parts import build_encoder, build_feed
 from trainer.plan import Plan
 from trainer.stream import Ahead, batches, documents

@@ -7,16 +7,17 @@ import pyarrow as pa
 import torch
 
 from pipeline.windows import window_starts
-from trainer.batches import SpanBatch
+from trainer.batches import RankBatch, SpanBatch
 from trainer.feed import Feed, Vocabulary
 from trainer.gather import World
+from trainer.language_model import EncoderConfig, build_model, load_hf_config
 from trainer.microbatch import Microbatch
-from trainer.model import Encoder, EncoderConfig, build_model, load_hf_config
+from trainer.model import Encoder
 from trainer.objectives import Declutr, DeclutrConfig
 from trainer.optim import OptimConfig, build_optimizer
 from trainer.sharding import shard
 from trainer.spans import SpanConfig
-from trainer.step import RankBatch, Stepper
+from trainer.step import Stepper
 
 VOCAB_SIZE = 64
 VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))

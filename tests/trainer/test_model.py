@@ -10,7 +10,8 @@ from torch import nn
 
 from trainer.attention import AttentionLayout
 from trainer.batches import SpanBatch
-from trainer.model import EncoderConfig, max_span_tokens, mlm_head, packs, vocabulary_of
+from trainer.language_model import EncoderConfig, max_span_tokens, mlm_head, vocabulary_of
+from trainer.model import packs
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
 SHAPES = {

@@ -9,7 +9,7 @@ from pipeline.manifest import TOKENIZER, load_manifest
 from pipeline.tokenization import load_tokenizer
 from trainer.cache import data_folder
 from trainer.config import TrainConfig
-from trainer.model import load_hf_config
+from trainer.language_model import load_hf_config
 from trainer.parts import total_steps
 from trainer.plan import Plan
 

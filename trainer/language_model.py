@@ -1,0 +1,159 @@
+"""Which masked language model of transformers is trained: its configuration, its weights, its head, its ids.
+
+transformers is imported where it is used: it takes seconds, and a command that continues a run builds no encoder.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from common import seeding
+from common.config import Strict
+from trainer.feed import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ProjectionConfig(Strict):
+    """The head between pooling and the contrastive loss (DeCLUTR appendix; SimCLR). Dropped at export."""
+
+    kind: Literal["none", "linear", "mlp"] = "none"
+    """Two layers, without (linear) or with (mlp) a ReLU between them; none: the pooled embedding itself."""
+    size: int = Field(default=128, ge=1)
+    """Width of the projected embedding and of the hidden layer."""
+
+
+class EncoderConfig(Strict):
+    """Which encoder is trained and how spans become embeddings."""
+
+    pretrained: str | None = None
+    """Name or folder of a masked language model of transformers."""
+    scratch: dict[str, Any] | None = None
+    """Instead: a transformers config (with `model_type`) whose weights are drawn from the run's seed. Vocabulary size
+    and special ids come from the shards' tokenizer."""
+    trust_remote_code: bool = False
+    """Run code that a pretrained model brings along. Only for models you trust."""
+    pooling: Literal["mean", "cls", "max"] = "mean"
+    """Span embedding: mean or maximum over all its tokens (specials included, as released), or its first token."""
+    projection: ProjectionConfig = ProjectionConfig()
+    layout: Literal["packed", "padded"] = "packed"
+    """packed: no padding, attention within spans only. padded: the reference, for encoders that cannot pack."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Replaces every dropout probability of the model; None keeps the model's own."""
+    attention_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Replaces the probability of dropping attention weights. Above 0, attention weights are written out one by one,
+    which is slow and takes memory: fused kernels know no dropout that could be repeated in another microbatch."""
+
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward and compute the rest again: less memory, a third more time."""
+    compile: bool = False
+    """Compile the encoder with torch.compile, once for all lengths. Worth it on a GPU."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "EncoderConfig":
+        if (self.pretrained is None) == (self.scratch is None):
+            raise ValueError(
+                "give exactly one of `pretrained` (a name or folder) and `scratch` (a transformers config)"
+            )
+        if self.scratch is not None and "model_type" not in self.scratch:
+            raise ValueError("scratch needs `model_type`, for example roberta, bert or modernbert")
+        return self
+
+
+_DROPOUTS = (
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
+    "hidden_dropout", "activation_dropout", "dropout",
+)  # fmt: skip
+_ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
+
+
+def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, int | None]) -> Any:
+    """The transformers config of the encoder, without its weights.
+
+    Args:
+        config: the encoder.
+        vocabulary_size: ids of the tokenizer; used from scratch only.
+        ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used from scratch only.
+    """
+    from transformers import AutoConfig
+
+    if config.pretrained is not None:
+        hf = AutoConfig.from_pretrained(config.pretrained, trust_remote_code=config.trust_remote_code)
+    else:
+        assert config.scratch is not None
+        given = dict(config.scratch)
+        hf = AutoConfig.for_model(given.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **given})
+    if config.dropout is not None:
+        for name in _DROPOUTS:
+            if hasattr(hf, name):
+                setattr(hf, name, config.dropout)
+    if config.attention_dropout is not None:
+        for name in _ATTENTION_DROPOUTS:
+            if hasattr(hf, name):
+                setattr(hf, name, config.attention_dropout)
+    return hf
+
+
+def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
+    """The masked language model in float32: pretrained weights, or weights drawn from the seed."""
+    from transformers import AutoModelForMaskedLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeding.torch_seed(seed, "weights"))
+        if config.pretrained is None:
+            model = AutoModelForMaskedLM.from_config(hf, dtype=torch.float32)
+        else:
+            model = AutoModelForMaskedLM.from_pretrained(
+                config.pretrained, config=hf, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
+    mlm_head(model)  # an unknown family stops here, not in the first step
+    return model
+
+
+def padding_index(model: "PreTrainedModel") -> int | None:
+    """pad_token_id where positions skip it and count from the next (RoBERTa's family); None where they count from 0."""
+    embeddings = getattr(model.base_model, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return int(model.config.pad_token_id)
+    return None
+
+
+def max_span_tokens(model: "PreTrainedModel") -> int:
+    """Longest span the positions allow, specials included."""
+    skipped = padding_index(model)
+    return int(model.config.max_position_embeddings) - (0 if skipped is None else skipped + 1)
+
+
+def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
+    """The part of the model that turns `(K, H)` hidden states into `(K, vocabulary)` logits.
+
+    Raises:
+        ValueError: an encoder family whose head is not known here.
+    """
+    for name in ("lm_head", "cls"):  # RoBERTa, XLM-R, CamemBERT; BERT, ELECTRA-like
+        if hasattr(model, name):
+            head: Callable[[Tensor], Tensor] = getattr(model, name)
+            return head
+    if hasattr(model, "head") and hasattr(model, "decoder"):  # ModernBERT
+        return lambda hidden: model.decoder(model.head(hidden))
+    raise ValueError(
+        f"encoder: {type(model).__name__} has no known MLM head; "
+        "tested families: RoBERTa, DistilRoBERTa, BERT, ModernBERT"
+    )
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """Ids the feed needs, from a transformers tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has no mask token.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no mask token, which MLM needs")
+    bos = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+    eos = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))
