@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -12,6 +10,7 @@ import ray
 import yaml
 
 from common.config import load_config
+from evaluation.cli import main
 from pipeline.config import PipelineConfig
 from trainer.config import TrainConfig
 
@@ -58,9 +57,29 @@ def test_cluster_file_fits_rays_schema():
     assert "0.0.0.0" not in (ROOT / "cluster.yaml").read_text()
 
 
-def test_every_command_helps():
-    for command in ("prepare", "train", "doctor", "embed", "explore", "inspect", "report", "demo"):
-        shown = subprocess.run(
-            [sys.executable, "-m", "evaluation.cli", command, "--help"], capture_output=True, text=True, check=True
+def shown_help(capsys, command):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_every_command_helps_and_has_the_options_that_documents_name(capsys):
+    assert main([]) == 0
+    listed = re.findall(r"^  declutr ([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    helps = {command: shown_help(capsys, command) for command in listed}
+    assert all("usage: " in text for text in helps.values())
+    named = [
+        (path.name, command, option)
+        for path in DOCUMENTS
+        for command, rest in re.findall(
+            r"\bdeclutr ([a-z][a-z-]*)((?: [^`\n#]*)?)", path.read_text().replace("\\\n", " ")
         )
-        assert "usage" in shown.stdout
+        for option in re.findall(r"(?<!\S)--[a-z-]+", rest)
+    ]
+    assert len(named) > 20
+    missing = [
+        (path, command, option)
+        for path, command, option in named
+        if not re.search(rf"{option}\b", helps.get(command, ""))
+    ]
+    assert not missing
