@@ -1,7 +1,7 @@
 """An index of embeddings: a folder with the vectors or their graph, the texts, and which encoder queries need.
 
-Similarity is the cosine: vectors are brought to length 1. Up to `EXACT_ROWS` every vector is looked at; beyond, a graph
-(HNSW: Malkov and Yashunin, 2016) is followed, which finds nearly all of the nearest in a fraction of the time.
+Similarity is the cosine: vectors are brought to length 1. Up to `EXACT_ROWS` every vector is looked at; beyond, graphs
+(evaluation/embedding/graphs.py) are followed, which finds nearly all of the nearest in a fraction of the time.
 """
 
 import itertools
@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from usearch.index import Index
 
 from common.config import Strict
 from common.storage import folder_aside, hash_file, hash_json, write_json
 from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Shape
+from evaluation.embedding.graphs import Graphs, write_graphs
 from evaluation.embedding.job import identify, plan
 from evaluation.embedding.output import read_note
 from evaluation.embedding.units import corpus_of, keyed, shaped
@@ -29,9 +29,8 @@ from pipeline.units import Unit, plan_units, read_unit
 
 EXACT_ROWS = 20_000
 INDEX = "index.json"
-_GRAPH, _VECTORS, _TEXTS = "graph.usearch", "vectors.npy", "texts.arrow"
+_VECTORS, _TEXTS = "vectors.npy", "texts.arrow"
 _CHUNK_ROWS = 4096
-_CONNECTIVITY, _EXPANSION = 32, 256
 
 Kind = Literal["exact", "graph"]
 
@@ -39,7 +38,7 @@ Kind = Literal["exact", "graph"]
 class IndexFacts(Strict):
     """What an index says of itself."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     kind: Kind
     rows: int
     choice: Choice
@@ -100,10 +99,7 @@ def build_index(
                 vectors[start : start + len(chunk)] = chunk
             vectors.flush()
         else:
-            graph = _empty(note.size)
-            for start, chunk in _vectors(embeddings):
-                graph.add(np.arange(start, start + len(chunk), dtype=np.uint64), chunk)
-            graph.save(str(aside / _GRAPH))
+            write_graphs(aside, note.size, (chunk for _, chunk in _vectors(embeddings)))
         facts = IndexFacts(
             kind=kind,
             rows=note.rows,
@@ -136,8 +132,8 @@ class SearchIndex:
         if self.facts.kind == "exact":
             self._vectors: NDArray[np.float32] = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
         else:
-            self._graph = _empty(self.facts.size)
-            self._graph.view(str(folder / _GRAPH))  # mapped, not read: it may be larger than the memory
+            graphs = sorted(name for name in self.facts.files if name.startswith("graph-"))
+            self._graphs = Graphs([folder / name for name in graphs], self.facts.size)
 
     def search(self, encoder: SentenceEncoder, query: str, top: int = 10) -> list[Hit]:
         """The nearest texts, the nearest first.
@@ -182,9 +178,7 @@ class SearchIndex:
         if not top:
             return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
         if self.facts.kind == "graph":
-            found = self._graph.search(queries, top)
-            keys = np.asarray(found.keys).reshape(len(queries), -1)
-            return keys.astype(np.int64), 1 - np.asarray(found.distances, np.float32).reshape(len(queries), -1)
+            return self._graphs.nearest(queries, top)
         scores = queries @ self._vectors.T
         rows = np.argsort(-scores, axis=1, kind="stable")[:, :top]
         return rows, np.take_along_axis(scores, rows, axis=1)
@@ -193,7 +187,7 @@ class SearchIndex:
         """`(len(rows), size)`, of length 1."""
         if self.facts.kind == "exact":
             return np.asarray(self._vectors[np.asarray(rows, np.int64)])
-        return np.stack(self._graph.get(np.asarray(rows, np.uint64)))
+        return self._graphs.vectors(rows)
 
     def texts(self, rows: Sequence[int]) -> list[Stored]:
         """What is stored in these rows."""
@@ -203,17 +197,6 @@ class SearchIndex:
         batch, place = divmod(row, _CHUNK_ROWS)
         found: dict[str, Any] = self._texts.get_batch(batch).slice(place, 1).to_pylist()[0]
         return Stored(row, found["id"], found["source"], found["text"])
-
-
-def _empty(size: int) -> Index:
-    return Index(
-        ndim=size,
-        metric="ip",
-        dtype="f32",
-        connectivity=_CONNECTIVITY,
-        expansion_add=_EXPANSION,
-        expansion_search=_EXPANSION,
-    )
 
 
 def _vectors(embeddings: Path) -> Iterator[tuple[int, NDArray[np.float32]]]:

@@ -1,0 +1,117 @@
+"""Nearest neighbours by graphs (HNSW: Malkov and Yashunin, 2016), each of a fixed number of rows, built by one thread.
+
+usearch adds to one graph with several threads as well. That graph is another one every time, and where many vectors are
+nearly equal some are lost to it, which not even they themselves find (docs/log.md). So threads have graphs of their
+own; which rows are in which does not depend on how many threads there are.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from usearch.index import Index
+
+_PART_ROWS = 100_000
+_CONNECTIVITY, _EXPANSION = 32, 256
+_MOST_THREADS = 8  # each holds a part twice: its vectors, and its graph, which has them too
+
+
+def write_graphs(
+    folder: Path,
+    size: int,
+    chunks: Iterable[NDArray[np.float32]],
+    part_rows: int = _PART_ROWS,
+    threads: int | None = None,
+) -> None:
+    """Writes `graph-00000.usearch` and so on.
+
+    Args:
+        folder: that holds no graph yet.
+        size: numbers of a vector.
+        chunks: `(rows, size)` vectors of length 1, in the order of their rows.
+        part_rows: rows of a graph.
+        threads: graphs that are built at once; None: one for each core, up to eight.
+    """
+    threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[Future[None]] = deque()
+        for number, vectors in enumerate(_parts(chunks, part_rows)):
+            if len(pending) == threads:
+                pending.popleft().result()
+            pending.append(pool.submit(_write, folder / f"graph-{number:05d}.usearch", size, vectors))
+        for future in pending:
+            future.result()
+
+
+def _parts(chunks: Iterable[NDArray[np.float32]], part_rows: int) -> Iterator[NDArray[np.float32]]:
+    held: list[NDArray[np.float32]] = []
+    room = part_rows
+    for chunk in chunks:
+        rest = chunk
+        while len(rest):
+            taken, rest = rest[:room], rest[room:]
+            held.append(taken)
+            room -= len(taken)
+            if room == 0:
+                yield np.concatenate(held)
+                held, room = [], part_rows
+    if held:
+        yield np.concatenate(held)
+
+
+def _write(path: Path, size: int, vectors: NDArray[np.float32]) -> None:
+    graph = _empty(size)
+    graph.add(np.arange(len(vectors), dtype=np.uint64), vectors, threads=1)
+    graph.save(str(path))
+
+
+def _empty(size: int) -> Index:
+    return Index(
+        ndim=size,
+        metric="ip",
+        dtype="f32",
+        connectivity=_CONNECTIVITY,
+        expansion_add=_EXPANSION,
+        expansion_search=_EXPANSION,
+    )
+
+
+class Graphs:
+    """The graphs of a folder, mapped rather than read: they may be larger than the memory.
+
+    Args:
+        paths: in the order in which they were written.
+        size: numbers of a vector.
+    """
+
+    def __init__(self, paths: Sequence[Path], size: int) -> None:
+        self._graphs = [_empty(size) for _ in paths]
+        for graph, path in zip(self._graphs, paths, strict=True):
+            graph.view(str(path))
+        self._part_rows = len(self._graphs[0]) if self._graphs else 1
+
+    def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Rows and cosines, each `(queries, top)`, the nearest first.
+
+        Args:
+            queries: `(queries, size)`, of length 1.
+            top: at most as many as there are rows.
+        """
+        rows, scores = [], []
+        for number, graph in enumerate(self._graphs):
+            found = graph.search(queries, min(top, len(graph)))
+            keys = np.asarray(found.keys).reshape(len(queries), -1).astype(np.int64)
+            rows.append(keys + number * self._part_rows)
+            scores.append(1 - np.asarray(found.distances, np.float32).reshape(len(queries), -1))
+        every_row, every_score = np.concatenate(rows, axis=1), np.concatenate(scores, axis=1)
+        best = np.argsort(-every_score, axis=1, kind="stable")[:, :top]
+        return np.take_along_axis(every_row, best, axis=1), np.take_along_axis(every_score, best, axis=1)
+
+    def vectors(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """`(len(rows), size)`, of length 1."""
+        places = [divmod(row, self._part_rows) for row in rows]
+        return np.stack([self._graphs[part].get(row) for part, row in places])
