@@ -139,10 +139,5 @@ def test_kills_of_the_driver_change_nothing_whatever_the_number_of_workers(corpu
         driver.kill()
         driver.wait()
         assert not (tmp_path / "out" / "manifest.json").exists()
-    assert start(tmp_path, corpus, 4).wait(timeout=200) == 0
-    assert contents(tmp_path) == undisturbed
-
-
-def test_one_worker_gives_the_same_bytes(corpus, tmp_path, undisturbed):
     assert start(tmp_path, corpus, 1).wait(timeout=200) == 0
     assert contents(tmp_path) == undisturbed

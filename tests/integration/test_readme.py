@@ -70,7 +70,7 @@ def test_the_commands_do_what_they_say(home, monkeypatch, capfd):
     assert {command[0] for command in COMMANDS} >= {"prepare", "train", "embed", "index", "explore", "evaluate"}
     for command in COMMANDS:
         given = [*command, *SIZES.get(command[0], [])]
-        if command[0] in ("train", "explore"):  # ends Ray, or serves
+        if command[0] in ("prepare", "train", "explore"):  # starts Ray, or serves
             status, shown = type_in(given, home)
         else:
             status = main(given)
