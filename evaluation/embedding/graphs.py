@@ -6,8 +6,9 @@ own; which rows are in which does not depend on how many threads there are.
 """
 
 import os
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from usearch.index import Index
 
 _PART_ROWS = 100_000
+_TOLD_ROWS = 1000
 _CONNECTIVITY, _EXPANSION = 32, 256
 _MOST_THREADS = 8  # each holds a part twice: its vectors, and its graph, which has them too
 
@@ -24,6 +26,7 @@ def write_graphs(
     folder: Path,
     size: int,
     chunks: Iterable[NDArray[np.float32]],
+    told: Callable[[int], object],
     part_rows: int = _PART_ROWS,
     threads: int | None = None,
 ) -> None:
@@ -33,18 +36,24 @@ def write_graphs(
         folder: that holds no graph yet.
         size: numbers of a vector.
         chunks: `(rows, size)` vectors of length 1, in the order of their rows.
+        told: called, from any thread, with how many rows more are done.
         part_rows: rows of a graph.
         threads: graphs that are built at once; None: one for each core, up to eight.
     """
     threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
+    stopped = threading.Event()
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[None]] = deque()
-        for number, vectors in enumerate(_parts(chunks, part_rows)):
-            if len(pending) == threads:
-                pending.popleft().result()
-            pending.append(pool.submit(_write, folder / f"graph-{number:05d}.usearch", size, vectors))
-        for future in pending:
-            future.result()
+        try:
+            for number, vectors in enumerate(_parts(chunks, part_rows)):
+                if len(pending) == threads:
+                    pending.popleft().result()
+                path = folder / f"graph-{number:05d}.usearch"
+                pending.append(pool.submit(_write, path, size, vectors, told, stopped))
+            for future in pending:
+                future.result()
+        finally:
+            stopped.set()  # after an error or Ctrl-C, threads end with the rows they are at
 
 
 def _parts(chunks: Iterable[NDArray[np.float32]], part_rows: int) -> Iterator[NDArray[np.float32]]:
@@ -63,9 +72,16 @@ def _parts(chunks: Iterable[NDArray[np.float32]], part_rows: int) -> Iterator[ND
         yield np.concatenate(held)
 
 
-def _write(path: Path, size: int, vectors: NDArray[np.float32]) -> None:
+def _write(
+    path: Path, size: int, vectors: NDArray[np.float32], told: Callable[[int], object], stopped: threading.Event
+) -> None:
     graph = _empty(size)
-    graph.add(np.arange(len(vectors), dtype=np.uint64), vectors, threads=1)
+    for start in range(0, len(vectors), _TOLD_ROWS):
+        if stopped.is_set():
+            return
+        some = vectors[start : start + _TOLD_ROWS]
+        graph.add(np.arange(start, start + len(some), dtype=np.uint64), some, threads=1)
+        told(len(some))
     graph.save(str(path))
 
 

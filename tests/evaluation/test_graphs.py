@@ -1,5 +1,7 @@
 """Graphs of vectors of which many are nearly equal: complete, and the same however many threads build them."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,9 @@ def vectors():
 
 def build(folder, vectors, threads, part_rows=700, chunk_rows=101):
     folder.mkdir()
-    write_graphs(folder, SIZE, np.split(vectors, range(chunk_rows, ROWS, chunk_rows)), part_rows, threads)
+    told = []
+    write_graphs(folder, SIZE, np.split(vectors, range(chunk_rows, ROWS, chunk_rows)), told.append, part_rows, threads)
+    assert sum(told) == ROWS
     return sorted(folder.iterdir())
 
 
@@ -38,3 +42,13 @@ def test_every_vector_finds_itself_and_what_is_nearest_to_it(vectors, tmp_path):
     np.testing.assert_allclose(np.einsum("qd,qtd->qt", vectors, vectors[rows]), scores, atol=1e-5)
     some = [2999, 0, 700, 699]
     np.testing.assert_array_equal(graphs.vectors(some), vectors[some])
+
+
+def test_an_error_ends_what_was_begun(vectors, tmp_path):
+    def chunks():
+        yield vectors[:1500]
+        raise OSError("the embeddings cannot be read any more")
+
+    with pytest.raises(OSError, match="any more"):
+        write_graphs(tmp_path, SIZE, chunks(), lambda _: time.sleep(0.05), part_rows=1200, threads=2)
+    assert not list(tmp_path.iterdir())
