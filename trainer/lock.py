@@ -33,14 +33,15 @@ class RunLock:
         run: the folder; it must exist.
         lost: called, from a thread, when another command took the lock over because this process had been stopped for
             longer than a minute.
+        beat_seconds: between two signs of life.
 
     Raises:
         RunLockedError: on entering, when a living command holds it.
     """
 
-    def __init__(self, run: Path, lost: Callable[[], None]) -> None:
+    def __init__(self, run: Path, lost: Callable[[], None], beat_seconds: float = _BEAT_SECONDS) -> None:
         self._path = run / LOCK
-        self._lost = lost
+        self._lost, self._beat_seconds = lost, beat_seconds
         self._token = secrets.token_hex(8)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="declutr-lock")
@@ -75,7 +76,7 @@ class RunLock:
         os.fsync(stream.fileno())
 
     def _beat(self) -> None:
-        while not self._stop.wait(_BEAT_SECONDS):
+        while not self._stop.wait(self._beat_seconds):
             try:
                 with self._path.open() as stream:
                     holder = _read(stream)

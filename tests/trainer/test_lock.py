@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from trainer import lock
 from trainer.lock import LOCK, RunLock, RunLockedError
 
 HOLD = "import sys; from pathlib import Path; from trainer.lock import RunLock\n"
@@ -80,10 +79,9 @@ def test_a_lock_cut_off_by_a_kill_is_nobodys(tmp_path):
     take(tmp_path)
 
 
-def test_who_lost_its_lock_is_told_and_leaves_the_others_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.02)
+def test_who_lost_its_lock_is_told_and_leaves_the_others_alone(tmp_path):
     told = []
-    with RunLock(tmp_path, lambda: told.append("lost")):
+    with RunLock(tmp_path, lambda: told.append("lost"), beat_seconds=0.02):
         other = json.loads((tmp_path / LOCK).read_text()) | {"token": "another"}
         (tmp_path / LOCK).write_text(json.dumps(other))
         deadline = time.monotonic() + 20
@@ -100,13 +98,12 @@ def point(link, target):
     new.rename(link)
 
 
-def test_a_storage_that_is_away_for_a_while_takes_no_lock(tmp_path, monkeypatch, log):
-    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.02)
+def test_a_storage_that_is_away_for_a_while_takes_no_lock(tmp_path, log):
     disk, away, run, told = tmp_path / "disk", tmp_path / "away", tmp_path / "run", []
     disk.mkdir()
     away.write_text("")
     point(run, disk)
-    with RunLock(run, lambda: told.append("lost")):
+    with RunLock(run, lambda: told.append("lost"), beat_seconds=0.02):
         point(run, away)
         deadline = time.monotonic() + 20
         while not any("cannot be renewed: Not a directory" in line for line in log) and time.monotonic() < deadline:
