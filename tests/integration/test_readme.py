@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tinyruns as runs
 from sentevalsets import write_sets
-from transformers import AutoTokenizer, RobertaConfig, RobertaForMaskedLM
+from transformers import AutoTokenizer
 
 from evaluation.cli import main
+from trainer.language_model import EncoderConfig, build_model, load_hf_config
 
 SECTION = (runs.ROOT / "README.md").read_text().split("\n## Your own corpus\n")[1].split("\n## ")[0]
 BLOCK = [line.removeprefix("    ") for line in SECTION.splitlines() if line.startswith("    ")]
@@ -35,10 +36,10 @@ def home(data, tmp_path_factory):
     runs.write_corpus(folder / "my/texts/my.jsonl", documents=40, words=(1200, 1600))
     (folder / "sentences.txt").write_text("A sentence.\nAnd another one.\n")
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-    shape = {name: value for name, value in runs.SCRATCH.items() if name != "model_type"}
     ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    config = RobertaConfig(**{**shape, "max_position_embeddings": 514, "vocab_size": len(tokenizer), **ids})
-    RobertaForMaskedLM(config).save_pretrained(folder / "distilroberta-base")
+    encoder = EncoderConfig(scratch={**runs.SCRATCH, "max_position_embeddings": 514})
+    model = build_model(encoder, load_hf_config(encoder, len(tokenizer), ids), seed=0)
+    model.save_pretrained(folder / "distilroberta-base")
     tokenizer.save_pretrained(folder / "distilroberta-base")
     write_sets(folder / "senteval")
     return folder
