@@ -18,6 +18,7 @@ from trainer.language_model import load_hf_config, max_span_tokens, mlm_head, vo
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
 
 DECISIVE = "decisive.json"
+_FORMER_SCORE = "recall_at_1"
 
 
 def problems(config: TrainConfig) -> list[str]:
@@ -51,13 +52,25 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
     """The folder holds a run of another configuration."""
     if not (run / DECISIVE).is_file():
         return []
-    changed = changes(read_json(run / DECISIVE), config.decisive())
+    changed = changes(read_json(run / DECISIVE), as_begun(config, run).decisive())
     if not changed:
         return []
     return [
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
         "begin one with this run's weights: --fork NEW_RUN"
     ]
+
+
+def as_begun(config: TrainConfig, run: Path) -> TrainConfig:
+    """The configuration with the `validation.score` that its run began with, where the user names none.
+
+    `recall_at_1` was the default once. A run that began with it keeps it: its earlier checkpoints have no other score.
+    """
+    if "score" in config.validation.model_fields_set or not (run / DECISIVE).is_file():
+        return config
+    if read_json(run / DECISIVE).get("validation", {}).get("score") != _FORMER_SCORE:
+        return config
+    return config.model_copy(update={"validation": config.validation.model_copy(update={"score": _FORMER_SCORE})})
 
 
 def _began_before(config: TrainConfig, run: Path) -> bool:

@@ -1,7 +1,7 @@
 """Which weights of a run are the best, by the score that was chosen, and since when. No Ray.
 
-The score is `recall_at_1` or `mrr` on held-out documents, which the workers measure, or `followed`: what a process
-beside the run has given its checkpoints (common/scores.py). Everything here follows from files, so a run that is
+The score is one that the workers measure on held-out documents, or `followed`: what a process alongside the run has
+given its checkpoints (common/scores.py). Everything here follows from files, so a run that is
 continued decides as one that was never stopped.
 """
 
@@ -87,7 +87,7 @@ def history(run: Path, score: str, step: int) -> dict[int, float]:
     else:
         begun = read_json(run / FORK)["step"] if (run / FORK).is_file() else 0
         lines = [line for line in read_metrics(run) if line["kind"] == "validation" and begun < line["step"] <= step]
-        found = {line["step"]: line[score] for line in lines if line[score] is not None}
+        found = {line["step"]: line[score] for line in lines if line.get(score) is not None}
     return dict(sorted(found.items()))
 
 
