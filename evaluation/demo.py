@@ -22,8 +22,10 @@ from trainer.config import TrainConfig
 from trainer.feed import ragged
 from trainer.train import train
 
-COLUMNS = ("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr")
-COLUMNS += ("alignment", "uniformity", "effective_rank", "seconds")
+COLUMNS = (
+    *("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"),
+    *("alignment", "uniformity", "effective_rank", "seconds"),
+)
 _EXAMPLES, _NEIGHBOURS, _PASSAGE_TOKENS, _POOL = 4, 2, 48, 400
 
 

@@ -6,7 +6,7 @@ documents, H embedding size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -78,8 +78,7 @@ def effective_rank(embeddings: Tensor) -> float:
     return float(torch.special.entr(shares).sum().exp())
 
 
-@dataclass(frozen=True)
-class HeldOut:
+class HeldOut(NamedTuple):
     """Embeddings of the held-out documents' spans, each `(N, H)` in float64 on the CPU.
 
     Attributes:
@@ -98,9 +97,8 @@ class HeldOut:
 
     @property
     def finite(self) -> bool:
-        """Whether every number of the embeddings is finite."""
-        every = (self.anchors, self.positives, self.distant_anchors, self.distant_positives)
-        return all(bool(one.isfinite().all()) for one in every)
+        """Whether all numbers are finite."""
+        return all(bool(numbers.isfinite().all()) for numbers in self)
 
     def scores(self) -> dict[str, float]:
         """All held-out scores; `distant_share` is the share of documents whose distant spans are far enough apart."""
@@ -152,8 +150,8 @@ class Validator:
                 parts.append(self._embed(encoder, self.shards.take(rows)))
             table = self.world.gather(torch.cat(parts), start, total)
         encoder.train(was_training)
-        *kinds, reached = table.double().cpu().split([encoder.hidden_size] * 4 + [1], dim=1)
-        return HeldOut(*kinds, reached.squeeze(1))
+        *pairs, reached = table.double().cpu().split([encoder.hidden_size] * 4 + [1], dim=1)
+        return HeldOut._make([*pairs, reached.squeeze(1)])
 
     def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
         """`(n, 4 H + 1)`: the rows of `HeldOut`. Two forwards, so that one alone decides the memory that is needed."""
