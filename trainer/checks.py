@@ -23,6 +23,7 @@ _FORMER_SCORE = "recall_at_1"
 
 def problems(config: TrainConfig) -> list[str]:
     """Everything that is wrong with this run, one line a problem: key, value, limit, what to do."""
+    config = as_begun(config, run_folder(config))
     found = _run_problems(config, run_folder(config))
     try:
         folder = data_folder(config)
@@ -52,7 +53,7 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
     """The folder holds a run of another configuration."""
     if not (run / DECISIVE).is_file():
         return []
-    changed = changes(read_json(run / DECISIVE), as_begun(config, run).decisive())
+    changed = changes(read_json(run / DECISIVE), config.decisive())
     if not changed:
         return []
     return [
@@ -66,11 +67,27 @@ def as_begun(config: TrainConfig, run: Path) -> TrainConfig:
 
     `recall_at_1` was the default once. A run that began with it keeps it: its earlier checkpoints have no other score.
     """
-    if "score" in config.validation.model_fields_set or not (run / DECISIVE).is_file():
+    if "score" in config.validation.model_fields_set:
         return config
-    if read_json(run / DECISIVE).get("validation", {}).get("score") != _FORMER_SCORE:
-        return config
-    return config.model_copy(update={"validation": config.validation.model_copy(update={"score": _FORMER_SCORE})})
+    validation = config.validation.model_copy(update={"score": _FORMER_SCORE})
+    former = config.model_copy(update={"validation": validation})
+    try:
+        began = read_json(run / DECISIVE)["validation"]["score"] == _FORMER_SCORE
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: then the checkpoints tell
+        began = former.hash() in _hashes(run)
+    return former if began else config
+
+
+def _hashes(run: Path) -> set[str]:
+    """Of the configurations of a run's checkpoints."""
+    found = set()
+    for step in checkpoint.steps_in(run / CHECKPOINTS):
+        try:
+            state = checkpoint.read_state(checkpoint.checkpoint_path(run / CHECKPOINTS, step), verify=False)
+        except checkpoint.CheckpointError:  # passed over at the resume as well, which logs it
+            continue
+        found.add(state.config_hash)
+    return found
 
 
 def _began_before(config: TrainConfig, run: Path) -> bool:

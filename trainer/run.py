@@ -59,8 +59,8 @@ def run_training(
     with contextlib.ExitStack() as stack:
         if is_remote(config.run):  # what is there must be here before it can be judged
             _hold(config, signals, stack)
-        refuse(problems(config))
         config = _keep_score(config)
+        refuse(problems(config))
         marks["checks"] = time.time()
         if ray_is_there:
             ray_is_there()

@@ -23,6 +23,10 @@ STEP_2_IS_BEST = {2: 0.05, 4: 0.05, 6: 0.05}
 DISTANT = "distant_recall_at_1"
 
 
+def refused(config, run):
+    return _run_problems(as_begun(config, run), run)
+
+
 @pytest.fixture
 def run(tmp_path):
     return Path(shutil.copytree(WRITTEN, tmp_path / "run"))
@@ -40,20 +44,34 @@ def test_it_keeps_its_score_and_with_it_its_identity(run):
     assert as_begun(config, run).validation.score == "recall_at_1"
     assert as_begun(config, run).decisive() == read_json(run / "decisive.json")
     assert as_begun(config, run).hash() == read_json(run / "state.json")["config_hash"]
-    assert _run_problems(config, run) == []
+    assert refused(config, run) == []
     assert as_begun(config, run.parent / "new") == config
     assert config.decisive()["validation"]["score"] == DISTANT
 
 
+@pytest.mark.parametrize("damage", [None, "", "[]", "{}", '{"validation": 3}'])
+def test_its_checkpoints_tell_its_score_where_no_file_does(run, damage):
+    contents = {"encoder.safetensors": {"weight": torch.zeros(2)}}
+    state = checkpoint.save(run / "checkpoints", state_of(6), contents) / "state.json"
+    write_json(state, read_json(state) | {"config_hash": read_json(run / "state.json")["config_hash"]})
+    (run / "decisive.json").unlink()
+    if damage is not None:
+        (run / "decisive.json").write_text(damage)
+    assert as_begun(config_of(run), run).validation.score == "recall_at_1"
+    assert as_begun(config_of(run, seed=1), run).validation.score == DISTANT, "another configuration"
+    state.write_text("")
+    assert as_begun(config_of(run), run).validation.score == DISTANT
+
+
 def test_a_score_that_is_named_is_not_replaced(run):
     named = config_of(run, validation={"every_steps": 2, "score": DISTANT})
-    (problem,) = _run_problems(named, run)
+    (problem,) = refused(named, run)
     assert f"validation.score was 'recall_at_1', now '{DISTANT}'" in problem
     assert "--fork NEW_RUN" in problem
     former = config_of(run, validation={"every_steps": 2, "score": "recall_at_1"})
-    assert _run_problems(former, run) == []
+    assert refused(former, run) == []
     shown = TrainConfig.model_validate(yaml.safe_load(print_config(as_begun(config_of(run), run))))
-    assert _run_problems(shown, run) == [], "what the run writes as its config.yaml names the score"
+    assert refused(shown, run) == [], "what the run writes as its config.yaml names the score"
 
 
 @pytest.mark.parametrize("score", ["mrr", DISTANT])
@@ -62,7 +80,7 @@ def test_a_run_of_another_score_is_compared_as_ever(run, score):
     begun["validation"]["score"] = score
     write_json(run / "decisive.json", begun)
     assert as_begun(config_of(run), run) == config_of(run)
-    assert bool(_run_problems(config_of(run), run)) == (score == "mrr")
+    assert bool(refused(config_of(run), run)) == (score == "mrr")
 
 
 def test_its_patience_counts_all_its_scores(run):
