@@ -6,40 +6,41 @@ Like other spans they are drawn by key and placed without randomness (trainer/sp
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.spans import I64, Draws, SpanConfig, Spans, pick, scale
+from trainer.spans import I64, Draws, Spans
 
 DISTANT = "distant spans"
 """The purpose of their draws."""
 
 
-def place_distant(config: SpanConfig, draws: Draws, num_tokens: I64, longest: I64) -> tuple[Spans, NDArray[np.bool_]]:
-    """An anchor and a positive of each document with `max_tokens` tokens or more between them.
+def place_distant(
+    draws: Draws, num_tokens: I64, lengths: tuple[I64, I64], distance: int
+) -> tuple[Spans, NDArray[np.bool_]]:
+    """An anchor and a positive of each document with at least so many tokens between them.
 
-    Lengths follow the laws of all anchors and positives. What the two and the distance leave of the document is spread
-    by chance before, between and behind them, and chance decides which comes first. Where a document is too short for
-    the distance, one span begins it and the other ends it.
+    What the two and the distance leave of the document is spread by chance before, between and behind them, and chance
+    decides which comes first. Where a document is too short for the distance, one span begins it and the other ends it.
 
     Args:
-        config: geometry; of its anchors and positives the first are placed.
         draws: the random numbers.
-        num_tokens: `(n,)` lengths of the documents, at least twice `longest`.
-        longest: `(n,)` longest span of each document.
+        num_tokens: `(n,)` lengths of the documents.
+        lengths: `(n,)` of the anchors and `(n,)` of the positives; a document holds both.
+        distance: tokens that should be between the two.
 
     Returns:
-        The spans, with one anchor and one positive, and `(n,)` whether they are `max_tokens` apart.
+        The spans, with one anchor and one positive, and `(n,)` whether the distance is between them.
     """
-    anchor = scale(draws.anchor_lengths[:, 0], config.min_tokens, longest)
-    positive = scale(draws.positive_lengths[:, 0, 0], config.min_tokens, longest)
+    anchor, positive = lengths
     room = num_tokens - anchor - positive
-    distance = np.minimum(config.max_tokens, room)
+    between = np.minimum(distance, room)
+    places = room - between + 1
     anchor_draw, positive_draw = draws.anchor_starts[:, 0], draws.positive_starts[:, 0, 0]
-    anchor_start, positive_start = (pick(drawn, room - distance + 1) for drawn in (anchor_draw, positive_draw))
-    first = anchor_draw < positive_draw  # then its start, drawn from as many places, is not behind the other's
-    anchor_start = anchor_start + np.where(first, 0, positive + distance)
-    positive_start = positive_start + np.where(first, anchor + distance, 0)
+    anchor_start, positive_start = ((drawn * places).astype(np.int64) for drawn in (anchor_draw, positive_draw))
+    first = anchor_draw < positive_draw  # then the anchor's start, of as many places, is not behind the positive's
+    anchor_start += np.where(first, 0, positive + between)
+    positive_start += np.where(first, anchor + between, 0)
     spans = Spans(
         anchors=np.stack([anchor_start, anchor_start + anchor], axis=-1)[:, None],
         positives=np.stack([positive_start, positive_start + positive], axis=-1)[:, None, None],
         present=np.ones((len(num_tokens), 1), np.bool_),
     )
-    return spans, room >= config.max_tokens
+    return spans, room >= distance

@@ -13,9 +13,10 @@ from common.scores import SCORES
 from common.storage import read_json, write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.begun import as_begun
 from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS
-from trainer.checks import DECISIVE, as_begun, problems, refuse
+from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
 from trainer.export import EXPORT, SETTINGS, export
 from trainer.failure import FAILURES

@@ -128,34 +128,47 @@ def place(
         ValueError: a document is shorter than this mode keeps: than 2 * A * l_max tokens where short ones are dropped.
     """
     counts = _count_anchors(config, num_tokens, np.diff(window_offsets), short_documents)
-    shortest, longest = config.min_tokens, longest_spans(config, windows, window_offsets, short_documents)[:, None]
+    shortest, longest = config.min_tokens, _longest(config, windows, window_offsets, short_documents)[:, None]
     chosen = _choose_windows(counts, draws.windows, windows, window_offsets)
-    length = scale(draws.anchor_lengths, shortest, longest)
-    start = chosen + pick(draws.anchor_starts, longest - length + 1)
+    length = _scale(draws.anchor_lengths, shortest, longest)
+    start = chosen + _pick(draws.anchor_starts, longest - length + 1)
     end = start + length
 
     start_, end_, longest_ = start[..., None], end[..., None], longest[..., None]
     total = num_tokens[:, None, None]
     if config.strategy == "subsuming":
-        positive_length = scale(draws.positive_lengths, shortest, length[..., None])
+        positive_length = _scale(draws.positive_lengths, shortest, length[..., None])
         low, high = start_, end_ - positive_length
-        positive = low + pick(draws.positive_starts, high - low + 1)
+        positive = low + _pick(draws.positive_starts, high - low + 1)
     elif config.strategy == "adjacent":
         most = np.minimum(longest_, np.maximum(start_, total - end_))
-        positive_length = scale(draws.positive_lengths, shortest, most)
+        positive_length = _scale(draws.positive_lengths, shortest, most)
         left, right = start_ >= positive_length, end_ + positive_length <= total
         go_left = left & (~right | (draws.positive_starts < 0.5))
         positive = np.where(go_left, start_ - positive_length, end_)
     else:
-        positive_length = scale(draws.positive_lengths, shortest, longest_)
+        positive_length = _scale(draws.positive_lengths, shortest, longest_)
         low, high = np.maximum(0, start_ - positive_length), np.minimum(end_, total - positive_length)
-        positive = low + pick(draws.positive_starts, high - low + 1)
+        positive = low + _pick(draws.positive_starts, high - low + 1)
     present = np.arange(config.num_anchors) < counts[:, None]
     return Spans(
         anchors=np.stack([start, end], axis=-1) * present[..., None],
         positives=np.stack([positive, positive + positive_length], axis=-1) * present[..., None, None],
         present=present,
     )
+
+
+def pair_lengths(
+    config: SpanConfig, draws: Draws, windows: I64, window_offsets: I64, short_documents: ShortDocuments = "drop"
+) -> tuple[I64, I64]:
+    """Tokens of each document's first anchor and of its first positive, `(n,)` each, by the laws of all spans.
+
+    Raises:
+        ValueError: windows shorter than `min_tokens`.
+    """
+    longest = _longest(config, windows, window_offsets, short_documents)
+    anchor = _scale(draws.anchor_lengths[:, 0], config.min_tokens, longest)
+    return anchor, _scale(draws.positive_lengths[:, 0, 0], config.min_tokens, longest)
 
 
 def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_documents: ShortDocuments) -> I64:
@@ -181,7 +194,7 @@ def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_
     return counts
 
 
-def longest_spans(config: SpanConfig, windows: I64, offsets: I64, short_documents: ShortDocuments) -> I64:
+def _longest(config: SpanConfig, windows: I64, offsets: I64, short_documents: ShortDocuments) -> I64:
     """Longest span of each document, `(n,)`: the length of its windows.
 
     Raises:
@@ -198,12 +211,12 @@ def longest_spans(config: SpanConfig, windows: I64, offsets: I64, short_document
     return longest
 
 
-def scale(beta: F64, low: int, high: I64) -> I64:
+def _scale(beta: F64, low: int, high: I64) -> I64:
     """int(Beta * (high - low) + low): with Beta below 1, `high` itself has probability 0, as in the released code."""
     return (beta * (high - low) + low).astype(np.int64)
 
 
-def pick(uniform: F64, count: I64) -> I64:
+def _pick(uniform: F64, count: I64) -> I64:
     """Uniform integers below `count`."""
     return (uniform * count).astype(np.int64)
 

@@ -23,7 +23,7 @@ from trainer.feed import Feed, document_keys, ragged
 from trainer.gather import World
 from trainer.model import Encoder
 from trainer.plan import permute
-from trainer.spans import SpanConfig, Spans, draw, longest_spans
+from trainer.spans import SpanConfig, Spans, draw, pair_lengths
 
 # Held-out spans are drawn in an "epoch" that training never reaches, so they are the same at every validation.
 _EPOCH = 2**32 - 1
@@ -166,9 +166,9 @@ class Validator:
         """Distant spans of these documents; `(n,)` whether they are far enough apart."""
         feed = self.feed
         windows, offsets = ragged(documents.column("windows"))
-        longest = longest_spans(feed.spans, windows.astype(np.int64), offsets, feed.short_documents)
         draws = draw(feed.spans, feed.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT)
-        return place_distant(feed.spans, draws, documents.column("num_tokens").to_numpy(), longest)
+        lengths = pair_lengths(feed.spans, draws, windows.astype(np.int64), offsets, feed.short_documents)
+        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, feed.spans.max_tokens)
 
 
 def build_validator(

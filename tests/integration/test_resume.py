@@ -13,6 +13,7 @@ from common.storage import hash_file, read_json, write_json
 from evaluation.checkpoints import rows
 from evaluation.describe import describe
 from pipeline.shards import load_manifest
+from trainer.begun import as_begun
 from trainer.checkpoint import CheckpointError, find_latest, read_state, steps_in
 from trainer.checks import problems
 from trainer.ranking import find_best
@@ -119,7 +120,7 @@ def test_a_run_of_a_former_default_score_keeps_it(data, copied, log):
     lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
     older = [{name: value for name, value in line.items() if not name.startswith("distant")} for line in lines]
     (copied / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
-    assert problems(config) == []
+    assert problems(as_begun(config, copied)) == []
     summary = train(config)
     assert not ray.is_initialized()
     assert summary["exported_step"] == 6

@@ -13,14 +13,16 @@ from prepared import Row, write_prepared
 from trainer.distant import DISTANT, place_distant
 from trainer.gather import World
 from trainer.parts import build_encoder, held_out_validator, load_tokenizer
-from trainer.spans import SpanConfig, draw
+from trainer.spans import SpanConfig, draw, pair_lengths
 
 
 def pairs(config, lengths, longest, seed=0, keys=None):
     """Starts and ends of anchors and of positives, `(n, 2)` each, and which are as far apart as they should be."""
     keys = np.arange(len(lengths), dtype=np.uint64) if keys is None else keys
     draws = draw(config, seed, np.zeros(len(lengths), np.int64), keys, DISTANT)
-    spans, reached = place_distant(config, draws, lengths, longest)
+    windows = np.stack([np.zeros_like(longest), longest], axis=1).reshape(-1)  # as documents with short spans have them
+    sizes = pair_lengths(config, draws, windows, 2 * np.arange(len(longest) + 1), "shrink_spans")
+    spans, reached = place_distant(draws, lengths, sizes, config.max_tokens)
     assert spans.present.all()
     return spans.anchors[:, 0], spans.positives[:, 0, 0], reached
 

@@ -13,7 +13,8 @@ from states import state_of
 from common.config import print_config
 from common.storage import read_json, write_json
 from trainer import checkpoint
-from trainer.checks import _run_problems, as_begun
+from trainer.begun import as_begun
+from trainer.checks import _run_problems
 from trainer.config import TrainConfig
 from trainer.gather import Wish
 from trainer.ranking import Patience, find_best, history
