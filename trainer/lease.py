@@ -2,7 +2,7 @@
 
 Arrow's clients cannot write on a condition. So of two commands that begin within the same moment on two hosts both may
 begin; the one whose name was written over finds out when it renews, and ends. A holder that cannot renew for a minute
-may lose its run to another in the same way. On one host `trainer/lock.py` comes first, and has no such gap.
+may lose its run to another in the same way. On one host `common/lock.py` comes first, and has no such gap.
 """
 
 import json
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from common.address import child
+from common.lock import LOCK, RunLockedError, lives, refusal, this_process
 from common.logs import get_logger
 from common.remotefile import Patience, read_file, remove_file, write_file
-from trainer.lock import LOCK, RunLockedError, lives, refusal, this_process
 
 _BEAT_SECONDS = 10.0
 _ONCE = Patience(total_seconds=0.0)

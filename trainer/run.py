@@ -8,6 +8,7 @@ from typing import Any
 
 from common.address import is_remote
 from common.config import expand, print_config
+from common.lock import RunLock
 from common.logs import get_logger
 from common.scores import SCORES
 from common.storage import read_json, write_json, write_text
@@ -20,7 +21,6 @@ from trainer.config import TrainConfig
 from trainer.export import EXPORT, SETTINGS, export
 from trainer.failure import FAILURES
 from trainer.lease import Lease
-from trainer.lock import RunLock
 from trainer.metrics import read_metrics
 from trainer.parts import total_steps
 from trainer.plan import Plan

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from common.address import child
+from common.lock import LOCK, RunLockedError
 from common.remotefile import read_file, write_file
 from trainer.lease import Lease
-from trainer.lock import LOCK, RunLockedError
 
 HOLD = "import sys; from trainer.lease import Lease\n"
 HOLD += "with Lease(sys.argv[1], print): print('held', flush=True); sys.stdin.read()"
