@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from common.config import Strict
+from common.logs import get_logger
 from common.storage import write_text
 from pipeline.config import PipelineConfig
 from pipeline.corpus import Part
@@ -44,6 +45,8 @@ class Estimate(Strict):
     """Of one CPU."""
     num_cpus: int
     """CPUs that the time is for: this machine's, unless session.num_cpus says otherwise."""
+    plan_hash: str = ""
+    """Hash of the plan it is for (pipeline/output.py)."""
 
     def lines(self) -> list[str]:
         """The estimate for people."""
@@ -80,7 +83,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
 
     Args:
         config: settings.
-        folder: output folder with the tokenizer; the estimate is written there.
+        folder: holds the tokenizer.
         units: the plan.
         tokenizer: facts of the tokenizer.
 
@@ -106,7 +109,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         sampled_bytes += reading.bytes_read
     token_bytes = 2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4
     window_bytes = 4 / config.geometry.max_tokens
-    made = Estimate(
+    return Estimate(
         sampled_bytes=sampled_bytes,
         input_bytes=total,
         documents=round(found.documents),
@@ -118,8 +121,6 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         cpu_seconds=found.cpu_seconds,
         num_cpus=config.session.num_cpus or os.cpu_count() or 1,
     )
-    write_text(folder / ESTIMATE, made.model_dump_json(indent=1) + "\n")
-    return made
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,34 @@ def _sampled_parts(units: Sequence[Unit]) -> list[tuple[Part, float]]:
     return [(parts[index], count / _SAMPLED_PARTS) for index, count in zip(drawn, times.tolist(), strict=True)]
 
 
+def keep_estimate(made: Estimate, folder: Path) -> None:
+    """Writes an estimate beside the output folder, from where `prepare` takes it."""
+    try:
+        write_text(_beside(folder), made.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        get_logger().warning("the estimate cannot be kept for the final report: %s", error)
+
+
+def adopt_estimate(folder: Path, plan_hash: str) -> None:
+    """Moves the estimate of the same plan, if one lies beside the output folder, into it."""
+    path = _beside(folder)
+    found = _load(path)
+    if found is not None and found.plan_hash == plan_hash:
+        write_text(folder / ESTIMATE, path.read_text(encoding="utf-8"))
+        path.unlink(missing_ok=True)
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.{ESTIMATE}")
+
+
 def load_estimate(folder: Path) -> Estimate | None:
     """The estimate that `--plan` left in an output folder; None where it did not run."""
+    return _load(folder / ESTIMATE)
+
+
+def _load(path: Path) -> Estimate | None:
     try:
-        return Estimate.model_validate_json((folder / ESTIMATE).read_bytes())
+        return Estimate.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):
         return None

@@ -11,6 +11,7 @@ from common.storage import hash_json
 from pipeline.corpus import Failure
 from pipeline.ledger import LedgerFile
 from pipeline.schema import SCHEMA_VERSION
+from pipeline.stamp import Stamp
 from pipeline.tokenization import TokenizerInfo
 from pipeline.windows import Geometry, ShortDocuments
 
@@ -76,6 +77,8 @@ class Sidecar(Strict):
     failures: list[Failure]
     shards: list[Shard]
     ledger: LedgerFile
+    stamp: Stamp | None = None
+    """The state of the inputs when they were read; None where an earlier version did not note it."""
 
 
 class Manifest(Strict):
