@@ -36,7 +36,7 @@ def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit]
         return []
     try:
         plan = Plan.model_validate_json((folder / PLAN).read_bytes())
-    except (FileNotFoundError, ValidationError):
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
         return []
     judge = _Judge(folder, plan, finished, verify)
     with ThreadPoolExecutor(_THREADS) as pool:
