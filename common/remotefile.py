@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fsspec.implementations.arrow import ArrowFSWrapper
 
 from common.address import filesystem, network_errors
+from common.credentials import redact
 from common.logs import get_logger
 from common.storage import fsync_path, write_aside
 
@@ -188,7 +189,7 @@ def _open(url: str) -> tuple[Any, str]:
         with network_errors():
             files, place, _ = filesystem(url)
     except OSError as error:
-        raise RemoteError(f"{url}: {error}") from error
+        raise RemoteError(f"{redact(url)}: {error}") from error
     return files, place
 
 

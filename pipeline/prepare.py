@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import ConfigError, expand, load_config, print_config
+from common.credentials import refused_settings
 from common.lock import RunLock, RunLockedError
 from common.logs import get_logger, setup_logging
 from common.storage import write_aside, write_text
@@ -137,6 +138,8 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
 
 def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], Plan | None, list[str]]:
     """Units, their plan when the inputs can be read, and every problem found on the way."""
+    if found := list(refused_settings(config.model_dump(mode="json"))):
+        return [], None, found
     units, found = plan_units(config.corpus, config.unit_mib)
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     folder = expand(config.output)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from volumes import small_volume
 
-from common.lock import RunLock, RunLockedError
+from common.lock import LOCK, RunLock, RunLockedError
 from pipeline.estimate import adopt_estimate, load_estimate
 from pipeline.output import claim, hash_plan, plan_of
 from pipeline.prepare import main, plan_ahead, prepare
