@@ -24,6 +24,7 @@ from pipeline.estimate import Estimate, adopt_estimate, estimate, keep_estimate,
 from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_manifest, load_manifest, sum_counts
 from pipeline.outcome import nothing_kept, summary, too_many_failed
 from pipeline.output import Plan, claim, discard, hash_plan, output_problems, plan_of
+from pipeline.progress import seconds_spent
 from pipeline.recheck import content_problems
 from pipeline.sample import output_tokenizer
 from pipeline.shards import check_shards
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     sys.stdout.write(summary(manifest, config.output) + "\n")
     if estimate := load_estimate(expand(config.output)):
-        sys.stdout.write(estimate.score(manifest) + "\n")
+        sys.stdout.write(estimate.score(manifest, seconds_spent(expand(config.output))) + "\n")
     return 0
 
 

@@ -15,6 +15,7 @@ from evaluation.report.tally import Tallies, Tally
 from pipeline.estimate import Estimate, load_estimate
 from pipeline.filters import TOO_SHORT
 from pipeline.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
+from pipeline.progress import seconds_spent
 from pipeline.shards import check_shards
 
 _SHOWN_NAMES = 20
@@ -32,6 +33,8 @@ class Content:
     kept: list[Example]
     rejected: dict[str, list[Example]]
     estimate: Estimate | None
+    seconds: float | None
+    """That the preparation took, over all of its runs."""
     fates: dict[str, Tally]
     """Documents by fate."""
 
@@ -92,6 +95,7 @@ def gather(folder: Path) -> Content:
         kept=kept_examples(folder, manifest),
         rejected=rejected_examples(folder, found),
         estimate=load_estimate(folder),
+        seconds=seconds_spent(folder),
         fates={str(fate): tally for fate, tally in found.fates.all().items()},
     )
 
