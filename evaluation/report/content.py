@@ -9,6 +9,7 @@ import numpy as np
 from evaluation.report.charts import Bar, Bars, Histogram, Mark, Role, Series
 from evaluation.report.clusters import Clusters, find_clusters
 from evaluation.report.examples import Example, kept_examples, rejected_examples
+from evaluation.report.folders import group_sources
 from evaluation.report.markup import share
 from evaluation.report.survey import NUM_BINS, Survey, survey
 from evaluation.report.tally import Tallies, Tally
@@ -60,8 +61,14 @@ class Content:
         return sorted(told, key=lambda item: (-item[2].read, item[0]))
 
     def sources(self) -> list[tuple[str, Tally]]:
-        """The top-level sources with the most kept tokens, and the rest as one when there are more."""
-        return _with_rest(self.found.sources)
+        """The sources with the most kept tokens, by folder where there are many, and the rest as one."""
+        found = self.found.sources
+        groups = group_sources({name or "": tally for name, tally in found.all().items()}, _SHOWN_NAMES)
+        ranked = sorted(groups.items(), key=lambda item: (-item[1].kept_tokens, -item[1].text_bytes, item[0]))
+        rest, num_left = Tally(), found.num_left + len(ranked[_SHOWN_NAMES:])
+        for tally in (found.rest, *(tally for _, tally in ranked[_SHOWN_NAMES:])):
+            rest.add(tally)
+        return ranked[:_SHOWN_NAMES] + ([(f"({num_left:,} others)", rest)] if num_left else [])
 
     def languages(self) -> list[tuple[str, Tally]]:
         """Languages by kept tokens; none when they were not asked for."""

@@ -164,8 +164,8 @@ def contamination(content: Content) -> Html:
 
 
 def sources(content: Content) -> Html:
-    """Tokens and text by top-level source."""
-    return _tallies(content, "Top-level sources by tokens kept", "source", content.sources())
+    """Tokens and text by source: files and archives, or their folders where there are many."""
+    return _tallies(content, "Sources by tokens kept", "source", content.sources())
 
 
 def languages(content: Content) -> Html:
