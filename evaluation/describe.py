@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from common.records import DamagedError
 from common.scores import comparable, read_scores
-from common.storage import read_json
 from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
 from pipeline.shards import ShardSet, check_shards
 from pipeline.windows import Geometry, ShortDocuments
 from trainer import checkpoint
 from trainer.checkpoint import CHECKPOINTS
-from trainer.export import EXPORT, SETTINGS
+from trainer.export import EXPORT, SETTINGS, read_settings
 from trainer.feed import document_keys, ragged
 from trainer.metrics import read_metrics
 from trainer.spans import SpanConfig, draw, place
@@ -44,8 +44,11 @@ def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) 
     elif (path / "state.json").is_file():
         yield from _checkpoint(path)
     elif (path / SETTINGS).is_file():
-        settings = read_json(path / SETTINGS)
-        yield f"Exported encoder after {settings['step']} steps, pooling {settings['pooling']}"
+        try:
+            settings = read_settings(path)
+        except DamagedError as error:
+            raise DescribeError(f"{error}; the run's `declutr train` command exports the encoder again") from error
+        yield f"Exported encoder after {settings.step} steps, pooling {settings.pooling}"
         yield f"  its card: {path / 'README.md'}"
     elif (path / CHECKPOINTS).is_dir():
         yield from _run(path)

@@ -219,7 +219,8 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
     Args:
         folder: output of `prepare`.
         full: also read every byte, to compare checksums and see that all offsets, windows and token ids lie inside
-            what they point to; otherwise sizes and Arrow footers only, and every byte of the shards that were written to after the manifest.
+            what they point to; otherwise sizes and Arrow footers only, and every byte of the shards that were written
+            to after the manifest.
 
     Raises:
         ShardError: there is no manifest to compare with.

@@ -14,10 +14,10 @@ from common.storage import read_json, write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.cache import data_folder, run_folder
-from trainer.checkpoint import CHECKPOINTS
+from trainer.checkpoint import CHECKPOINTS, CheckpointError
 from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
-from trainer.export import EXPORT, SETTINGS, export
+from trainer.export import EXPORT, export, read_settings
 from trainer.failure import FAILURES
 from trainer.lease import Lease
 from trainer.lock import RunLock
@@ -91,6 +91,10 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
+    if latest is not None and done > steps:
+        raise CheckpointError(
+            f"{latest[0]}: step {done} lies beyond the run's last step {steps}; delete this checkpoint"
+        )
     early = ended_early(run, config, done) if done < steps else None
     if early:
         get_logger().info("%s: finished already, early: %s; a larger patience goes on", config.run, early["why"])
@@ -129,7 +133,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         **(early or {}),
         "seconds": read_json(run / "seconds.json") if (run / "seconds.json").is_file() else 0.0,
         "export": str(folder) if store is None else store.send_folder(EXPORT),
-        "exported_step": read_json(folder / SETTINGS)["step"],
+        "exported_step": read_settings(folder).step,
         "first_scores": _scores(validations[0]) if validations else {},
         "last_scores": _scores(validations[-1]) if validations else {},
     }

@@ -9,11 +9,11 @@ from common.storage import hash_json
 class RunState(Strict):
     """The state of a run after a step. The place in the data follows from `step` alone (trainer/plan.py)."""
 
-    step: int
+    step: int = Field(ge=1)
     """Optimizer steps done."""
-    documents: int
+    documents: int = Field(ge=0)
     """Documents read so far, over all ranks and epochs."""
-    world_size: int
+    world_size: int = Field(ge=1)
     """Workers that took the last step; a resume may use another number."""
     config_hash: str
     """Of everything in the configuration that decides the result."""
@@ -25,9 +25,9 @@ class RunState(Strict):
     """Checksum of each other file of the checkpoint (trainer/tensorfile.py)."""
     sizes: dict[str, int] = Field(default_factory=dict)
     """Bytes of each of these files."""
-    skipped: int = 0
+    skipped: int = Field(default=0, ge=0)
     """Steps so far whose loss was not finite and whose update was left out (`on_bad_loss`)."""
-    skipped_in_a_row: int = 0
+    skipped_in_a_row: int = Field(default=0, ge=0)
     """How many of them were the last ones."""
 
     @property
