@@ -158,14 +158,19 @@ def _run(path: Path) -> Iterator[str]:
     steps = [line for line in lines if line["kind"] == "step"]
     yield f"Run in {path}: {steps[-1]['step'] if steps else 0} steps logged"
     if steps:
-        loss = "not finite, skipped" if steps[-1].get("skipped") else f"{steps[-1]['loss']:.4f}"
-        yield f"  last step: loss {loss}, {steps[-1]['tokens_per_second']:,.0f} tokens/s"
+        last = steps[-1]
+        loss = "not finite, skipped" if last.get("skipped") else _number(last.get("loss"))
+        yield f"  last step: loss {loss}, {_number(last.get('tokens_per_second'), ',.0f')} tokens/s"
     for line in lines:
         if line["kind"] == "validation":
-            scores = ", ".join(f"{name} {line[name]:.4f}" for name in line if name not in ("kind", "step", "time"))
+            scores = ", ".join(f"{name} {_number(line[name])}" for name in line if name not in ("kind", "step", "time"))
             yield f"  held out after step {line['step']}: {scores}"
     for (step, _), value in comparable(read_scores(path)).items():
         yield f"  followed after step {step}: {value:.2f}"
     for step in checkpoint.steps_in(path / CHECKPOINTS):
         yield from _checkpoint(checkpoint.checkpoint_path(path / CHECKPOINTS, step))
     yield f"  exported to {path / EXPORT}" if (path / EXPORT).is_dir() else "  not exported yet"
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return "unknown" if value is None else format(value, form)

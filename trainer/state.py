@@ -1,9 +1,16 @@
 """What a run must remember beside its weights: one record, from which the rest is computed."""
 
+from pathlib import Path
+
+import msgspec
 from pydantic import Field
 
 from common.config import Strict
+from common.records import DamagedError, read_record
 from common.storage import hash_json
+
+FORK = "fork.json"
+"""The file of a forked run that names its origin."""
 
 
 class RunState(Strict):
@@ -34,3 +41,29 @@ class RunState(Strict):
     def identity(self) -> str:
         """Of the checkpoint: a step that was taken again with other weights is another one."""
         return hash_json(self.files)
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The place a forked run comes from, as `fork.json` names it."""
+
+    folder: str = msgspec.field(name="from")
+    """Of the old run, absolute."""
+    step: int
+    """At which the new run began."""
+
+
+def read_origin(run: Path) -> Origin | None:
+    """The origin of a run; None where it is no fork.
+
+    Raises:
+        DamagedError: the file is there, but is not what a fork writes.
+    """
+    path = run / FORK
+    if not path.is_file():
+        return None
+    try:
+        return read_record(path, Origin)
+    except DamagedError as error:
+        raise DamagedError(
+            f'{error}. It names the origin of the run: write {{"from": "OLD_RUN", "step": STEP}} into it, or fork again'
+        ) from error

@@ -4,30 +4,11 @@ import json
 import shutil
 
 import pytest
-import tinyruns as runs
-from shardfolders import write
-from transformers import AutoTokenizer
+from madeup import finish, save
 
-from pipeline.manifest import load_manifest
-from pipeline.tokenization import describe_tokenizer, train_tokenizer
-from trainer import checkpoint
 from trainer.export import SETTINGS, export
-from trainer.objectives import Declutr
-from trainer.optim import build_optimizer
-from trainer.parts import build_encoder
-from trainer.state import RunState
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")
-
-
-def save(config, run, step, seed):
-    """A checkpoint with weights of that seed, as a run would leave it."""
-    tokenizer = AutoTokenizer.from_pretrained(f"{config.data}/tokenizer")
-    encoder = build_encoder(config.model_copy(update={"seed": seed}), tokenizer)
-    objective = Declutr(config.objective, 2, 2)
-    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder), objective)
-    facts = {"step": step, "documents": 8, "world_size": 1, "config_hash": "c", "data_hash": "d"}
-    checkpoint.save(run / "checkpoints", RunState(**facts, scores={}, files={}), contents)
 
 
 def contents(folder):
@@ -38,16 +19,7 @@ def contents(folder):
 def made(tmp_path_factory):
     """A configuration, and a run with one checkpoint and its export."""
     root = tmp_path_factory.mktemp("made")
-    data = write(root / "data")
-    tokenizer = train_tokenizer(["some words and others"] * 20, 300)
-    tokenizer.save_pretrained(data / "tokenizer")
-    manifest = load_manifest(data)
-    changed = manifest.model_copy(update={"tokenizer": describe_tokenizer(tokenizer, "train")})
-    (data / "manifest.json").write_text(changed.model_dump_json())
-    config = runs.train_config(data, root / "run")
-    save(config, root / "run", 6, seed=0)
-    export(config, root / "run")
-    return config, root / "run"
+    return finish(root), root / "run"
 
 
 @pytest.fixture
@@ -104,7 +76,7 @@ def test_the_export_of_another_checkpoint_with_the_same_step_gives_way(made, run
     if others:
         (run / "export" / "notes.txt").write_text("theirs")
     shutil.rmtree(run / "checkpoints")
-    save(made[0], run, 6, seed=1)
+    save(made[0], run, seed=1)
     export(made[0], run)
     new = contents(run / "export")
     assert new["model.safetensors"] != old["model.safetensors"]
