@@ -6,9 +6,10 @@ import posixpath
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fsspec.implementations.arrow import ArrowFSWrapper
 
@@ -123,6 +124,28 @@ def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
             return None
 
     return _persist(url, patience, read)
+
+
+def modified(url: str, patience: Patience = PATIENT) -> float | None:
+    """When a file was last written, in Unix seconds of the place's own clock; None if it is not there.
+
+    Raises:
+        RemoteError: the place refuses, did not answer in time, or keeps no such time.
+    """
+    files, place = _open(url)
+
+    def look() -> datetime | None:
+        files.invalidate_cache()
+        try:
+            return cast(datetime, files.modified(place))
+        except FileNotFoundError:
+            return None
+
+    try:
+        found = _persist(url, patience, look)
+    except NotImplementedError as error:
+        raise RemoteError(f"{url}: no time of the last change is kept there") from error
+    return None if found is None else found.replace(tzinfo=found.tzinfo or UTC).timestamp()
 
 
 def write_file(url: str, content: bytes, patience: Patience = PATIENT) -> None:
