@@ -10,7 +10,7 @@ from pipeline.corpus import END, Part, Record
 from pipeline.readers.files import Rules, read_archive, read_stream
 from pipeline.readers.lines import read_jsonl, read_text, unreadable
 from pipeline.readers.places import open_input, stream_of
-from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream, compression_of, decompressed
+from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Allowance, ByteStream, compression_of, decompressed
 from pipeline.readers.tables import Rows, read_arrow_batches, read_parquet
 
 
@@ -66,16 +66,17 @@ def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterato
     """The members that begin in [start, stop) of the archive; what is compressed is read from its beginning."""
     try:
         stream = stream_of(file, part.path)
+        allowance = Allowance(stream)
         compression = compression_of(stream.peek(BLOCK_BYTES))
         if compression:
-            stream = decompressed(stream, compression)
+            stream = decompressed(stream, compression, allowance)
         stream.skip(part.start)
     except READ_ERRORS as error:
         yield unreadable(error, part.source, part.start)
         return
     scale = part.num_bytes / (part.stop - part.start) if part.stop != END else 1.0
     meter.measure = lambda: scale * (stream.position - part.start)
-    yield from read_archive(stream, part.source, rules, part.stop)
+    yield from read_archive(stream, part.source, rules, part.stop, allowance)
 
 
 def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:

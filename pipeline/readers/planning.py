@@ -20,6 +20,7 @@ from pipeline.readers.streams import (
     BLOCK_BYTES,
     COMPRESSED_SUFFIXES,
     READ_ERRORS,
+    Allowance,
     ByteStream,
     compression_of,
     decompressed,
@@ -161,11 +162,12 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     opened.seek(0)
     beginning = ByteStream(opened.read, 0, _PEEKED_BYTES)
     try:
-        head = decompressed(beginning, compression, BLOCK_BYTES).peek(BLOCK_BYTES)
+        head = decompressed(beginning, compression, Allowance(beginning), BLOCK_BYTES).peek(BLOCK_BYTES)
     except READ_ERRORS:
         return whole, None
     if is_tar(head) and weight > part_bytes:
-        inner = decompressed(stream_of(opened, file.path), compression)
+        whole_file = stream_of(opened, file.path)
+        inner = decompressed(whole_file, compression, Allowance(whole_file))
         return _cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS), None
     nested = is_tar(head) or compression_of(head) is not None
     return (whole, None) if named or nested or format_of(head, file.source, inside=False) else ([], _unknown(file))
