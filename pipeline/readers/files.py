@@ -8,6 +8,7 @@ import pyarrow as pa
 from pipeline.corpus import END, MIB, Failure, FilesCorpus, Format, HubCorpus, Record
 from pipeline.readers.archives import Member, is_tar, members
 from pipeline.readers.delimited import read_delimited
+from pipeline.readers.encodings import as_utf8, encoding_of
 from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable
 from pipeline.readers.places import is_hidden
 from pipeline.readers.streams import (
@@ -27,6 +28,8 @@ SUFFIXES: dict[str, Format] = {
     ".ndjson": "jsonl",
     ".txt": "text",
     ".text": "text",
+    ".md": "text_file",
+    ".markdown": "text_file",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
@@ -34,6 +37,7 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".tsv": "tsv",
 }
+MARKDOWN = {".md", ".markdown"}
 JSON_SUFFIX = ".json"
 """JSON Lines by another name, where a file is asked for; in a searched folder it is more often a description."""
 TAR_SUFFIX = ".tar"
@@ -153,6 +157,8 @@ def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowan
 
 def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: bytes) -> Iterator[Record]:
     """The records of uncompressed contents of a known format."""
+    if known not in ("parquet", "arrow") and (encoding := encoding_of(head)):
+        stream = as_utf8(stream, encoding)
     match known:
         case "jsonl":
             yield from read_jsonl(stream, source, rules.text_field, rules.max_bytes)

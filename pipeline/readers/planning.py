@@ -13,6 +13,7 @@ from common.address import is_remote
 from common.config import expand
 from pipeline.corpus import END, FilesCorpus, HubCorpus, Input, Part
 from pipeline.readers.archives import find_members, is_tar
+from pipeline.readers.encodings import encoding_of
 from pipeline.readers.files import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, Rules, bare_suffix, format_of, rules_of
 from pipeline.readers.hub import hub_inputs
 from pipeline.readers.places import find_inputs, open_input, stream_of
@@ -130,7 +131,7 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             known = rules.format or format_of(head, file.source, inside=False)
             if known is None or (file.searched and rules.format is None and bare_suffix(file.source) == JSON_SUFFIX):
                 return [], _unknown(file)
-            if known in ("jsonl", "text"):
+            if known in ("jsonl", "text") and encoding_of(head) is None:
                 return _ranges(file, known, part_bytes), None
             if known == "parquet":
                 return _cut_parquet(file, opened, rules.text_field, part_bytes)
