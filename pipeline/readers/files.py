@@ -10,10 +10,9 @@ from pipeline.readers.archives import Member, is_tar, members
 from pipeline.readers.delimited import read_delimited
 from pipeline.readers.encodings import as_utf8, encoding_of
 from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable
-from pipeline.readers.places import is_hidden
+from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix, is_hidden
 from pipeline.readers.streams import (
     BLOCK_BYTES,
-    COMPRESSED_SUFFIXES,
     READ_ERRORS,
     Allowance,
     ByteStream,
@@ -23,24 +22,6 @@ from pipeline.readers.streams import (
 )
 from pipeline.readers.tables import Rows, read_arrow_stream, read_parquet
 
-SUFFIXES: dict[str, Format] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text_file",
-    ".markdown": "text_file",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".csv": "csv",
-    ".tsv": "tsv",
-}
-MARKDOWN = {".md", ".markdown"}
-JSON_SUFFIX = ".json"
-"""JSON Lines by another name, where a file is asked for; in a searched folder it is more often a description."""
-TAR_SUFFIX = ".tar"
 MAX_DEPTH = 4
 """Archives in archives. Each may be compressed: OpenWebText is two deep."""
 _MIN_DOCUMENT_BYTES = 64
@@ -64,18 +45,6 @@ def rules_of(corpus: FilesCorpus | HubCorpus) -> Rules:
     fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
     # An escaped surrogate pair takes twelve bytes, so that no limit above some of those can fall inside everything.
     return Rules(fixed, corpus.text_field, max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB)))
-
-
-def bare_suffix(name: str) -> str:
-    """The suffix that tells the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
-    stem, suffix = _split(name.rpartition("/")[2].lower())
-    return suffix if suffix not in COMPRESSED_SUFFIXES else COMPRESSED_SUFFIXES[suffix] or _split(stem)[1]
-
-
-def _split(name: str) -> tuple[str, str]:
-    """A file name before and from its last dot, without pathlib, which would be half the time of a small member."""
-    stem, _, ending = name.rpartition(".")
-    return (stem, f".{ending}") if stem else (name, "")
 
 
 def format_of(head: bytes, name: str, *, inside: bool) -> Format | None:

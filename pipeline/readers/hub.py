@@ -6,7 +6,7 @@ from typing import Any
 
 from common.address import network_errors
 from pipeline.corpus import HubCorpus, Input
-from pipeline.readers.files import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
+from pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
 
 _CONVERTED = "refs/convert/parquet"
 """Branch on which the Hub keeps a Parquet copy of datasets in other forms: CONFIG/SPLIT/0000.parquet."""
