@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from common.config import Strict
 from common.storage import write_text
@@ -17,6 +17,7 @@ from pipeline.estimate import ESTIMATE
 from pipeline.ledger import LEDGERS
 from pipeline.manifest import MANIFEST, TOKENIZER
 from pipeline.progress import BEATS, PROGRESS
+from pipeline.readers.skipped import Skip
 from pipeline.rejected import REJECTED
 from pipeline.units import Unit, hash_unit
 from pipeline.worker import CANDIDATES
@@ -35,9 +36,11 @@ class Plan(Strict):
     """Hash of other files that decide what is chosen, by setting."""
     sources: dict[str, str]
     """First source of each unit, by unit name: what to tell a person when inputs changed."""
+    skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
+    """Files that are not read, by kind; of no influence on whether a folder can be continued."""
 
 
-def plan_of(config: PipelineConfig, units: Sequence[Unit]) -> Plan:
+def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> Plan:
     """The plan of these settings over these inputs."""
     return Plan(
         config=identity(config),
@@ -45,6 +48,7 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit]) -> Plan:
         units={unit.name: hash_unit(unit) for unit in units},
         files=fingerprints(config.choosing),
         sources={unit.name: unit.parts[0].source for unit in units},
+        skipped=skipped or {},
     )
 
 
