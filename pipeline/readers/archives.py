@@ -58,8 +58,15 @@ def is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
-def members(stream: ByteStream, stop: int) -> Iterator[Member]:
+def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Iterator[Member]:
     """Members whose header begins before `stop`, of a stream that stands at a header.
+
+    Archives that were put one behind the other are one, so that nothing behind the first end mark is lost.
+
+    Args:
+        stream: the archive.
+        stop: a position in it.
+        ends: takes the position behind each end mark.
 
     Raises:
         OSError: a damaged header; what follows cannot be found.
@@ -75,7 +82,12 @@ def members(stream: ByteStream, stop: int) -> Iterator[Member]:
         if len(header) < BLOCK_BYTES:
             raise EOFError("the archive ends without its end mark")
         if header.count(0) == BLOCK_BYTES:
-            return
+            if ends is not None:
+                ends.append(stream.position)
+            if not _skip_zeros(stream, start):
+                return
+            start = stream.position
+            continue
         _check(header)
         kind = header[156:157]
         length = _number(header[124:136])
@@ -100,13 +112,24 @@ def members(stream: ByteStream, stop: int) -> Iterator[Member]:
 
 def find_members(stream: ByteStream) -> tuple["array[int]", int | None]:
     """Positions of the headers of all members, and of the end; None as the end of a broken archive."""
-    starts = array("q")
+    starts, ends = array("q"), [0]
     try:
-        for member in members(stream, 1 << 62):
+        for member in members(stream, 1 << 62, ends):
             starts.append(member.start)
     except READ_ERRORS:
         return starts, None
-    return starts, stream.position
+    return starts, ends[-1]
+
+
+def _skip_zeros(stream: ByteStream, start: int) -> bool:
+    """Moves the stream to the next block that is not of zeros, counted from `start`; False where there is none."""
+    while data := stream.read():
+        zeros = len(data) - len(data.lstrip(b"\0"))
+        if zeros < len(data):
+            found = stream.position - len(data) + zeros
+            stream.unread(data[max(0, zeros - (found - start) % BLOCK_BYTES) :])
+            return True
+    return False
 
 
 def _check(header: bytes) -> None:

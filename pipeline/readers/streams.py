@@ -25,6 +25,8 @@ READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
 """What reading damaged or vanished files raises: system and network, early ends, gzip, xz, Parquet/Arrow/zstd."""
 
 _COMPRESSED_BYTES = 1 << 16
+_ZSTD_BYTES = 1 << 16
+"""Asked for at a time: Arrow gives nothing of a stretch of zstd data in which it meets damage."""
 _MAGIC = (
     ("gz", b"\x1f\x8b\x08"),
     ("xz", b"\xfd7zXZ\x00"),
@@ -162,12 +164,12 @@ def decompressed(
         chunk_bytes: how much is uncompressed at a time.
     """
     if compression == "zst":
-        below = pa.CompressedInputStream(pa.PythonFile(as_file(source), mode="r"), "zstd").read
+        below, most = pa.CompressedInputStream(pa.PythonFile(as_file(source), mode="r"), "zstd").read, _ZSTD_BYTES
     else:
-        below = _Members(source, compression).read
+        below, most = _Members(source, compression).read, chunk_bytes
 
     def read(num_bytes: int) -> bytes:
-        data: bytes = below(num_bytes)
+        data: bytes = below(min(num_bytes, most))
         allowance.spend(len(data))
         return data
 
