@@ -25,8 +25,8 @@ from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_m
 from pipeline.outcome import lines_hint, nothing_kept, summary, too_many_failed
 from pipeline.output import Plan, claim, discard, hash_plan, output_problems, plan_of
 from pipeline.progress import seconds_spent
-from pipeline.recheck import content_problems
 from pipeline.readers.skipped import Skipped, describe_skipped
+from pipeline.recheck import content_problems
 from pipeline.sample import output_tokenizer
 from pipeline.shards import check_shards
 from pipeline.stages import run_stages

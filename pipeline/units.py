@@ -12,8 +12,8 @@ from pipeline.pydocs import PythonDocs, python_parts, read_module, read_topics
 from pipeline.readers.files import rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
-from pipeline.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
 from pipeline.readers.skipped import Skipped
+from pipeline.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 
