@@ -43,6 +43,7 @@ class TransformerEncoder:
         after: what follows pooling: dense layers, normalisation.
         prompt: put before every text.
         embedding_size: numbers in an embedding; None: the transformer's hidden size.
+        unused: parts of its files that take no part in an embedding (heads), with their numbers of weights.
     """
 
     name: str
@@ -53,6 +54,7 @@ class TransformerEncoder:
     after: nn.Sequential = field(default_factory=nn.Sequential)
     prompt: str = ""
     embedding_size: int | None = None
+    unused: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
