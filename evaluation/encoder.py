@@ -42,6 +42,7 @@ def load_encoder(
     max_tokens: int | None = None,
     long_texts: LongTexts = "cut",
     vocabulary: Collection[str] | None = None,
+    tokenized: bool = False,
     trust_remote_code: bool = False,
 ) -> SentenceEncoder:
     """Loads an encoder.
@@ -56,6 +57,7 @@ def load_encoder(
         max_tokens: of one input; None, or more than it can: the encoder's own limit.
         long_texts: longer inputs are cut, or read in windows.
         vocabulary: of a file of word vectors only these words are held in memory; None: all.
+        tokenized: texts for word vectors are words with spaces between them, as SentEval's data are (`WordVectors`).
         trust_remote_code: run code that a model brings along. Only for models you trust.
 
     Raises:
@@ -74,7 +76,7 @@ def load_encoder(
             return HashedWords(int(rest), seed)
         loaded = _pretrained(rest, pooling, trust_remote_code, seed)
     elif path.is_file() or name.endswith(SUFFIXES):
-        return WordVectors(path, vocabulary)
+        return WordVectors(path, vocabulary, tokenized)
     elif (path / EXPORT).is_dir():
         loaded = _pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
     elif (path / "state.json").is_file() or (path / CHECKPOINTS).is_dir():

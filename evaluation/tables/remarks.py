@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from evaluation.senteval.findings import MARKS
 from evaluation.senteval.harness import Evaluated
 from evaluation.senteval.tasks import find
 from evaluation.tables.literature import PublishedModel
@@ -42,11 +43,12 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
     marks, warnings, missing = [], [], []
     for one in evaluated:
         warnings += [f"{one.encoder}: {warning}" for warning in one.warnings]
-        own = {
-            name for report in one.reports.values() for name, found in report.results.items() if not found.comparable
-        }
-        if own:
-            marks.append(f"{one.encoder}: {_labels(own)}: not the published data; comparable with no published number")
+        own: dict[str, dict[str, None]] = {}
+        for report in one.reports.values():
+            for name, found in report.results.items():
+                if not found.comparable:
+                    own.setdefault(MARKS[found.standing], {})[name] = None
+        marks += [f"{one.encoder}: {_labels(names)}: {why}" for why, names in own.items()]
         told: dict[str, dict[str, None]] = {}
         for report in one.reports.values():
             for name, result in report.results.items():
