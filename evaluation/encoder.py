@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common import seeding
+from common.storage import read_json
 from evaluation.encoders.hub import hub_answers
 from evaluation.encoders.modules import Pooling, Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError as EncoderError
@@ -26,7 +27,7 @@ from trainer import checkpoint
 from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.export import EXPORT
+from trainer.export import EXPORT, SETTINGS
 from trainer.language_model import EncoderConfig, max_span_tokens
 from trainer.model import Encoder, packs
 from trainer.parts import build_encoder
@@ -101,6 +102,7 @@ def load_encoder(
         prompt=recipe.prompt if recipe else "",
         embedding_size=recipe.size if recipe else None,
         unused=unused,
+        pretrained=_start(path),
     )
 
 
@@ -144,6 +146,17 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
     if not packs(encoder):
         encoder.set_layout(encoder.config.model_copy(update={"layout": "padded"}))
     return encoder, tokenizer, recipe, unused
+
+
+def _start(path: Path) -> str:
+    """What an export or a run was trained on from; "" where that was nothing or is not known."""
+    for file in (path / EXPORT / SETTINGS, path / SETTINGS):
+        if file.is_file():
+            try:
+                return str(read_json(file)["config"]["encoder"]["pretrained"] or "")
+            except (OSError, ValueError, KeyError, TypeError):
+                return ""  # settings of others, which decide nothing here
+    return ""
 
 
 def _of_run(path: Path, pooling: Pooling | None) -> Loaded:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ def run(arguments: list[str]) -> int:
     failed |= not any(inspection.usable for inspection in inspections)
     if given.follow:
         return _follow(given, inspections, _choice(given, names))
-    if given.encoders:
+    if given.encoders or given.pretrained:
         failed |= not _evaluate(given, inspections, _choice(given, names))
     return int(failed)
 
@@ -61,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
     parser.add_argument("--output", type=Path, default=Path("scores"), help="folder of results and tables (scores)")
+    parser.add_argument("--pretrained", metavar="ENCODER", help="the tables' column Δ is the difference to it (what an "
+                        "export says it started from); it is scored too")  # fmt: skip
     parser.add_argument("--follow", type=Path, metavar="RUN", help="score a run's checkpoints while it trains")
     parser.add_argument("--once", action="store_true", help="with --follow: score what is there and stop")
     parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: between two looks (10)")
@@ -105,7 +108,8 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
     vocabulary = {word for text in texts for word in text.split()}  # of word vectors, only what occurs is read
     evaluated, failed = [], []
-    for name in given.encoders:
+    names = dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])])
+    for name in names:
         try:
             encoder = load_encoder(name, device=given.device, vocabulary=vocabulary, tokenized=True)
             if unused := getattr(encoder, "unused", ()):
@@ -115,6 +119,8 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
             failed.append(name)
             sys.stderr.write(f"not scored: {error}\n")
             continue
+        if given.pretrained:
+            found = replace(found, pretrained=given.pretrained)
         evaluated.append(found)
         if not any(report.results for report in found.reports.values()):
             failed.append(name)
@@ -124,8 +130,8 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         print(
             f"\n{shown}\n{given.output / 'scores.html'} shows it beside published numbers; scores.md, scores.json too"
         )
-    if failed and len(given.encoders) > 1:
-        sys.stderr.write(f"{len(failed)} of {len(given.encoders)} encoders were not scored: {', '.join(failed)}\n")
+    if failed and len(names) > 1:
+        sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
     return not failed
 
 
@@ -147,7 +153,7 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
     finally:
         torch.set_num_threads(threads)
     print(f"{given.follow}: {number} checkpoints scored")
-    return 0
+    return int(not number and bool(follower.pending()))
 
 
 def _say(line: str) -> None:

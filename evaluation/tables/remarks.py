@@ -17,6 +17,7 @@ class Remarks:
         missing: tasks without a score, by encoder.
         marks: what `*` means here.
         warnings: of encoders and tasks.
+        differences: which encoder each is compared with in the column Δ.
         sources: papers, each with its number.
         numbers: number of each paper, for rows that come from it.
     """
@@ -26,10 +27,12 @@ class Remarks:
     warnings: tuple[str, ...]
     sources: tuple[str, ...]
     numbers: Mapping[str, int]
+    differences: tuple[str, ...] = ()
 
     def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Titles and lines of the kinds that have any."""
         kinds = (
+            ("Difference Δ", self.differences),
             ("Marked *", self.marks),
             ("Warnings", self.warnings),
             ("Not scored, and in no average", self.missing),
@@ -66,7 +69,17 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
             doubts.setdefault(f"{model.source}, {_labels(model.doubted)}: {model.doubt}", []).append(model.model)
     marks += [f"{', '.join(names)} in {doubt}" for doubt, names in doubts.items()]
     numbers = {source: number for number, source in enumerate(dict.fromkeys(one.source for one in published), start=1)}
-    return Remarks(tuple(missing), tuple(marks), tuple(warnings), _sources(published, numbers), numbers)
+    names = {one.encoder for one in evaluated}
+    differences = [
+        f"{one.encoder}: to {one.pretrained}"
+        + ("" if one.pretrained in names else ", which is not among the encoders of this call")
+        for one in evaluated
+        if one.pretrained and one.pretrained != one.encoder
+    ]
+    differences += [f"{model.model}, published: to {model.pretrained}" for model in published if model.pretrained]
+    return Remarks(
+        tuple(missing), tuple(marks), tuple(warnings), _sources(published, numbers), numbers, tuple(differences)
+    )
 
 
 def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:

@@ -5,14 +5,21 @@ import time
 
 import numpy as np
 import pytest
+import tinyruns as runs
 import torch
 from folders import TEXTS, encoder_folder, write
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from sentevalsets import write_sets
+from states import state_of
+from tinyruns import write_config
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForPreTraining
 
+from common.storage import write_json
+from evaluation.cli import main
 from evaluation.encoder import EncoderError, load_encoder
 from evaluation.encoders.hub import hub_answers
+from trainer.checkpoint import checkpoint_path
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +133,31 @@ def test_a_hub_that_does_not_answer_is_said_within_five_seconds(monkeypatch):
             load_encoder(name)
     assert time.monotonic() - begun < 5
     hub_answers.cache_clear()
+
+
+def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):
+    run = tmp_path / "copy"
+    step = checkpoint_path(run / "checkpoints", 8)
+    step.mkdir(parents=True)
+    write_json(step / "state.json", state_of(8).model_dump(mode="json"))
+    config = runs.train_config(tmp_path / "data of another machine", run)
+    write_config(run / "config.yaml", **config.model_dump(mode="json"))
+    with pytest.raises(EncoderError, match=r"data of another machine' of .*config.yaml names no folder with one here"):
+        load_encoder(str(step))
+    sets = write_sets(tmp_path / "sets", rows=12)
+    given = ["--follow", str(run), "--data", str(sets), "--allow-unchecked", "--once", "--tasks", "STS12"]
+    assert main(["evaluate", *given]) == 1
+    said = capsys.readouterr().out
+    assert said.count("names no folder with one here") == 1
+    assert "Repo id" not in said
+
+
+def test_an_export_knows_what_it_started_from(folder):
+    assert load_encoder(str(folder)).pretrained == ""
+    write(folder / "declutr.json", {"step": 1, "config": {"encoder": {"pretrained": "some/encoder"}}})
+    assert load_encoder(str(folder)).pretrained == "some/encoder"
+    write(folder / "declutr.json", ["of others"])
+    assert load_encoder(str(folder)).pretrained == ""
 
 
 def test_a_path_is_no_name_of_the_hub(tmp_path):
