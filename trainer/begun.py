@@ -27,7 +27,7 @@ def as_begun(config: TrainConfig, run: Path) -> TrainConfig:
 
 
 def _hashes(run: Path) -> set[str]:
-    """Of the configurations of a run's checkpoints."""
+    """Hashes of the configurations of a run's checkpoints."""
     found = set()
     for step in checkpoint.steps_in(run / CHECKPOINTS):
         try:

@@ -111,7 +111,7 @@ def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
         validator, encoder, held_out = scored(tmp_path / name, ["train " * 60, *documents])
         table = validator.shards.take(validator.rows)
         touching = encoder.eval().embed(validator.feed.batch(table, np.full(len(table), 2**32 - 1)))
-        assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are what they ever were"
+        assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are those of the feed"
         scores[name] = held_out.scores()
         assert scores[name]["distant_share"] == 1
     one, many = scores.values()
