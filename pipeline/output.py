@@ -18,6 +18,7 @@ from pipeline.estimate import ESTIMATE
 from pipeline.ledger import LEDGERS
 from pipeline.manifest import MANIFEST, TOKENIZER
 from pipeline.progress import BEATS, PROGRESS
+from pipeline.readers.skipped import Skip
 from pipeline.rejected import REJECTED
 from pipeline.stamp import Stamp
 from pipeline.units import Unit, hash_unit
@@ -39,9 +40,11 @@ class Plan(Strict):
     """First source of each unit, by unit name: what to tell a person when inputs changed."""
     stamps: dict[str, Stamp] = Field(default_factory=dict)
     """The state of each unit's inputs, by unit name; empty where an earlier version wrote the plan."""
+    skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
+    """Files that are not read, by kind; of no influence on whether a folder can be continued."""
 
 
-def plan_of(config: PipelineConfig, units: Sequence[Unit]) -> Plan:
+def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> Plan:
     """The plan of these settings over these inputs."""
     return Plan(
         config=identity(config),
@@ -50,6 +53,7 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit]) -> Plan:
         files=fingerprints(config.choosing),
         sources={unit.name: unit.parts[0].source for unit in units},
         stamps={unit.name: unit.stamp for unit in units if unit.stamp},
+        skipped=skipped or {},
     )
 
 

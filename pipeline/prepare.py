@@ -22,9 +22,10 @@ from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
 from pipeline.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
 from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_manifest, load_manifest, sum_counts
-from pipeline.outcome import nothing_kept, summary, too_many_failed
+from pipeline.outcome import lines_hint, nothing_kept, summary, too_many_failed
 from pipeline.output import Plan, claim, discard, hash_plan, output_problems, plan_of
 from pipeline.progress import seconds_spent
+from pipeline.readers.skipped import Skipped, describe_skipped
 from pipeline.recheck import content_problems
 from pipeline.sample import output_tokenizer
 from pipeline.shards import check_shards
@@ -85,15 +86,19 @@ def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Pla
     tokenizer = set_up(config, folder, units, plan)
     sidecars = run_stages(config, folder, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
+    sources = [part.source for unit in units for part in unit.parts]
+    hint = lines_hint(counts.read, counts.dropped, identity(config)["corpus"], sources)
     if nothing := nothing_kept(counts, config):
         discard(folder)
-        raise ConfigError("prepare", [nothing])
+        raise ConfigError("prepare", [nothing, hint] if hint else [nothing])
     if problem := too_many_failed(counts, sidecars, config):
         raise ShardError(problem)
-    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config))
+    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config), plan.skipped)
     adopt_estimate(folder, hash_plan(plan))
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     shutil.rmtree(folder / CANDIDATES, ignore_errors=True)
+    if hint:
+        get_logger().warning(hint)
     return manifest
 
 
@@ -141,13 +146,16 @@ def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], 
     """Units, their plan when the inputs can be read, and every problem found on the way."""
     if found := list(refused_settings(config.model_dump(mode="json"))):
         return [], None, found
-    units, found = plan_units(config.corpus, config.unit_mib)
+    skipped = Skipped()
+    units, found = plan_units(config.corpus, config.unit_mib, skipped)
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     folder = expand(config.output)
     plan = None
     if not found:  # missing inputs would show up as changed inputs once more
         units = mark_units(units)
-        plan = plan_of(config, units)
+        plan = plan_of(config, units, skipped.kinds())
+        for line in describe_skipped(plan.skipped):
+            get_logger().warning(line)
         found += output_problems(folder, config, plan) or content_problems(folder, config, units, verify)
     if isinstance(config.tokenizer, PretrainedTokenizer) and not (folder / TOKENIZER).exists():
         try:

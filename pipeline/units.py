@@ -12,6 +12,7 @@ from pipeline.pydocs import PythonDocs, python_parts, read_module, read_topics
 from pipeline.readers.files import rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
+from pipeline.readers.skipped import Skipped
 from pipeline.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
@@ -81,14 +82,22 @@ class Reading(Iterator[Record]):
             self._done += part.num_bytes
 
 
-def plan_units(corpus: Corpus, unit_mib: float) -> tuple[list[Unit], list[str]]:
+def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) -> tuple[list[Unit], list[str]]:
     """Groups the corpus into units of about `unit_mib` of uncompressed input.
+
+    Args:
+        corpus: settings.
+        unit_mib: of text in a unit.
+        skipped: counts what a search of folders met and did not take.
 
     Returns:
         The units, and what is wrong with the inputs: one line a problem.
     """
     unit_bytes = max(1, int(unit_mib * MIB))
-    parts, problems = (python_parts(), []) if isinstance(corpus, PythonDocs) else file_parts(corpus, unit_bytes)
+    if isinstance(corpus, PythonDocs):
+        parts, problems = python_parts(), []
+    else:
+        parts, problems = file_parts(corpus, unit_bytes, skipped)
     groups: list[list[Part]] = []
     held = 0
     for part in parts:
