@@ -1,10 +1,13 @@
 """What can be known to be wrong with a training run before Ray starts, all of it at once."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from common.config import ConfigError, flat_keys
+from common.logs import get_logger
 from common.remotefile import RemoteError
 from common.storage import read_json
 from pipeline.manifest import TOKENIZER, Manifest, ShardError, data_hash, load_manifest
@@ -14,10 +17,13 @@ from trainer import checkpoint
 from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
+from trainer.language_model import EncoderConfig, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
+from trainer.parts import build_encoder
 
 DECISIVE = "decisive.json"
+# What transformers raises where a model cannot be built or its files cannot be read.
+_UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
 def problems(config: TrainConfig) -> list[str]:
@@ -155,12 +161,12 @@ def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
         hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
         with torch.device("meta"):  # shapes only: what cannot be built shows here, not on every worker
             model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
-        mlm_head(model)
+        if config.objective.mlm:
+            mlm_head(model)
     except ConfigError as error:
         return [*found, *(f"encoder: {problem}" for problem in error.problems)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        source = encoder.pretrained if encoder.pretrained is not None else encoder.scratch
-        return [*found, f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"]
+    except _UNLOADABLE as error:
+        return [*found, _unloadable(encoder, error)]
     if hf.vocab_size < info.vocab_size:
         found.append(
             f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
@@ -172,4 +178,30 @@ def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
             "included; use shorter spans (and prepare again) or an encoder with more positions"
         )
-    return found
+    if found or checkpoint.steps_in(run_folder(config) / CHECKPOINTS):  # those hold the weights that it goes on with
+        return found
+    return _weight_problems(config, tokenizer)
+
+
+def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
+    """What shows once the encoder is there with its weights; what is odd but no problem is logged."""
+    encoder = config.encoder
+    try:
+        built = build_encoder(config, tokenizer)
+    except _UNLOADABLE as error:
+        return [_unloadable(encoder, error)]
+    if remark := built.unloaded.remark(encoder.pretrained):
+        get_logger().warning("%s", remark)
+    if built.config.layout != encoder.layout:
+        get_logger().warning(
+            "encoder: model type %s mixes the spans of a packed batch; they are padded instead (encoder.layout = %s), "
+            "which is exact and slower",
+            built.model.config.model_type,
+            built.config.layout,
+        )
+    return built.unloaded.problems(encoder.pretrained, config.objective.mlm and not encoder.new_mlm_head)
+
+
+def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
+    source = encoder.pretrained if encoder.pretrained is not None else encoder.scratch
+    return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"

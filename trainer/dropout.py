@@ -7,6 +7,7 @@ A second forward of the same token, in another microbatch or on another worker, 
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import seeding
@@ -28,6 +29,8 @@ class DropoutKeys:
 class KeyedDropout(nn.Module):
     """Drops elements of hidden states with probability p and scales the others by 1 / (1 - p).
 
+    Attention weights `(S, heads, L, L)` of families that write them out are dropped by (query token, head, key place).
+
     Args:
         p: probability, 0 to 1 (exclusive).
         layer: number of this layer in its encoder.
@@ -45,16 +48,23 @@ class KeyedDropout(nn.Module):
         self.register_buffer("features", words(layer, width, torch.device("cpu")), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states `(..., H)` whose leading shape is that of the tokens' keys.
+        """Hidden states `(..., H)` whose leading shape is that of the tokens' keys, or attention weights.
 
         Raises:
             RuntimeError: training without keys; a batch for training needs `SpanBatch.keys`.
         """
         if not self.training or self.p == 0:
             return hidden
-        if self.keys.tokens is None:
+        keys = self.keys.tokens
+        if keys is None:
             raise RuntimeError("dropout needs the keys of its tokens: SpanBatch.keys is missing")
-        dropped = drops(self.keys.tokens[..., None] + self.features[: hidden.shape[-1]], self.p)
+        if hidden.ndim == 4 and hidden.shape[0] == keys.shape[0] and hidden.shape[2:] == (keys.shape[1],) * 2:
+            dropped = _ATTENTION.dropped(keys, self.layer, hidden.shape[1], hidden.shape[3], self.p)
+        elif hidden.ndim == 3 and hidden.shape[0] == keys.shape[0] and hidden.shape[1] >= keys.shape[1]:
+            keys = F.pad(keys, (0, hidden.shape[1] - keys.shape[1]))  # Longformer pads its input once more
+            dropped = drops(keys[..., None] + self.features[: hidden.shape[-1]], self.p)
+        else:  # no hidden states of tokens, like DeBERTa's embeddings of distances
+            return F.dropout(hidden, self.p)
         return hidden.masked_fill(dropped, 0.0) * (1 / (1 - self.p))
 
     def extra_repr(self) -> str:
@@ -104,6 +114,9 @@ class AttentionDropout:
             ]
             table = self._tables[layer, query_keys.device] = torch.stack(rows)
         return drops(query_keys[:, None, :, None] + table[None, :heads, None, :longest], p)
+
+
+_ATTENTION = AttentionDropout()
 
 
 def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from trainer.config import TrainConfig
 from trainer.feed import Vocabulary
 from trainer.flops import gpu_name, peak_flops
 from trainer.gather import Wish
+from trainer.language_model import UnfitEncoderError
 from trainer.metrics import METRICS, MetricsWriter, Window, read_last_step
 from trainer.parts import build_feed, held_out_validator
 from trainer.plan import Plan
@@ -73,9 +74,12 @@ class Worker:
         Raises:
             NonFiniteLossError: on every rank alike.
             SaveError: checkpoints cannot be written; on every rank.
+            UnfitEncoderError: a start with random weights that nobody asked for; on every rank.
         """
         config, stepper, world = self.config, self.stepper, self.stepper.world
         done = self.pulse.step = self.resume()
+        if done == 0:
+            self._refuse_random_weights()
         if done < stepper.total_steps and Wish.EARLY in world.agree(self.patience.wish):
             self.early = True
             self.pulse.turn("ended")
@@ -102,6 +106,20 @@ class Worker:
             if done == 0 and validator is not None:
                 self.score(validator, metrics, 0)
             return self.take_steps(done, ahead, validator, metrics, saver)
+
+    def _refuse_random_weights(self) -> None:
+        """The driver has looked at its own copy of a pretrained encoder; this worker's may be another.
+
+        Raises:
+            UnfitEncoderError: on every rank, if any rank's copy lacks weights.
+        """
+        encoder, world = self.config.encoder, self.stepper.world
+        needs_head = self.config.objective.mlm and not encoder.new_mlm_head
+        found = self.stepper.encoder.unloaded.problems(encoder.pretrained, needs_head)
+        if world.largest(len(found)):
+            raise UnfitEncoderError(
+                "; ".join(found) or f"encoder.pretrained = {encoder.pretrained}: see another worker"
+            )
 
     def take_steps(
         self, done: int, ahead: Ahead, validator: Validator | None, metrics: MetricsWriter | None, saver: Saver | None
