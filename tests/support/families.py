@@ -30,7 +30,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "fnet": _PLAIN,
     "convbert": {**_PLAIN, "embedding_size": 8},
     "yoso": _PLAIN,
-    "reformer": {},
 }
 # Nothing of these is a masked language model of an encoder.
 OTHERS: dict[str, dict[str, Any]] = {

