@@ -99,10 +99,10 @@ def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[st
 def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     found = []
     spans, geometry = config.spans, manifest.geometry
-    if spans.max_tokens != geometry.max_tokens:
+    if spans.max_tokens > geometry.max_tokens:
         found.append(
-            f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use that "
-            "value, or prepare the corpus again"
+            f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use at "
+            "most that, or prepare the corpus again with a larger geometry.max_tokens"
         )
     if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
         found.append(

@@ -163,3 +163,12 @@ def test_an_untrained_head_is_not_exported(data, tmp_path, pretrained):
     assert not any(name.startswith("cls.") for name in names)
     (problem,) = problems(given(data, tmp_path, {"pretrained": str(tmp_path)}))
     assert "brings no MLM head" in problem
+
+
+def test_spans_shorter_than_the_windows_fit(data, tmp_path):
+    def found(tokens):
+        return problems(given(data, tmp_path, {"scratch": runs.SCRATCH}, spans={"min_tokens": 4, "max_tokens": tokens}))
+
+    assert found(16) == found(12) == []
+    (problem,) = found(17)
+    assert problem.startswith("spans.max_tokens = 17: the shards' windows were made for 16; use at most that")
