@@ -17,6 +17,7 @@ from trainer import checkpoint
 from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
+from trainer.ease import small_batch
 from trainer.language_model import EncoderConfig, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
 from trainer.parts import build_encoder
@@ -40,6 +41,8 @@ def problems(config: TrainConfig) -> list[str]:
         *_data_problems(config, manifest),
         *_objective_problems(config),
     ]
+    if not checkpoint.steps_in(run_folder(config) / CHECKPOINTS) and (remark := small_batch(config)):
+        get_logger().warning("%s", remark)
     return found if _began_before(config, run_folder(config)) else [*found, *_encoder_problems(config, manifest)]
 
 

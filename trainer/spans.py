@@ -194,8 +194,8 @@ def _rooms(config: SpanConfig, windows: I64, offsets: I64, short_documents: Shor
     if len(rooms) and int(rooms.min()) < least:
         key = "min_tokens" if short_documents == "shrink_spans" else "max_tokens"
         raise ValueError(
-            f"a document has windows of {int(rooms.min())} tokens, too short for spans of {key} = {least}; lower it, or "
-            f"prepare the corpus again with a larger geometry.{key}"
+            f"a document has windows of {int(rooms.min())} tokens, too short for spans of {key} = {least}; lower it, "
+            f"or prepare the corpus again with a larger geometry.{key}"
         )
     return rooms
 

@@ -16,6 +16,7 @@ from trainer.batches import RankBatch
 from trainer.checkpoint import CHECKPOINTS
 from trainer.chunks import rank_plan
 from trainer.config import TrainConfig
+from trainer.ease import easy_start
 from trainer.feed import Vocabulary
 from trainer.flops import gpu_name, peak_flops
 from trainer.gather import Wish
@@ -138,6 +139,8 @@ class Worker:
                 self.stopwatch.mark("batch")
             measured = self.take(batch, step)
             if step == done + 1:
+                if metrics and step == 1 and (remark := easy_start(config, measured.contrastive)):
+                    get_logger().warning("%s", remark)
                 self.stopwatch.mark("first")
                 pulse.start = self.stopwatch.parts()
                 if metrics:

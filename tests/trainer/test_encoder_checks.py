@@ -21,7 +21,7 @@ WEIGHT = "bert.encoder.layer.1.output.dense.weight"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "out"
-    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
     write_prepared(folder, [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
     return folder
 
@@ -46,7 +46,7 @@ def pretrained(data, tmp_path):
 
 
 def given(data, tmp_path, encoder, **changes) -> TrainConfig:
-    values = runs.train_values(data, tmp_path / "run", **changes)
+    values = runs.train_values(data, tmp_path / "run", **{"batch_documents": 16} | changes)
     return TrainConfig.model_validate(values | {"encoder": {"dropout": 0.0, **encoder}})
 
 
