@@ -60,8 +60,10 @@ class KeyedDropout(nn.Module):
             raise RuntimeError("dropout needs the keys of its tokens: SpanBatch.keys is missing")
         if hidden.ndim == 4 and hidden.shape[0] == keys.shape[0] and hidden.shape[2:] == (keys.shape[1],) * 2:
             dropped = _ATTENTION.dropped(keys, self.layer, hidden.shape[1], hidden.shape[3], self.p)
-        elif hidden.ndim == 3 and hidden.shape[0] == keys.shape[0] and hidden.shape[1] >= keys.shape[1]:
-            keys = F.pad(keys, (0, hidden.shape[1] - keys.shape[1]))  # Longformer pads its input once more
+        elif (
+            hidden.ndim == keys.ndim + 1 and hidden.shape[:-2] == keys.shape[:-1] and hidden.shape[-2] >= keys.shape[-1]
+        ):
+            keys = F.pad(keys, (0, hidden.shape[-2] - keys.shape[-1]))  # Longformer pads its input once more
             dropped = drops(keys[..., None] + self.features[: hidden.shape[-1]], self.p)
         else:  # no hidden states of tokens, like DeBERTa's embeddings of distances
             return F.dropout(hidden, self.p)

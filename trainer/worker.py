@@ -80,7 +80,7 @@ class Worker:
         config, stepper, world = self.config, self.stepper, self.stepper.world
         done = self.pulse.step = self.resume()
         if done == 0:
-            self._refuse_random_weights()
+            self.refuse_random_weights()
         if done < stepper.total_steps and Wish.EARLY in world.agree(self.patience.wish):
             self.early = True
             self.pulse.turn("ended")
@@ -108,7 +108,7 @@ class Worker:
                 self.score(validator, metrics, 0)
             return self.take_steps(done, ahead, validator, metrics, saver)
 
-    def _refuse_random_weights(self) -> None:
+    def refuse_random_weights(self) -> None:
         """The driver has looked at its own copy of a pretrained encoder; this worker's may be another.
 
         Raises:
