@@ -58,16 +58,21 @@ class KeyedDropout(nn.Module):
         keys = self.keys.tokens
         if keys is None:
             raise RuntimeError("dropout needs the keys of its tokens: SpanBatch.keys is missing")
-        if hidden.ndim == 4 and hidden.shape[0] == keys.shape[0] and hidden.shape[2:] == (keys.shape[1],) * 2:
-            dropped = _ATTENTION.dropped(keys, self.layer, hidden.shape[1], hidden.shape[3], self.p)
-        elif (
-            hidden.ndim == keys.ndim + 1 and hidden.shape[:-2] == keys.shape[:-1] and hidden.shape[-2] >= keys.shape[-1]
-        ):
-            keys = F.pad(keys, (0, hidden.shape[-2] - keys.shape[-1]))  # Longformer pads its input once more
-            dropped = drops(keys[..., None] + self.features[: hidden.shape[-1]], self.p)
-        else:  # no hidden states of tokens, like DeBERTa's embeddings of distances
+        dropped = self._dropped(hidden, keys)
+        if dropped is None:
             return F.dropout(hidden, self.p)
         return hidden.masked_fill(dropped, 0.0) * (1 / (1 - self.p))
+
+    def _dropped(self, hidden: Tensor, keys: Tensor) -> Tensor | None:
+        """Which elements are dropped; None where they are no tokens', like DeBERTa's embeddings of distances."""
+        *rows, length = keys.shape
+        if hidden.shape[:-1] != keys.shape:
+            if hidden.ndim == 4 and [hidden.shape[0]] == rows and hidden.shape[2:] == (length, length):
+                return _ATTENTION.dropped(keys, self.layer, hidden.shape[1], length, self.p)
+            if list(hidden.shape[:-2]) != rows or hidden.shape[-2] < length:
+                return None
+            keys = F.pad(keys, (0, hidden.shape[-2] - length))  # Longformer pads its input once more
+        return drops(keys[..., None] + self.features[: hidden.shape[-1]], self.p)
 
     def extra_repr(self) -> str:
         """For printing the encoder."""
