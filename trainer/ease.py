@@ -6,7 +6,7 @@ from trainer.config import TrainConfig
 
 # The paper's batch. With fewer documents the loss soon has nothing left to tell apart (docs/decisions, 18).
 _FEW_DOCUMENTS = 16
-# Of the loss of guessing. all-MiniLM-L6-v2 began at 0.03 of it on podcasts, and came to find nothing there better.
+# Of the loss of guessing: a judgement. A run that taught nothing began at 0.117; the paper's batch costs 4.14 to guess.
 _EASY_SHARE = 0.1
 
 
