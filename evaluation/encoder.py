@@ -29,7 +29,8 @@ from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.export import EXPORT, SETTINGS
 from trainer.language_model import EncoderConfig, max_span_tokens
-from trainer.model import Encoder, packs
+from trainer.layouts import packs
+from trainer.model import Encoder
 from trainer.parts import build_encoder
 
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")

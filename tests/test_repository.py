@@ -13,6 +13,7 @@ from common.config import load_config
 from evaluation.cli import main
 from pipeline.config import PipelineConfig
 from trainer.config import TrainConfig
+from trainer.ease import small_batch
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -28,10 +29,13 @@ def test_every_config_is_valid(path):
         load_config(str(path), section, models[section])
 
 
-def test_demo_sections_fit_each_other():
-    data = load_config("configs/demo.yaml", "prepare", PipelineConfig)
-    run = load_config("configs/demo.yaml", "train", TrainConfig)
+@pytest.mark.parametrize("name", ["demo", "cpu-small", "adapt"])
+def test_sections_fit_each_other(name):
+    data = load_config(f"configs/{name}.yaml", "prepare", PipelineConfig)
+    run = load_config(f"configs/{name}.yaml", "train", TrainConfig)
     assert run.data == data.output
+    assert run.encoder.pretrained is None or run.encoder.pretrained == data.tokenizer.name
+    assert small_batch(run) is None
     assert (run.spans.max_tokens, run.spans.num_anchors) == (data.geometry.max_tokens, data.geometry.num_anchors)
 
 

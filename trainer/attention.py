@@ -201,8 +201,15 @@ def _attend_with_dropout(
     return (weights.masked_fill(dropped, 0.0) * (1 / (1 - dropout))).to(value.dtype) @ value
 
 
+def number_modules(model: torch.nn.Module) -> None:
+    """Gives every module of an encoder a number, for attention layers that do not know their own."""
+    for number, module in enumerate(model.modules()):
+        module.declutr_number = number  # type: ignore[assignment]
+
+
 def _layer_number(module: torch.nn.Module) -> int:
-    number = module.layer_idx
+    number = getattr(module, "layer_idx", None)
+    number = module.declutr_number if number is None else number
     assert isinstance(number, int)
     return number
 

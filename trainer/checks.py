@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from common.config import ConfigError, flat_keys
 from common.logs import get_logger
@@ -16,11 +17,15 @@ from trainer import checkpoint
 from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
+from trainer.ease import small_batch
+from trainer.language_model import EncoderConfig, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
+from trainer.parts import build_encoder
 from trainer.state import read_origin
 
 DECISIVE = "decisive.json"
+# What transformers raises where a model cannot be built or its files cannot be read.
+_UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
 def problems(config: TrainConfig) -> list[str]:
@@ -37,6 +42,8 @@ def problems(config: TrainConfig) -> list[str]:
         *_data_problems(config, manifest),
         *_objective_problems(config),
     ]
+    if not checkpoint.steps_in(run_folder(config) / CHECKPOINTS) and (remark := small_batch(config)):
+        get_logger().warning("%s", remark)
     return found if _began_before(config, run_folder(config)) else [*found, *_encoder_problems(config, manifest)]
 
 
@@ -134,10 +141,10 @@ def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[st
 def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     found = []
     spans, geometry = config.spans, manifest.geometry
-    if spans.max_tokens != geometry.max_tokens:
+    if spans.max_tokens > geometry.max_tokens:
         found.append(
-            f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use that "
-            "value, or prepare the corpus again"
+            f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use at "
+            "most that, or prepare the corpus again with a larger geometry.max_tokens"
         )
     if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
         found.append(
@@ -196,12 +203,12 @@ def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
         hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
         with torch.device("meta"):  # shapes only: what cannot be built shows here, not on every worker
             model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
-        mlm_head(model)
+        if config.objective.mlm:
+            mlm_head(model)
     except ConfigError as error:
         return [*found, *(f"encoder: {problem}" for problem in error.problems)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        source = encoder.pretrained if encoder.pretrained is not None else encoder.scratch
-        return [*found, f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"]
+    except _UNLOADABLE as error:
+        return [*found, _unloadable(encoder, error)]
     if hf.vocab_size < info.vocab_size:
         found.append(
             f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
@@ -213,4 +220,30 @@ def _encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
             "included; use shorter spans (and prepare again) or an encoder with more positions"
         )
-    return found
+    if found or checkpoint.steps_in(run_folder(config) / CHECKPOINTS):  # those hold the weights that it goes on with
+        return found
+    return _weight_problems(config, tokenizer)
+
+
+def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
+    """What shows once the encoder is there with its weights; what is odd but no problem is logged."""
+    encoder = config.encoder
+    try:
+        built = build_encoder(config, tokenizer)
+    except _UNLOADABLE as error:
+        return [_unloadable(encoder, error)]
+    if remark := built.unloaded.remark(encoder.pretrained):
+        get_logger().warning("%s", remark)
+    if built.config.layout != encoder.layout:
+        get_logger().warning(
+            "encoder: model type %s mixes the spans of a packed batch; they are padded instead (encoder.layout = %s), "
+            "which is exact and slower",
+            built.model.config.model_type,
+            built.config.layout,
+        )
+    return built.unloaded.problems(encoder.pretrained, config.objective.mlm and not encoder.new_mlm_head)
+
+
+def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
+    source = encoder.pretrained if encoder.pretrained is not None else encoder.scratch
+    return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"

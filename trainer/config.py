@@ -1,6 +1,6 @@
 """The configuration of a training run: composes the branches that live beside the code they configure."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -134,7 +134,10 @@ class TrainConfig(Strict):
         """
         places = ("run", "data", "cache")
         free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
-        return self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
+        excluded: dict[str, Any] = {**dict.fromkeys(free, True), "validation": {"patience"}}
+        if not self.encoder.new_mlm_head:  # a run from before there was this setting had it off
+            excluded["encoder"] = {"new_mlm_head"}
+        return self.model_dump(mode="json", exclude=excluded)
 
     def hash(self) -> str:
         """Hash of the decisive part."""

@@ -7,6 +7,7 @@ A second forward of the same token, in another microbatch or on another worker, 
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import seeding
@@ -28,6 +29,8 @@ class DropoutKeys:
 class KeyedDropout(nn.Module):
     """Drops elements of hidden states with probability p and scales the others by 1 / (1 - p).
 
+    Attention weights `(S, heads, L, L)` of families that write them out are dropped by (query token, head, key place).
+
     Args:
         p: probability, 0 to 1 (exclusive).
         layer: number of this layer in its encoder.
@@ -45,17 +48,31 @@ class KeyedDropout(nn.Module):
         self.register_buffer("features", words(layer, width, torch.device("cpu")), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states `(..., H)` whose leading shape is that of the tokens' keys.
+        """Hidden states `(..., H)` whose leading shape is that of the tokens' keys, or attention weights.
 
         Raises:
             RuntimeError: training without keys; a batch for training needs `SpanBatch.keys`.
         """
         if not self.training or self.p == 0:
             return hidden
-        if self.keys.tokens is None:
+        keys = self.keys.tokens
+        if keys is None:
             raise RuntimeError("dropout needs the keys of its tokens: SpanBatch.keys is missing")
-        dropped = drops(self.keys.tokens[..., None] + self.features[: hidden.shape[-1]], self.p)
+        dropped = self._dropped(hidden, keys)
+        if dropped is None:
+            return F.dropout(hidden, self.p)
         return hidden.masked_fill(dropped, 0.0) * (1 / (1 - self.p))
+
+    def _dropped(self, hidden: Tensor, keys: Tensor) -> Tensor | None:
+        """Which elements are dropped; None where they are no tokens', like DeBERTa's embeddings of distances."""
+        *rows, length = keys.shape
+        if hidden.shape[:-1] != keys.shape:
+            if hidden.ndim == 4 and [hidden.shape[0]] == rows and hidden.shape[2:] == (length, length):
+                return _ATTENTION.dropped(keys, self.layer, hidden.shape[1], length, self.p)
+            if list(hidden.shape[:-2]) != rows or hidden.shape[-2] < length:
+                return None
+            keys = F.pad(keys, (0, hidden.shape[-2] - length))  # Longformer pads its input once more
+        return drops(keys[..., None] + self.features[: hidden.shape[-1]], self.p)
 
     def extra_repr(self) -> str:
         """For printing the encoder."""
@@ -104,6 +121,9 @@ class AttentionDropout:
             ]
             table = self._tables[layer, query_keys.device] = torch.stack(rows)
         return drops(query_keys[:, None, :, None] + table[None, :heads, None, :longest], p)
+
+
+_ATTENTION = AttentionDropout()
 
 
 def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from trainer.config import TrainConfig
 from trainer.language_model import max_span_tokens
 from trainer.model import Encoder
 from trainer.parts import build_encoder, load_tokenizer
+from trainer.silence import silence
 from trainer.state import RunState
 
 EXPORT = "export"
@@ -47,7 +48,8 @@ def export(config: TrainConfig, run: Path) -> Path:
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target, replace=True) as aside:
-        write_encoder(encoder, tokenizer, aside)
+        # a head that neither the pretrained encoder had nor this run trained would pass for one that was
+        write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.unloaded.head)
         write_text(aside / "README.md", model_card(config, state))
         settings = {
             "step": state.step,
@@ -145,12 +147,18 @@ def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
     return found or checkpoint.find_latest(folder)
 
 
-def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path) -> None:
-    """Weights, tokenizer and pooling into a folder that is there: all that is needed to load them again."""
-    from transformers.utils import logging as transformers_logging
+def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tuple[str, ...] = ()) -> None:
+    """Weights, tokenizer and pooling into a folder that is there: all that is needed to load them again.
 
-    transformers_logging.disable_progress_bar()
-    encoder.model.save_pretrained(folder)
+    Args:
+        encoder: the encoder.
+        tokenizer: its tokenizer.
+        folder: an empty folder.
+        untrained: weights that are left out, because they are still as random as they were drawn.
+    """
+    weights = {name: weight for name, weight in encoder.model.state_dict().items() if name not in untrained}
+    with silence():
+        encoder.model.save_pretrained(folder, state_dict=weights if untrained else None)
     limit = max_span_tokens(encoder.model)
     tokenizer.model_max_length = limit
     tokenizer.save_pretrained(folder)

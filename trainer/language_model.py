@@ -13,9 +13,15 @@ from torch import Tensor
 from common import seeding
 from common.config import Strict
 from trainer.feed import Vocabulary
+from trainer.silence import silence
+from trainer.unloaded import Unloaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class UnfitEncoderError(ValueError):
+    """An encoder that cannot be trained here, with what to do."""
 
 
 class ProjectionConfig(Strict):
@@ -37,11 +43,14 @@ class EncoderConfig(Strict):
     and special ids come from the shards' tokenizer."""
     trust_remote_code: bool = False
     """Run code that a pretrained model brings along. Only for models you trust."""
+    new_mlm_head: bool = False
+    """Where a pretrained encoder brings no MLM head, begin with one whose weights are drawn from the run's seed."""
     pooling: Literal["mean", "cls", "max"] = "mean"
     """Span embedding: mean or maximum over all its tokens (specials included, as released), or its first token."""
     projection: ProjectionConfig = ProjectionConfig()
     layout: Literal["packed", "padded"] = "packed"
-    """packed: no padding, attention within spans only. padded: the reference, for encoders that cannot pack."""
+    """packed: no padding, attention within spans only, where that is proved equal for this encoder; else padded, which
+    a line of the log says. padded: the reference, always."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
     """Replaces every dropout probability of the model; None keeps the model's own."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)
@@ -61,8 +70,16 @@ class EncoderConfig(Strict):
             )
         if self.scratch is not None and "model_type" not in self.scratch:
             raise ValueError("scratch needs `model_type`, for example roberta, bert or modernbert")
+        if self.scratch is not None and self.new_mlm_head:
+            raise ValueError("new_mlm_head is for a pretrained encoder; from scratch every weight is new")
         return self
 
+
+FAMILIES = (
+    "roberta", "xlm-roberta", "camembert", "bert", "modernbert", "eurobert", "nomic_bert", "mpnet", "deberta-v2",
+    "longformer", "distilbert", "electra", "albert",
+)  # fmt: skip
+"""Model types that the tests train."""
 
 _DROPOUTS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
@@ -78,8 +95,12 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         config: the encoder.
         vocabulary_size: ids of the tokenizer; used from scratch only.
         ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used from scratch only.
+
+    Raises:
+        UnfitEncoderError: a decoder, or another type without a masked language model.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.pretrained is not None:
         hf = AutoConfig.from_pretrained(config.pretrained, trust_remote_code=config.trust_remote_code)
@@ -87,6 +108,12 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         assert config.scratch is not None
         given = dict(config.scratch)
         hf = AutoConfig.for_model(given.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **given})
+    own_code = "AutoModelForMaskedLM" in (getattr(hf, "auto_map", None) or {})
+    known = hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or own_code
+    if not known or hf.is_encoder_decoder or getattr(hf, "is_decoder", False):
+        raise UnfitEncoderError(
+            f"model type {hf.model_type} is no encoder with a masked language model; take one of {', '.join(FAMILIES)}"
+        )
     if config.dropout is not None:
         for name in _DROPOUTS:
             if hasattr(hf, name):
@@ -100,18 +127,31 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
 
 def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
     """The masked language model in float32: pretrained weights, or weights drawn from the seed."""
+    return load_model(config, hf, seed)[0]
+
+
+def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", Unloaded]:
+    """The masked language model in float32, and which weights it and its files do not share; those it lacks are drawn.
+
+    Raises:
+        OSError: files that are not there or cannot be read.
+        SafetensorError: a damaged file.
+    """
     from transformers import AutoModelForMaskedLM
 
-    with torch.random.fork_rng(devices=[]):
+    with silence(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(seed, "weights"))
         if config.pretrained is None:
-            model = AutoModelForMaskedLM.from_config(hf, dtype=torch.float32)
-        else:
-            model = AutoModelForMaskedLM.from_pretrained(
-                config.pretrained, config=hf, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-            )
-    mlm_head(model)  # an unknown family stops here, not in the first step
-    return model
+            return AutoModelForMaskedLM.from_config(hf, dtype=torch.float32), Unloaded()
+        model, info = AutoModelForMaskedLM.from_pretrained(
+            config.pretrained,
+            config=hf,
+            dtype=torch.float32,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told by name in `Unloaded`
+        )
+    return model, Unloaded.of(model, info)
 
 
 def padding_index(model: "PreTrainedModel") -> int | None:
@@ -134,15 +174,21 @@ def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
     Raises:
         ValueError: an encoder family whose head is not known here.
     """
-    for name in ("lm_head", "cls"):  # RoBERTa, XLM-R, CamemBERT; BERT, ELECTRA-like
+    for name in ("lm_head", "cls", "predictions"):  # RoBERTa, MPNet, Longformer; BERT, DeBERTa; ALBERT
         if hasattr(model, name):
             head: Callable[[Tensor], Tensor] = getattr(model, name)
             return head
     if hasattr(model, "head") and hasattr(model, "decoder"):  # ModernBERT
         return lambda hidden: model.decoder(model.head(hidden))
+    if hasattr(model, "generator_predictions"):  # ELECTRA
+        return lambda hidden: model.generator_lm_head(model.generator_predictions(hidden))
+    if hasattr(model, "vocab_projector"):  # DistilBERT
+        return lambda hidden: model.vocab_projector(
+            model.vocab_layer_norm(model.activation(model.vocab_transform(hidden)))
+        )
     raise ValueError(
-        f"encoder: {type(model).__name__} has no known MLM head; "
-        "tested families: RoBERTa, DistilRoBERTa, BERT, ModernBERT"
+        f"{type(model).__name__} has no known MLM head; train it without one "
+        f"(objective.terms=contrastive), or take one of {', '.join(FAMILIES)}"
     )
 
 

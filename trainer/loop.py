@@ -13,6 +13,7 @@ from pipeline.shards import ShardError, ShardSet
 from trainer.bulletin import Bulletin
 from trainer.cache import data_folder, run_folder
 from trainer.config import TrainConfig
+from trainer.language_model import UnfitEncoderError
 from trainer.microbatch import Microbatch, MicrobatchError
 from trainer.notice import Ear
 from trainer.parts import build_encoder, build_stepper, load_tokenizer, total_steps
@@ -65,7 +66,10 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         tokenizer, vocabulary = load_tokenizer(shards.folder)
     except ShardError as error:
         return {"given_up": str(error)}
-    encoder = build_encoder(config, tokenizer).to(device).train()
+    try:
+        encoder = build_encoder(config, tokenizer).to(device).train()
+    except UnfitEncoderError as error:
+        return {"given_up": str(error)}
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
     stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
@@ -83,7 +87,7 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
     )
     try:
         step = worker.run_to_end()
-    except (NonFiniteLossError, MicrobatchError, SaveError) as error:
+    except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError) as error:
         return {"given_up": str(error)}
     if step == stepper.total_steps:
         return None

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import seeding
-from trainer.attention import PACKED, AttentionLayout, register
+from trainer.attention import PACKED, AttentionLayout, number_modules, register
 from trainer.batches import IGNORED, SpanBatch, pad_rows, position_ids
 from trainer.dropout import DropoutKeys, key_dropout, token_keys
 from trainer.language_model import EncoderConfig, mlm_head, padding_index
+from trainer.silence import silence
+from trainer.unloaded import Unloaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,14 +31,19 @@ class Encoder(nn.Module):
         config: pooling, projection, layout.
         model: the masked language model.
         seed: the run's seed, for the projection's weights.
+        unloaded: which weights the model and its files do not share.
     """
 
-    def __init__(self, config: EncoderConfig, model: "PreTrainedModel", seed: int) -> None:
+    def __init__(
+        self, config: EncoderConfig, model: "PreTrainedModel", seed: int, unloaded: Unloaded | None = None
+    ) -> None:
         super().__init__()
         self.model = model
+        self.unloaded = unloaded or Unloaded()
         self.sharded = False  # by trainer/sharding.py
         self.hidden_size = int(model.config.hidden_size)
         self.keys = DropoutKeys()
+        number_modules(model)
         key_dropout(model, self.keys, max(self.hidden_size, getattr(model.config, "intermediate_size", 0)))
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -57,7 +64,9 @@ class Encoder(nn.Module):
         """Takes over a configuration that differs in its layout alone."""
         self.config = config
         register()
-        self.model.set_attn_implementation(PACKED if config.layout == "packed" else "sdpa")
+        fused = getattr(self.model, "_supports_sdpa", True)
+        with silence():  # families outside transformers' attention interface keep their own attention, and it says so
+            self.model.set_attn_implementation(PACKED if config.layout == "packed" else ("sdpa" if fused else "eager"))
 
     def hidden(self, batch: SpanBatch) -> Tensor:
         """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order."""
@@ -140,35 +149,6 @@ class Encoder(nn.Module):
             return loss(hidden)
         again: Tensor = checkpoint(loss, hidden, use_reentrant=False)
         return again
-
-
-def packs(encoder: Encoder) -> bool:
-    """Does this encoder give the same embeddings packed as padded? Tried on a few made-up spans.
-
-    Families that bypass transformers' attention interface, or bring positions of their own, do not.
-    """
-    lengths = torch.tensor([3, 7, 5, 7])
-    special = {encoder.model.config.pad_token_id, None}
-    allowed = [number for number in range(min(64, encoder.model.config.vocab_size)) if number not in special]
-    ids = torch.tensor([allowed[place % len(allowed)] for place in range(int(lengths.sum()))])
-    device = next(encoder.parameters()).device
-    nothing = torch.empty(0, dtype=torch.int64)
-    batch = SpanBatch(ids, lengths, nothing, nothing).to(device)
-    config, was_training = encoder.config, encoder.training
-    encoder.eval()
-    found = []
-    with torch.inference_mode():
-        for layout in ("padded", "packed"):
-            encoder.set_layout(config.model_copy(update={"layout": layout}))
-            try:
-                found.append(encoder.embed(batch))
-            except (TypeError, ValueError):  # a forward that does not take packed_layout, or attention that lacks it
-                return False
-            finally:
-                encoder.set_layout(config)
-                encoder.train(was_training)
-    padded, packed = found
-    return torch.allclose(padded, packed, rtol=1e-3, atol=1e-4)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

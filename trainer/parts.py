@@ -13,7 +13,8 @@ from trainer.cache import data_folder
 from trainer.config import TrainConfig
 from trainer.feed import Feed, Vocabulary
 from trainer.gather import World
-from trainer.language_model import build_model, load_hf_config, max_span_tokens, vocabulary_of
+from trainer.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
+from trainer.layouts import fitting_layout
 from trainer.microbatch import Microbatch
 from trainer.model import Encoder
 from trainer.objectives import Declutr
@@ -45,11 +46,19 @@ def total_steps(config: TrainConfig, plan: Plan) -> int:
 
 
 def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
-    """The untrained encoder of a configuration; from scratch it is the same on every worker."""
+    """The untrained encoder of a configuration, in a layout that fits it; from scratch the same on every worker.
+
+    Raises:
+        UnfitEncoderError: it cannot be trained here.
+    """
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
     hf = load_hf_config(config.encoder, len(tokenizer), ids)
-    return Encoder(config.encoder, build_model(config.encoder, hf, config.seed), config.seed)
+    model, unloaded = load_model(config.encoder, hf, config.seed)
+    encoder = Encoder(config.encoder, model, config.seed, unloaded)
+    layout = fitting_layout(encoder, config.objective.mlm)
+    encoder.set_layout(config.encoder.model_copy(update={"layout": layout}))
+    return encoder
 
 
 def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) -> Feed:

@@ -4,6 +4,7 @@ Sampling is split in two: `draw` turns keys into random numbers, `place` turns r
 randomness, so that recorded draws can be replayed. Legend: n documents, A anchors a document, P positives an anchor.
 All spans are half-open [start, end) in tokens of the document, without special tokens.
 
+Windows may be longer than the longest span: an anchor then lies anywhere in its window.
 Short documents (prepare's `short_documents`) have fewer anchors, or windows and spans shorter than l_max; which and how
 short follows from the documents' windows alone. Whatever the mode, a document that is long enough has the same spans.
 """
@@ -40,7 +41,7 @@ class SpanConfig(Strict):
     min_tokens: int = Field(default=32, ge=1)
     """Shortest span, l_min, in tokens without specials."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest span, l_max; the shards must have been prepared with the same value."""
+    """Longest span, l_max, without specials; at most the `geometry.max_tokens` of the shards."""
     strategy: Literal["all", "adjacent", "subsuming"] = "all"
     """Where positives lie: anywhere that overlaps or touches the anchor, only beside it, or only inside it."""
 
@@ -128,10 +129,11 @@ def place(
         ValueError: a document is shorter than this mode keeps: than 2 * A * l_max tokens where short ones are dropped.
     """
     counts = _count_anchors(config, num_tokens, np.diff(window_offsets), short_documents)
-    shortest, longest = config.min_tokens, _longest(config, windows, window_offsets, short_documents)[:, None]
+    room = _rooms(config, windows, window_offsets, short_documents)[:, None]
+    shortest, longest = config.min_tokens, np.minimum(room, config.max_tokens)
     chosen = _choose_windows(counts, draws.windows, windows, window_offsets)
     length = _scale(draws.anchor_lengths, shortest, longest)
-    start = chosen + _pick(draws.anchor_starts, longest - length + 1)
+    start = chosen + _pick(draws.anchor_starts, room - length + 1)
     end = start + length
 
     start_, end_, longest_ = start[..., None], end[..., None], longest[..., None]
@@ -194,21 +196,21 @@ def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_
     return counts
 
 
-def _longest(config: SpanConfig, windows: I64, offsets: I64, short_documents: ShortDocuments) -> I64:
-    """Longest span of each document, `(n,)`: the length of its windows.
+def _rooms(config: SpanConfig, windows: I64, offsets: I64, short_documents: ShortDocuments) -> I64:
+    """Length of each document's windows, `(n,)`, in tokens: the longest span that the shards have room for, or more.
 
     Raises:
         ValueError: windows shorter than `min_tokens`.
     """
-    if short_documents != "shrink_spans":
-        return np.full(len(offsets) - 1, config.max_tokens)
-    longest: I64 = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
-    if len(longest) and int(longest.min()) < config.min_tokens:
+    rooms: I64 = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
+    least = config.min_tokens if short_documents == "shrink_spans" else config.max_tokens
+    if len(rooms) and int(rooms.min()) < least:
+        key = "min_tokens" if short_documents == "shrink_spans" else "max_tokens"
         raise ValueError(
-            f"a document has windows of {int(longest.min())} tokens, too short for spans of min_tokens = "
-            f"{config.min_tokens}; lower it, or prepare the corpus again with a larger geometry.min_tokens"
+            f"a document has windows of {int(rooms.min())} tokens, too short for spans of {key} = {least}; lower it, "
+            f"or prepare the corpus again with a larger geometry.{key}"
         )
-    return longest
+    return rooms
 
 
 def _scale(beta: F64, low: int, high: I64) -> I64:

@@ -16,9 +16,11 @@ from trainer.batches import RankBatch
 from trainer.checkpoint import CHECKPOINTS
 from trainer.chunks import rank_plan
 from trainer.config import TrainConfig
+from trainer.ease import easy_start
 from trainer.feed import Vocabulary
 from trainer.flops import gpu_name, peak_flops
 from trainer.gather import Wish
+from trainer.language_model import UnfitEncoderError
 from trainer.metrics import METRICS, MetricsWriter, Window, read_last_step
 from trainer.parts import build_feed, held_out_validator
 from trainer.plan import Plan
@@ -73,9 +75,12 @@ class Worker:
         Raises:
             NonFiniteLossError: on every rank alike.
             SaveError: checkpoints cannot be written; on every rank.
+            UnfitEncoderError: a start with random weights that nobody asked for; on every rank.
         """
         config, stepper, world = self.config, self.stepper, self.stepper.world
         done = self.pulse.step = self.resume()
+        if done == 0:
+            self.refuse_random_weights()
         if done < stepper.total_steps and Wish.EARLY in world.agree(self.patience.wish):
             self.early = True
             self.pulse.turn("ended")
@@ -103,6 +108,20 @@ class Worker:
                 self.score(validator, metrics, 0)
             return self.take_steps(done, ahead, validator, metrics, saver)
 
+    def refuse_random_weights(self) -> None:
+        """The driver has looked at its own copy of a pretrained encoder; this worker's may be another.
+
+        Raises:
+            UnfitEncoderError: on every rank, if any rank's copy lacks weights.
+        """
+        encoder, world = self.config.encoder, self.stepper.world
+        needs_head = self.config.objective.mlm and not encoder.new_mlm_head
+        found = self.stepper.encoder.unloaded.problems(encoder.pretrained, needs_head)
+        if world.largest(len(found)):
+            raise UnfitEncoderError(
+                "; ".join(found) or f"encoder.pretrained = {encoder.pretrained}: see another worker"
+            )
+
     def take_steps(
         self, done: int, ahead: Ahead, validator: Validator | None, metrics: MetricsWriter | None, saver: Saver | None
     ) -> int:
@@ -120,6 +139,8 @@ class Worker:
                 self.stopwatch.mark("batch")
             measured = self.take(batch, step)
             if step == done + 1:
+                if metrics and step == 1 and (remark := easy_start(config, measured.contrastive)):
+                    get_logger().warning("%s", remark)
                 self.stopwatch.mark("first")
                 pulse.start = self.stopwatch.parts()
                 if metrics:

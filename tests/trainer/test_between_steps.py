@@ -18,11 +18,13 @@ from trainer import checkpoint
 from trainer.cache import run_folder
 from trainer.config import TrainConfig
 from trainer.gather import Wish, World
+from trainer.language_model import UnfitEncoderError
 from trainer.metrics import MetricsWriter
 from trainer.objectives import DeclutrConfig
 from trainer.saver import SaveError, Saver
 from trainer.step import NonFiniteLossError
 from trainer.store import after_save, fetch_run, store_of
+from trainer.unloaded import Unloaded
 from trainer.worker import Worker, never
 
 RARE = 62
@@ -279,3 +281,23 @@ def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):
     follow(10, 51.0)  # scored a second time: the newest line of a step counts
     assert go_on(one) == (18, False)
     assert checkpoint.steps_in(tmp_path / "checkpoints") == [10, 18]
+
+
+@pytest.mark.parametrize(
+    ("unloaded", "encoder", "refused"),
+    [
+        (Unloaded(encoder=("bert.a",)), {}, "bert.a"),
+        (Unloaded(head=("cls.a",)), {}, "brings no MLM head"),
+        (Unloaded(head=("cls.a",)), {"new_mlm_head": True}, None),
+        (Unloaded(unused=("adapter",)), {}, None),
+    ],
+)
+def test_random_weights_take_no_step(tmp_path, unloaded, encoder, refused):
+    """The driver may have looked at another copy of the encoder than a worker loads."""
+    one = worker(tmp_path, encoder={"pretrained": "somewhere", **encoder})
+    one.stepper.encoder.unloaded = unloaded
+    if refused is None:
+        one.refuse_random_weights()
+        return
+    with pytest.raises(UnfitEncoderError, match=refused):
+        one.run_to_end()

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.attention import AttentionLayout
 from trainer.batches import SpanBatch
 from trainer.language_model import EncoderConfig, max_span_tokens, mlm_head, vocabulary_of
-from trainer.model import packs
+from trainer.layouts import packs
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
 SHAPES = {

@@ -124,3 +124,39 @@ def test_the_smallest_document_is_enough_and_one_token_less_is_not():
 def test_min_above_max_is_refused():
     with pytest.raises(ValidationError, match="min_tokens = 9 must be at most max_tokens = 8"):
         SpanConfig(min_tokens=9, max_tokens=8)
+
+
+@given(geometries(), st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_windows_may_be_longer_than_spans(config, longer, extra, seed):
+    """Shards that were prepared for longer spans: anchors lie anywhere in their windows, and apart."""
+    window = config.max_tokens + longer
+    lengths = 2 * config.num_anchors * window + np.array(extra)
+    starts = [window_starts(length, window).astype(np.int64) for length in lengths]
+    draws = draw(config, seed, np.zeros(len(lengths), np.int64), np.arange(len(lengths), dtype=np.uint64))
+    spans = place(config, draws, lengths, np.concatenate(starts), np.cumsum([0, *map(len, starts)]))
+    start, end = spans.anchors[..., 0], spans.anchors[..., 1]
+    assert (end - start >= config.min_tokens).all()
+    assert (np.maximum(end - start, np.diff(spans.positives, axis=-1)[..., 0].max(-1)) <= config.max_tokens).all()
+    assert (end <= (start // window + 1) * window).all()
+    chosen = start // window
+    apart = np.abs(chosen[:, :, None] - chosen[:, None, :])
+    assert (apart[:, ~np.eye(config.num_anchors, dtype=bool)] >= 2).all()
+    assert ((spans.positives[..., 0] >= 0) & (spans.positives[..., 1] <= lengths[:, None, None])).all()
+
+
+def test_short_spans_come_from_the_whole_window():
+    config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=8, max_tokens=16)
+    keys = np.arange(2000, dtype=np.uint64)
+    lengths = np.full(2000, 128)
+    starts = np.tile(np.array([0, 64]), 2000)
+    draws = draw(config, 0, np.zeros(2000, np.int64), keys)
+    spans = place(config, draws, lengths, starts, np.arange(2001) * 2)
+    first = spans.anchors[:, 0, 0] % 64
+    assert (np.histogram(first, bins=[0, 16, 32, 48])[0] > 400).all()  # a quarter each, but for the window's end
+
+
+def test_spans_longer_than_the_windows_are_refused():
+    config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=8, max_tokens=32)
+    draws = draw(config, 0, np.zeros(1, np.int64), np.zeros(1, np.uint64))
+    with pytest.raises(ValueError, match="windows of 16 tokens, too short for spans of max_tokens = 32"):
+        place(config, draws, np.array([64]), np.arange(4) * 16, np.array([0, 4]))

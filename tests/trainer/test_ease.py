@@ -1,0 +1,45 @@
+"""Remarks about a contrastive task that is too easy to learn from."""
+
+import math
+
+import pytest
+
+from trainer.config import TrainConfig
+from trainer.ease import easy_start, small_batch
+
+
+def config(**given):
+    values = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}}
+    return TrainConfig.model_validate(values | given)
+
+
+def test_a_batch_smaller_than_the_papers():
+    assert small_batch(config()) is None
+    remark = small_batch(config(batch_documents=8))
+    assert remark.startswith("batch_documents = 8: a span is told apart from those of 7 other documents, in the paper")
+    assert "Raise it" in remark
+    assert small_batch(config(batch_documents=8, objective={"terms": "mlm"})) is None
+    assert small_batch(config(batch_documents=8, objective={"queue_size": 64})) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "remarked"),
+    [
+        ({}, 0.117, True),
+        ({}, math.log(63), False),
+        ({}, 0.42, False),
+        ({"batch_documents": 1, "spans": {"num_anchors": 1}}, 0.0, True),
+        ({"objective": {"terms": "mlm"}}, 0.0, False),
+        ({"objective": {"released_rank_scaling": True}}, 0.1, False),
+    ],
+)
+def test_a_first_loss_far_below_that_of_guessing(given, loss, remarked):
+    remark = easy_start(config(**given), loss)
+    assert (remark is not None) == remarked
+
+
+def test_the_remark_names_what_to_change():
+    remark = easy_start(config(), 0.117)
+    assert "first contrastive loss is 0.117, and guessing would give 4.14" in remark
+    assert "batch_documents (now 16), or take spans.strategy=adjacent" in remark
+    assert "strategy" not in easy_start(config(spans={"strategy": "adjacent"}), 0.117)

@@ -1,0 +1,174 @@
+"""What is known of an encoder before Ray starts: weights that its files lack, layouts, types that are no encoders."""
+
+import json
+
+import pytest
+import tinyruns as runs
+from families import PADDED, REFUSED
+from prepared import Row, write_prepared
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
+
+from trainer.checks import problems
+from trainer.config import TrainConfig
+from trainer.export import write_encoder
+from trainer.parts import build_encoder
+
+SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+WEIGHT = "bert.encoder.layer.1.output.dense.weight"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "out"
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
+    write_prepared(folder, [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
+    return folder
+
+
+@pytest.fixture
+def pretrained(data, tmp_path):
+    """Saves a tiny pretrained encoder of a class with the shards' tokenizer; a function may change its weights."""
+
+    def save(kind, change=None):
+        folder = tmp_path / "pretrained"
+        tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+        config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=40, pad_token_id=1, **SHAPE)
+        kind(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if change:
+            weights = load_file(folder / "model.safetensors")
+            change(weights)
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return save
+
+
+def given(data, tmp_path, encoder, **changes) -> TrainConfig:
+    values = runs.train_values(data, tmp_path / "run", **{"batch_documents": 16} | changes)
+    return TrainConfig.model_validate(values | {"encoder": {"dropout": 0.0, **encoder}})
+
+
+def test_an_encoder_without_a_head(data, tmp_path, pretrained, log):
+    """Random weights are refused by name where the MLM loss would train through them, unless they are asked for."""
+    encoder = {"pretrained": str(pretrained(BertModel))}
+    (problem,) = problems(given(data, tmp_path, encoder))
+    assert problem.startswith(f"encoder.pretrained = {encoder['pretrained']}: brings no MLM head")
+    assert "cls.predictions.transform.dense.weight" in problem
+    assert "objective.terms=contrastive" in problem
+    assert "encoder.new_mlm_head=true" in problem
+    assert problems(given(data, tmp_path, encoder, objective={"terms": "contrastive"})) == []
+    assert problems(given(data, tmp_path, encoder | {"new_mlm_head": True})) == []
+    assert len(problems(given(data, tmp_path, encoder, objective={"terms": "mlm"}))) == 1
+    assert log == []
+
+
+def test_a_new_head_follows_from_the_seed(data, tmp_path, pretrained):
+    encoder = {"pretrained": str(pretrained(BertModel)), "new_mlm_head": True}
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    one, again, other = (
+        build_encoder(given(data, tmp_path, encoder, seed=seed), tokenizer).model.cls.predictions.transform.dense.weight
+        for seed in (0, 0, 1)
+    )
+    assert one.equal(again)
+    assert not one.equal(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda weights: weights.pop(WEIGHT), WEIGHT),
+        (lambda weights: [weights.pop(name) for name in list(weights) if ".layer.1." in name], "and 10 more"),
+        (lambda weights: weights.update({WEIGHT: weights[WEIGHT][:5].clone()}), f"{WEIGHT} (of shape [5, 24], not [16"),
+    ],
+    ids=["a weight", "a layer", "another shape"],
+)
+@pytest.mark.parametrize("terms", ["both", "contrastive"])
+def test_an_incomplete_encoder(data, tmp_path, pretrained, change, named, terms):
+    encoder = {"pretrained": str(pretrained(BertForMaskedLM, change)), "new_mlm_head": True}
+    (problem,) = problems(given(data, tmp_path, encoder, objective={"terms": terms}))
+    assert "its files lack weights of the encoder, which would be random" in problem
+    assert named in problem
+
+
+def test_a_truncated_file(data, tmp_path, pretrained):
+    folder = pretrained(BertForMaskedLM)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    (problem,) = problems(given(data, tmp_path, {"pretrained": str(folder)}))
+    assert problem.startswith(f"encoder = {folder}: ")
+    assert "not fully covered" in problem
+
+
+def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
+    """Weights without a place are named; those of heads that every published encoder brings are not."""
+    folder = pretrained(BertForPreTraining)
+    assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
+    assert log == []
+    pretrained(BertForMaskedLM, lambda weights: weights.update({"bert.adapter.weight": weights[WEIGHT].clone()}))
+    assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
+    (line,) = log
+    assert line == f"encoder.pretrained = {folder}: weights that are not used: bert.adapter.weight"
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
+
+
+def test_a_run_that_has_weights_of_its_own_goes_on(data, tmp_path, pretrained):
+    """Its checkpoints hold the head, whatever the encoder brought along: runs from before this was asked."""
+    config = given(data, tmp_path, {"pretrained": str(pretrained(BertModel))})
+    assert problems(config)
+    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    assert problems(config) == []
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_a_family_that_cannot_pack_is_padded(data, tmp_path, log, family):
+    encoder = {"scratch": {"model_type": family, **PADDED[family]}}
+    config = given(data, tmp_path, encoder)
+    assert problems(config) == []
+    (line,) = log
+    assert f"model type {family} mixes the spans of a packed batch; they are padded instead" in line
+    assert config.hash() == given(data, tmp_path, encoder).hash()
+    log.clear()
+    assert problems(given(data, tmp_path, encoder | {"layout": "padded"})) == []
+    assert log == []
+
+
+@pytest.mark.parametrize("family", ["nystromformer", "gpt2"])
+def test_a_family_that_cannot_be_trained(data, tmp_path, family):
+    encoder = {"scratch": {"model_type": family, **REFUSED.get(family, {"n_embd": 16, "n_layer": 2, "n_head": 2})}}
+    (problem,) = problems(given(data, tmp_path, encoder))
+    assert problem.startswith("encoder = {'model_type': ")
+    assert f"model type {family}" in problem
+    assert "take" in problem
+
+
+def test_hashes_are_those_from_before(data, tmp_path):
+    """A setting that is off is no part of what decides a run."""
+    config = given(data, tmp_path, {"pretrained": "x"})
+    assert "new_mlm_head" not in json.dumps(config.decisive())
+    on = given(data, tmp_path, {"pretrained": "x", "new_mlm_head": True})
+    assert on.decisive()["encoder"]["new_mlm_head"] is True
+    assert on.hash() != config.hash()
+
+
+def test_an_untrained_head_is_not_exported(data, tmp_path, pretrained):
+    """Else it would pass for a trained one with who starts from the export."""
+    config = given(data, tmp_path, {"pretrained": str(pretrained(BertModel))}, objective={"terms": "contrastive"})
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    encoder = build_encoder(config, tokenizer)
+    write_encoder(encoder, tokenizer, tmp_path, encoder.unloaded.head)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert names
+    assert not any(name.startswith("cls.") for name in names)
+    (problem,) = problems(given(data, tmp_path, {"pretrained": str(tmp_path)}))
+    assert "brings no MLM head" in problem
+
+
+def test_spans_shorter_than_the_windows_fit(data, tmp_path):
+    def found(tokens):
+        return problems(given(data, tmp_path, {"scratch": runs.SCRATCH}, spans={"min_tokens": 4, "max_tokens": tokens}))
+
+    assert found(16) == found(12) == []
+    (problem,) = found(17)
+    assert problem.startswith("spans.max_tokens = 17: the shards' windows were made for 16; use at most that")

@@ -1,0 +1,84 @@
+"""The weights that a pretrained encoder's files and the model built for them do not share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+# Heads and buffers that many published files bring along and no masked language model has. Nobody misses them.
+_HARMLESS = (
+    "pooler.",
+    "seq_relationship.",
+    "sop_classifier.",
+    "position_ids",
+    "lm_loss.",
+    "discriminator_predictions.",
+)
+_NAMED = 6  # names in one message; of more the number is given
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    """What was not loaded; nothing for an encoder from scratch.
+
+    Attributes:
+        encoder: weights of the encoder that the files lack, or have in another shape: their values are random.
+        head: the same of the MLM head.
+        unused: weights in the files that the model has no place for, without those known to be harmless.
+    """
+
+    encoder: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(model: Any, info: dict[str, Any]) -> "Unloaded":
+        """Reads what transformers says of a masked language model that it has loaded.
+
+        Args:
+            model: the model.
+            info: `missing_keys`, `mismatched_keys` and `unexpected_keys`, from `from_pretrained`.
+        """
+        missing = {name: name for name in info["missing_keys"] if not _harmless(name)}
+        for name, stored, wanted in info["mismatched_keys"]:
+            missing[name] = f"{name} (of shape {list(stored)}, not {list(wanted)})"
+        body = f"{model.base_model_prefix}."
+        return Unloaded(
+            tuple(missing[name] for name in sorted(missing) if name.startswith(body)),
+            tuple(missing[name] for name in sorted(missing) if not name.startswith(body)),
+            tuple(sorted(name for name in info["unexpected_keys"] if not _harmless(name))),
+        )
+
+    def problems(self, pretrained: str | None, needs_head: bool) -> list[str]:
+        """Random weights that nobody asked for, one line a problem.
+
+        Args:
+            pretrained: name or folder of the encoder.
+            needs_head: whether the MLM head is trained, and a new one was not asked for.
+        """
+        name = f"encoder.pretrained = {pretrained}"
+        found = []
+        if self.encoder:
+            found.append(
+                f"{name}: its files lack weights of the encoder, which would be random: {_names(self.encoder)}. The "
+                "files are incomplete, or config.json belongs to another encoder; fetch it again"
+            )
+        if self.head and needs_head:
+            found.append(
+                f"{name}: brings no MLM head, and the MLM loss would go through random weights: {_names(self.head)}. "
+                "Train without it (objective.terms=contrastive), or begin with a new head (encoder.new_mlm_head=true)"
+            )
+        return found
+
+    def remark(self, pretrained: str | None) -> str | None:
+        """A line about weights that are left out; None where there are none."""
+        if not self.unused:
+            return None
+        return f"encoder.pretrained = {pretrained}: weights that are not used: {_names(self.unused)}"
+
+
+def _harmless(name: str) -> bool:
+    return any(part in name for part in _HARMLESS)
+
+
+def _names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
