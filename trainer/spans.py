@@ -168,7 +168,7 @@ def pair_lengths(
     Raises:
         ValueError: windows shorter than `min_tokens`.
     """
-    longest = _longest(config, windows, window_offsets, short_documents)
+    longest = np.minimum(_rooms(config, windows, window_offsets, short_documents), config.max_tokens)
     anchor = _scale(draws.anchor_lengths[:, 0], config.min_tokens, longest)
     return anchor, _scale(draws.positive_lengths[:, 0, 0], config.min_tokens, longest)
 
