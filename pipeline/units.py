@@ -94,10 +94,7 @@ def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) 
         The units, and what is wrong with the inputs: one line a problem.
     """
     unit_bytes = max(1, int(unit_mib * MIB))
-    if isinstance(corpus, PythonDocs):
-        parts, problems = python_parts(), []
-    else:
-        parts, problems = file_parts(corpus, unit_bytes, skipped)
+    parts, problems = file_parts(corpus, unit_bytes, skipped) if corpus.kind != "python_docs" else (python_parts(), [])
     groups: list[list[Part]] = []
     held = 0
     for part in parts:
