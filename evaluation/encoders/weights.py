@@ -1,6 +1,7 @@
 """Which weights an encoder needs, lacks and leaves out: a model that was loaded in part gives wrong scores."""
 
 import pickle
+import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,11 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
     unexpected = [key.removeprefix(prefix) for key in report["unexpected_keys"]]
     foreign = [key for key in unexpected if key.partition(".")[0] in own]
     problems = [
-        f"{len(keys)} weights {what}: {_some(keys)}"
+        f"{what} {len(keys)} weight{'s' if len(keys) > 1 else ''}: {_some(keys)}"
         for keys, what in (
-            (missing, "are missing from its files"),
-            (mismatched, "have another shape than config.json says"),
-            (foreign, "are in its files but in no layer that config.json knows"),
+            (missing, "its files lack"),
+            (mismatched, "its config.json has another shape for"),
+            (foreign, "its config.json has no layer for"),
         )
         if keys
     ]
@@ -69,10 +70,15 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
 
 def broken_file(folder: Path) -> str:
     """The first JSON or weights file of a folder that cannot be read, with the reason; "" where all can."""
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin")):
         try:
             if path.suffix == ".json":
                 read_json(path)
+            elif path.suffix == ".bin":
+                with path.open("rb") as stream:
+                    start = stream.read(2)
+                if start in (b"", b"PK") and not zipfile.is_zipfile(path):
+                    return f"{path} is damaged or half downloaded (its end is missing)"
             else:
                 with safe_open(path, "pt"):
                     pass

@@ -138,6 +138,8 @@ def _read(path: Path, wanted: set[str] | None) -> Iterator[tuple[list[str], NDAr
             first, _, rest = line.rstrip().partition(separator)
             if not size:
                 size = len(rest.split())
+            if not size:
+                raise EncoderError(f"{path}, line {number}: no numbers after a word and a space or tab")
             word = first.decode("utf-8", "replace")
             if wanted is not None and word not in wanted:
                 continue

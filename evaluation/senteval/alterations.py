@@ -67,7 +67,7 @@ def _other_labels(where: str, found: Digests, expected: PublishedSplit, chance: 
     if same_sentences(found, known):
         told = ", or moved between scored and unscored rows" if expected.unscored else ""
         return Finding(
-            "refuse", f"{said}, for the published sentences: labels were shifted or reordered{told}",
+            "refuse", f"{said}, for the published sentences: labels were shifted, reordered or changed{told}",
             chance or _NO_CORRELATION,
         )  # fmt: skip
     if (found.first_sorted, found.second_sorted) == (known.first_sorted, known.second_sorted):

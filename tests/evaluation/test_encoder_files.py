@@ -19,7 +19,7 @@ from common.storage import write_json
 from evaluation.cli import main
 from evaluation.encoder import EncoderError, load_encoder
 from evaluation.encoders.hub import hub_answers
-from trainer.checkpoint import checkpoint_path
+from trainer.checkpoint import ENCODER, checkpoint_path
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +51,24 @@ def keep(path, chosen):
     [
         (
             lambda f: keep(f / "model.safetensors", lambda key: "layer.1." not in key),
-            r"16 weights are missing from its files: encoder.layer.1.attention.output.LayerNorm.bias, .* and 13 more",
+            r"its files lack 16 weights: encoder.layer.1.attention.output.LayerNorm.bias, .* and 13 more",
         ),
         (
             lambda f: keep(f / "model.safetensors", lambda key: "word_embeddings" not in key),
-            r"1 weights are missing from its files: embeddings.word_embeddings.weight",
+            r"its files lack 1 weight: embeddings.word_embeddings.weight",
         ),
         (
             lambda f: change(f / "config.json", num_hidden_layers=1),
-            r"16 weights are in its files but in no layer that config.json knows: encoder.layer.1.attention",
+            r"its config.json has no layer for 16 weights: encoder.layer.1.attention",
         ),
         (
             lambda f: change(f / "config.json", intermediate_size=50),
-            r"6 weights have another shape than config.json says: encoder.layer.0.intermediate.dense.bias \(48,\) inst",
+            r"its config.json has another shape for 6 weights: encoder.layer.0.intermediate.dense.bias \(48,\) inst",
         ),
         (
             lambda f: save_file({f"module.{key}": value for key, value in load_file(f / "model.safetensors").items()},
                                 f / "model.safetensors", metadata={"format": "pt"}),
-            r"37 weights are missing from its files.*the files also hold module.embeddings",
+            r"its files lack 37 weights.*the files also hold module.embeddings",
         ),
         (lambda f: keep(f / "2_Dense/model.safetensors", lambda key: "bias" not in key), r"2_Dense/model.*linear|bias"),
         (lambda f: change(f / "2_Dense/config.json", out_features=13), r"2_Dense/model.*size mismatch"),
@@ -95,6 +95,17 @@ def test_a_half_downloaded_file_is_named(folder, file, share):
     path = folder / file
     path.write_bytes(path.read_bytes().rstrip()[: int(share * path.stat().st_size) - (share > 0.9)])
     with pytest.raises(EncoderError, match=file.rpartition("/")[2]):
+        load_encoder(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.98])
+def test_a_half_downloaded_file_of_the_older_format_is_named(folder, share):
+    path = folder / "pytorch_model.bin"
+    torch.save(load_file(folder / "model.safetensors"), path)
+    (folder / "model.safetensors").unlink()
+    load_encoder(str(folder), device="cpu")
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(EncoderError, match=r"pytorch_model.bin is damaged or half downloaded"):
         load_encoder(str(folder), device="cpu")
 
 
@@ -139,7 +150,9 @@ def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):
     run = tmp_path / "copy"
     step = checkpoint_path(run / "checkpoints", 8)
     step.mkdir(parents=True)
-    write_json(step / "state.json", state_of(8).model_dump(mode="json"))
+    (step / ENCODER).write_bytes(b"")
+    state = state_of(8).model_copy(update={"files": {ENCODER: "0" * 64}})
+    write_json(step / "state.json", state.model_dump(mode="json"))
     config = runs.train_config(tmp_path / "data of another machine", run)
     write_config(run / "config.yaml", **config.model_dump(mode="json"))
     with pytest.raises(EncoderError, match=r"data of another machine' of .*config.yaml names no folder with one here"):

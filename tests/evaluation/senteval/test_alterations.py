@@ -124,7 +124,7 @@ def another_set(folder, task):
             "STS15",
             rotated_gold,
             "refuse",
-            "shifted or reordered, or moved between scored and unscored",
+            "shifted, reordered or changed, or moved between scored and unscored",
         ),
         ("STS15", gold_by_three, "refuse", "a lower correlation, down to 0"),
         ("STS15", shifted, "refuse", "they were shifted, or exchanged between classes"),

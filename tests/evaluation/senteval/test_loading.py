@@ -1,7 +1,6 @@
 """Every format is read as SentEval's own loader reads it."""
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,33 +189,6 @@ def test_nothing_there_is_missing_and_a_part_of_it_is_broken(tmp_path):
     assert not isinstance(caught.value, MissingDataError)
 
 
-@pytest.mark.parametrize(
-    ("given", "moved", "said"),
-    [
-        (".", {"downstream": "data/downstream"}, r"2 of 2 files are at .*data/downstream/MR: name .*data with --data"),
-        (".", {"downstream": "SentEval/data/downstream"}, r"name .*SentEval/data with --data"),
-        ("downstream", {}, r"name .*/data with --data"),
-        ("downstream/MR", {}, r"name .*/data with --data"),
-        (".", {"downstream": "Downstream"}, r"Downstream/MR/rt-polarity.pos is there: it must be called downstream/MR"),
-        (
-            ".",
-            {"downstream/MR": "downstream/mr"},
-            r"mr/rt-polarity.pos is there: it must be called downstream/MR/rt-pol",
-        ),
-        (".", {"downstream/MR": "MR"}, r"MR/rt-polarity.pos is there: it belongs to .*downstream/MR/rt-polarity.pos"),
-        ("gone", {}, r"gone is no folder"),
-    ],
-)
-def test_files_that_are_elsewhere_are_found(tmp_path, given, moved, said):
-    folder = tmp_path / "data"
-    write_binary(folder)
-    for old, new in moved.items():
-        (folder / new).parent.mkdir(parents=True, exist_ok=True)
-        (folder / old).rename(folder / new)
-    with pytest.raises(MissingDataError, match=said):
-        load(find("MR"), folder / given)
-
-
 @pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
 def test_the_real_sets():
     """Numbers of rows are those that SentEval's own loaders gave."""
@@ -257,12 +229,3 @@ def test_the_first_lines_of_every_other_set(tmp_path):
             source = SLICES / f"downstream/SNLI/{column}.{'dev' if split == 'train' else split}"
             write(tmp_path, f"downstream/SNLI/{column}.{split}", source.read_text(encoding="latin-1"), "latin-1")
     assert [len(split) for split in load(find("SNLI"), tmp_path).splits.values()] == [200, 200, 200]
-
-
-def test_the_documents_name_every_file():
-    text = (Path(__file__).resolve().parents[3] / "docs/senteval.md").read_text(encoding="utf-8")
-    layout = text.partition("```\nDIR/downstream/CR/")[2].partition("```")[0]
-    for task in TASKS:
-        assert f"DIR/{task.folder}/" in f"DIR/downstream/CR/{layout}", task.folder
-        for name in task.subsets or [name.rpartition("/")[2] for name in task_files(task)]:
-            assert name in layout.split(), name
