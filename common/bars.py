@@ -43,4 +43,4 @@ def bar(**settings: Any) -> "tqdm[Any]":
     """
     if sys.stderr.isatty():
         return tqdm(file=sys.stderr, **({"dynamic_ncols": True} | settings))
-    return tqdm(file=Lines(), **(settings | {"bar_format": _LINE}))  # type: ignore[arg-type]
+    return tqdm(file=Lines(), **(settings | {"bar_format": _LINE}))

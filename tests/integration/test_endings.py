@@ -12,15 +12,16 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture
-def under_way(data, tmp_path):
-    """A run that has taken some steps: its driver, everything below it, and its folder."""
+def under_way(data, tmp_path, request):
+    """A run that has taken some steps: its driver, everything below it, and its folder. The parameter: stop_seconds."""
     run = tmp_path / "run"
-    values = runs.train_values(data, run, steps=100_000, scaling={"stop_seconds": 10})
+    values = runs.train_values(data, run, steps=100_000, scaling={"stop_seconds": request.param})
     driver, before = runs.start_command("trainer.train", runs.write_config(tmp_path / "train.yaml", train=values), run)
     runs.wait_for_step(driver, before, run, 3, timeout=150)
     return driver, runs.descendants(driver.pid), run
 
 
+@pytest.mark.parametrize("under_way", [90], indirect=True)
 def test_a_closed_terminal_saves_and_leaves_nothing(under_way):
     driver, everything, run = under_way
     os.killpg(driver.pid, signal.SIGHUP)  # as the shell does to all processes of a job
@@ -33,6 +34,7 @@ def test_a_closed_terminal_saves_and_leaves_nothing(under_way):
     assert runs.wait_gone(everything) == {}
 
 
+@pytest.mark.parametrize("under_way", [5], indirect=True)
 def test_a_renamed_folder_ends_the_run_and_is_not_made_anew(under_way):
     driver, everything, run = under_way
     run.rename(run.with_name("moved"))
