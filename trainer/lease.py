@@ -2,7 +2,7 @@
 
 Arrow's clients cannot write on a condition. So of two commands that begin within the same moment on two hosts both may
 begin; the one whose name was written over finds out when it renews, and ends. A holder that cannot renew for a minute
-may lose its run to another in the same way. On one host `trainer/lock.py` comes first, and has no such gap.
+may lose its run to another in the same way. On one host `common/lock.py` comes first, and has no such gap.
 
 Only the store's clock is asked: the age of the object is the time between its last change and that of an object that is
 written to be compared with it, so hosts whose clocks differ judge alike.
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import msgspec
 
 from common.address import child
+from common.lock import LOCK, Holder, RunLockedError, lives, read_holder, refusal, this_process
 from common.logs import get_logger
 from common.remotefile import Patience, modified, read_file, remove_file, write_file
-from trainer.lock import LOCK, Holder, RunLockedError, lives, read_holder, refusal, this_process
 
 _BEAT_SECONDS = 10.0
 _ONCE = Patience(total_seconds=0.0)

@@ -10,12 +10,14 @@ import msgspec
 
 from common.address import is_remote
 from common.config import expand, print_config
+from common.lock import RunLock
 from common.logs import get_logger
 from common.records import DamagedError, Record, read_record
 from common.scores import SCORES
 from common.storage import write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.begun import as_begun
 from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS, CheckpointError
 from trainer.checks import DECISIVE, problems, ray_problems, refuse
@@ -23,7 +25,6 @@ from trainer.config import TrainConfig
 from trainer.export import EXPORT, export, read_settings
 from trainer.failure import FAILURES
 from trainer.lease import Lease
-from trainer.lock import RunLock
 from trainer.metrics import read_metrics
 from trainer.parts import total_steps
 from trainer.plan import Plan
@@ -64,6 +65,7 @@ def run_training(
     with contextlib.ExitStack() as stack:
         if is_remote(config.run):  # what is there must be here before it can be judged
             _hold(config, signals, stack)
+        config = _keep_score(config)
         refuse([*problems(config), *ray_problems(config, run_folder(config), ray_is_there is not None)])
         marks["checks"] = time.time()
         if ray_is_there:
@@ -72,6 +74,17 @@ def run_training(
         if not is_remote(config.run):
             _hold(config, signals, stack)
         return _train(config, run_folder(config), signals, marks)
+
+
+def _keep_score(config: TrainConfig) -> TrainConfig:
+    """The configuration with the score that the run began with; a score that is not today's default is logged."""
+    begun = as_begun(config, run_folder(config))
+    if begun.validation.score != config.validation.score:
+        get_logger().info(
+            "%s: began with validation.score = %s and keeps it; a new run has %s by default",
+            *(config.run, begun.validation.score, config.validation.score),
+        )
+    return begun
 
 
 def _hold(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:

@@ -113,12 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     early = None if arguments.print_config or arguments.fork else _EarlyRay(arguments.config, arguments.overrides)
     if early:
         early.begin()
+    from common.lock import RunLockedError
     from common.records import DamagedError
     from pipeline.shards import ShardError
     from trainer.checkpoint import CheckpointError
     from trainer.config import TrainConfig
     from trainer.fork import fork
-    from trainer.lock import RunLockedError
     from trainer.run import run_training
     from trainer.supervisor import RunStoppedError, TrainingFailedError
 

@@ -12,9 +12,9 @@ from damagedjson import DAMAGED
 from s3server import s3_server
 
 from common.address import child
+from common.lock import LOCK, RunLockedError
 from common.remotefile import names, read_file, write_file
 from trainer.lease import Lease
-from trainer.lock import LOCK, RunLockedError
 
 HOLD = "import sys; from trainer.lease import Lease\n"
 HOLD += "with Lease(sys.argv[1], print): print('held', flush=True); sys.stdin.read()"

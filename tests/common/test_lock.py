@@ -10,9 +10,9 @@ import time
 import pytest
 from damagedjson import DAMAGED
 
-from trainer.lock import LOCK, RunLock, RunLockedError
+from common.lock import LOCK, RunLock, RunLockedError
 
-HOLD = "import sys; from pathlib import Path; from trainer.lock import RunLock\n"
+HOLD = "import sys; from pathlib import Path; from common.lock import RunLock\n"
 HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
 
 
