@@ -6,6 +6,8 @@ import sys
 
 from tqdm import tqdm
 
+from common.streams import lasting_streams
+
 
 class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes lines of their own: a bar on the same stream is cleared before and drawn again after."""
@@ -16,7 +18,11 @@ class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def setup_logging(role: str) -> None:
-    """Logs of this process go to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more."""
+    """Logs of this process go to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more.
+
+    Where nobody reads its output any more, the process goes on in silence (common/streams.py).
+    """
+    lasting_streams()
     level = os.environ.get("DECLUTR_LOG", "INFO").upper()
     handler = _BesideBars(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S"))

@@ -147,6 +147,24 @@ def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
     return _persist(url, patience, read)
 
 
+def size_of(url: str, patience: Patience = PATIENT) -> int | None:
+    """Bytes of a file; None if it is not there.
+
+    Raises:
+        RemoteError: the place refuses, or did not answer in time.
+    """
+    files, place = _open(url)
+
+    def look() -> int | None:
+        files.invalidate_cache()
+        try:
+            return cast(int, files.info(place)["size"])
+        except FileNotFoundError:
+            return None
+
+    return _persist(url, patience, look)
+
+
 def modified(url: str, patience: Patience = PATIENT) -> float | None:
     """When a file was last written, in Unix seconds of the place's own clock; None if it is not there.
 

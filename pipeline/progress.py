@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from pydantic import ValidationError
-from tqdm import tqdm
 
+from common.bars import bar
 from common.config import Strict
 from pipeline.manifest import Sidecar
 
@@ -81,14 +80,13 @@ class Progress:
         self._done = self._before = sum((_of_sidecar(sidecar) for sidecar in done), Done())
         self._started = time.monotonic()
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._bar = tqdm(
+        self._bar = bar(
             total=total_bytes,
             initial=self._done.num_bytes,
             desc=stage,
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
-            file=sys.stderr,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
         shutil.rmtree(folder / BEATS, ignore_errors=True)

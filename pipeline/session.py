@@ -2,12 +2,19 @@
 
 import logging
 import os
+import signal
+import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pydantic import Field
 
-from common.config import Strict
+from common.config import ConfigError, Strict
+from common.logs import get_logger
+from pipeline.cluster import cluster_problem, named_cluster
 
 # Ray reads these when it is imported or started, hence here and before `import ray`.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -39,25 +46,31 @@ class _Local:
 
 _local = _Local()
 _AGENT = "ray::DashboardAgent"
+_SHORT_FOLDER = "/tmp/ray"  # Ray's own where TMPDIR is not set
+_SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # longest path of a Unix socket
+_SESSION_BYTES = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.1")
 
 
-def start_ray(num_cpus: int | None = None, address: str | None = None) -> None:
+def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seconds: float = 0.0) -> None:
     """Attaches to a cluster when `address` or RAY_ADDRESS names one, else starts a local session; both stay quiet.
 
     A session that this process has already is kept, unless it was started here with fewer CPUs than are asked for now:
     work that waits for a CPU which never comes says nothing.
+
+    Args:
+        num_cpus: of a local session; None: all of this machine's.
+        address: of a cluster; None: RAY_ADDRESS.
+        wait_seconds: time in which a cluster that was lost may come back.
+
+    Raises:
+        ConfigError: no cluster answers there.
     """
     if _local.started and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()
     if not ray.is_initialized():
-        address = address or os.environ.get("RAY_ADDRESS")
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        _local.started = not address
-        if address:
-            ray.init(address=address, **quiet)
-        else:
-            end_orphaned_agents()
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        with _deaf_to_hangups():
+            _init(num_cpus, address, wait_seconds)
+        _end_at_hangup()
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     # How often work is begun anew has no named parameter yet, and `ray_remote_args` goes in 2.64 (hence the bound in
     # pyproject.toml): nothing that a user could mend.
@@ -65,6 +78,54 @@ def start_ray(num_cpus: int | None = None, address: str | None = None) -> None:
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+
+
+def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:
+    name, address = named_cluster(address)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    _local.started = not address
+    if address:
+        if problem := cluster_problem(name, address, wait_seconds):
+            raise ConfigError("ray", [problem])
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            raise ConfigError("ray", [f"{name} = {address}: {str(error).splitlines()[0]}"]) from error
+    else:
+        end_orphaned_agents()
+        folder = {"_temp_dir": short} if (short := _short_folder()) else {}
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet, **folder)
+
+
+def _short_folder() -> str | None:
+    """A folder for the session where that of TMPDIR would make the paths of its sockets too long; else None."""
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
+    if name is None or len(os.fsencode(f"{os.environ[name]}/ray")) + _SESSION_BYTES <= _SOCKET_BYTES:
+        return None
+    get_logger().warning(
+        "%s = %s is too long for the sockets of Ray (at most %d bytes): its session lies in %s",
+        name,
+        os.environ[name],
+        _SOCKET_BYTES - _SESSION_BYTES - len("/ray"),
+        _SHORT_FOLDER,
+    )
+    return _SHORT_FOLDER
+
+
+@contextmanager
+def _deaf_to_hangups() -> Iterator[None]:
+    """Processes that are begun in the block never hear SIGHUP: the one that began them ends them in good order."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_at_hangup() -> None:
+    """Treats SIGHUP as SIGTERM, which Ray has taken to end its processes; under `nohup` it stays ignored."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
 
 
 def end_orphaned_agents() -> None:

@@ -1,5 +1,6 @@
 """What can be known to be wrong with a training run before Ray starts, all of it at once."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from common.config import ConfigError, flat_keys
 from common.logs import get_logger
 from common.records import DamagedError, read_record
 from common.remotefile import RemoteError
+from pipeline.cluster import cluster_problem, named_cluster
 from pipeline.manifest import TOKENIZER, Manifest, ShardError, data_hash, load_manifest
 from pipeline.shards import check_shards
 from pipeline.tokenization import fingerprint, load_tokenizer
@@ -55,6 +57,31 @@ def refuse(found: list[str]) -> None:
     """
     if found:
         raise ConfigError("train", found)
+
+
+def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
+    """The parts that Ray lacks for this run: a cluster that answers, or a GPU for every worker on this machine.
+
+    Args:
+        config: of the run.
+        run: its folder; a finished run needs no Ray.
+        own_session: Ray was started for this run; another session of this process may be of any cluster.
+    """
+    others = "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session
+    if others or (run / "summary.json").is_file():
+        return []
+    scaling = config.scaling
+    name, address = named_cluster(scaling.address)
+    if address:
+        problem = cluster_problem(name.replace("address", "scaling.address"), address)
+        return [] if problem is None else [problem]
+    gpus = torch.cuda.device_count()
+    if scaling.device == "cuda" and gpus < scaling.least_workers:
+        return [
+            f"scaling.device = cuda: {scaling.least_workers} workers need a GPU each, and this machine has {gpus} that "
+            "torch can use; set it to cpu or auto, lower scaling.workers, or name a cluster (scaling.address)"
+        ]
+    return []
 
 
 def _run_problems(config: TrainConfig, run: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, 
     if resources.get("CPU", 0) < needed:
         get_logger().warning("the cluster has %g CPUs, this run needs %d: it waits", resources.get("CPU", 0), needed)
     gpus = resources.get("GPU", 0)
+    if scaling.device == "cuda" and gpus < scaling.least_workers:
+        words = "scaling.device = cuda: the cluster has %g GPUs, this run needs %d: it waits"
+        get_logger().warning(words, gpus, scaling.least_workers)
     use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.least_workers)
     # Left by versions that told Ray of checkpoints: it would look for those. Ours are found by looking at the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
@@ -62,6 +66,34 @@ def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, 
             name=CHECKPOINTS, storage_path=str(run), failure_config=ray.train.FailureConfig(max_failures=0)
         ),
     )
+
+
+class Fit(threading.Thread):
+    """`TorchTrainer.fit` in a thread: the main one is for signals and for watching.
+
+    Attributes:
+        value: the answer of the first worker, once it has ended well.
+        error: the reason, once it has not.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(daemon=True, name="declutr-fit")
+        self._trainer = trainer
+        self._done = threading.Event()
+        self.value: dict[str, Any] | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Runs the group to its end."""
+        try:
+            self.value = self._trainer.fit().return_value
+        except BaseException as error:  # noqa: BLE001 - judged by the supervisor
+            self.error = error
+        self._done.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, after at most so many seconds."""
+        return self._done.wait(seconds)
 
 
 def kill_worker(pulse: dict[str, Any]) -> None:

@@ -1,11 +1,10 @@
 """What a person watches while a run trains: a bar on the driver, fed by the run's own metrics."""
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from tqdm import tqdm
+from common.bars import bar
 
 _EVERY_SECONDS = 0.5
 
@@ -20,7 +19,7 @@ class ProgressBar:
 
     def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int) -> None:
         self.newest = newest
-        self.bar = tqdm(total=steps, unit="step", desc="train", file=sys.stderr, dynamic_ncols=True)
+        self.bar = bar(total=steps, unit="step", desc="train")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 

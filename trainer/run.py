@@ -20,7 +20,7 @@ from trainer import checkpoint
 from trainer.begun import as_begun
 from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS, CheckpointError
-from trainer.checks import DECISIVE, problems, refuse
+from trainer.checks import DECISIVE, problems, ray_problems, refuse
 from trainer.config import TrainConfig
 from trainer.export import EXPORT, export, read_settings
 from trainer.failure import FAILURES
@@ -33,6 +33,7 @@ from trainer.ranking import FOLLOWED, Standing, history
 from trainer.signals import Signals
 from trainer.store import RunStore, store_of
 from trainer.supervisor import Supervisor
+from trainer.waiting import crowded
 
 SUMMARY = "summary.json"
 SECONDS = "seconds.json"
@@ -65,7 +66,7 @@ def run_training(
         if is_remote(config.run):  # what is there must be here before it can be judged
             _hold(config, signals, stack)
         config = _keep_score(config)
-        refuse(problems(config))
+        refuse([*problems(config), *ray_problems(config, run_folder(config), ray_is_there is not None)])
         marks["checks"] = time.time()
         if ray_is_there:
             ray_is_there()
@@ -90,7 +91,7 @@ def _hold(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) ->
     """Takes the run for this command; fetches its checkpoint and files, where they lie in a store."""
 
     def lost() -> None:
-        signals.ask("the loss of the run's lock to another command")
+        signals.ask("the loss of the run's lock to another command, or of its folder")
 
     run, store = run_folder(config), store_of(config)
     run.mkdir(parents=True, exist_ok=True)
@@ -124,6 +125,8 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
             get_logger().info("scores are expected from `declutr evaluate --follow %s`, beside this", config.run)
         if store is not None:
             store.send(*_FILES)
+        if sentence := crowded(config.scaling):
+            get_logger().warning("%s", sentence)
         begun = time.monotonic()
         supervisor = Supervisor(located(config), run, steps, signals, marks)
         try:
@@ -220,6 +223,8 @@ def _seconds(run: Path) -> float:
 
 def _add_seconds(run: Path, seconds: float) -> None:
     path = run / SECONDS
+    if not run.is_dir():  # renamed or deleted meanwhile: a new folder would look like the run
+        return
     try:
         write_json(path, round(_seconds(run) + seconds, 3))
     except OSError as error:  # why the run ended is what must be said

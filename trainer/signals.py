@@ -1,10 +1,13 @@
-"""SIGTERM and Ctrl-C to the driver: the first asks for a good end, the second ends at once."""
+"""SIGTERM, SIGHUP and Ctrl-C to the driver: the first asks for a good end, the second ends at once.
+
+SIGHUP comes when the terminal or the connection is closed. Where it is ignored, as under `nohup`, it stays ignored.
+"""
 
 import signal
 import threading
 from typing import Any
 
-_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
@@ -24,6 +27,8 @@ class Signals:
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.getsignal(number) for number in _NUMBERS}
+            if self._before[signal.SIGHUP] == signal.SIG_IGN:
+                del self._before[signal.SIGHUP]
             self.listen()
         return self
 
@@ -34,7 +39,7 @@ class Signals:
     def listen(self) -> None:
         """Takes the signals (again: `ray.init` has a handler of its own)."""
         if self._before:
-            for number in _NUMBERS:
+            for number in self._before:
                 signal.signal(number, self._take)
 
     def ask(self, reason: str) -> None:

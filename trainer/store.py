@@ -24,6 +24,7 @@ from common.remotefile import (
     push_file,
     read_file,
     remove_file,
+    size_of,
 )
 from pipeline.manifest import data_hash, load_manifest
 from trainer import checkpoint, ranking, retention
@@ -155,11 +156,19 @@ class RunStore:
     def send_folder(self, name: str) -> str:
         """Sends a folder of the run, whole or not at all; returns its address.
 
+        What lies there is compared by size with what it should be: a file that was lost there is sent again.
+
         Raises:
             RemoteError: the store refuses, or did not answer in time.
         """
-        push_folder(self.folder / name, child(self.address, name), self._patience)
-        return child(self.address, name)
+        address, local = child(self.address, name), self.folder / name
+        push_folder(local, address, self._patience)
+        for path in sorted(path for path in local.rglob("*") if path.is_file()):
+            place = child(address, path.relative_to(local).as_posix())
+            if size_of(place, self._patience) != path.stat().st_size:
+                get_logger().warning("%s is missing or truncated: sending it again", place)
+                push_file(path, place, self._patience)
+        return address
 
     def _prune(self, config: CheckpointConfig, score: str, newest: int) -> None:
         """As `retention.prune`: later ones stay; those without a list were left by killed writers."""

@@ -5,7 +5,6 @@ that there is one policy for everything that fails: a worker, its node, a hang, 
 """
 
 import secrets
-import threading
 import time
 import traceback
 from dataclasses import replace
@@ -15,19 +14,22 @@ from typing import Any
 import ray
 
 from common.address import child
+from common.config import ConfigError
 from common.logs import get_logger
 from pipeline.session import start_ray
 from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.failure import FAILURES, Failure, blame_memory, blame_nodes, describe, oom_kills
-from trainer.group import build_group, kill_worker
+from trainer.group import Fit, build_group, kill_worker
 from trainer.metrics import METRICS, read_last_step
 from trainer.pulse import Stopwatch, describe_start
 from trainer.signals import Signals
+from trainer.waiting import Waiting
 from trainer.watchdog import Watchdog
 
 _MOST_PAUSE_SECONDS = 60.0
+_HEAD_SECONDS = 60.0  # a head that is started again takes its time
 _LOST_SECONDS = 20.0  # Ray ends a process that has not reached its head for 60 s
 
 
@@ -72,6 +74,7 @@ class Supervisor:
         self._watchdog = Watchdog(config.scaling.hang_seconds, config.scaling.slow_factor)
         self._hang = self._noticed = ""
         self._stopwatch = Stopwatch(marks)
+        self._waiting: Waiting | None = None
 
     def run_to_end(self) -> int:
         """Starts the group until the run is at its last step, or its scores get no better; returns the last step taken.
@@ -107,14 +110,21 @@ class Supervisor:
     def _start_once(self) -> dict[str, Any] | Failure | None:
         """One start: None at the end of the run, why its workers ended, or what went wrong."""
         try:
-            start_ray(self.config.scaling.num_cpus, self.config.scaling.address)
+            wait = _HEAD_SECONDS if self.restarts else 0.0
+            start_ray(self.config.scaling.num_cpus, self.config.scaling.address, wait)
+        except ConfigError as error:  # no cluster answers; one that did before has time to come back
+            ray.shutdown()
+            if self.restarts == 0:
+                raise
+            return Failure(f"Ray did not start: {error.problems[0]}", "ray", str(error), lost=True)
         except Exception as error:  # noqa: BLE001 - Ray raises it bare, for example when a busy machine is slow
             ray.shutdown()
             return Failure(f"Ray did not start: {error}", "ray", "".join(traceback.format_exception(error)), lost=True)
         self.signals.listen()  # ray.init has taken SIGTERM
         self._stopwatch.mark("ray")
+        self._waiting = Waiting(self.config.scaling, ray.cluster_resources(), time.monotonic())
         bulletin = Bulletin(secrets.token_hex(8))
-        fit = _Fit(build_group(self.config, self.run, bulletin.name, self._stopwatch.marks))
+        fit = Fit(build_group(self.config, self.run, bulletin.name, self._stopwatch.marks))
         reader = Reader(bulletin)
         fit.start()
         reader.start()
@@ -141,7 +151,7 @@ class Supervisor:
             ray.shutdown()
         return failure
 
-    def _watch(self, fit: "_Fit", reader: Reader) -> Failure | None:
+    def _watch(self, fit: Fit, reader: Reader) -> Failure | None:
         """Looks at the workers until they end; what was lost, if Ray itself does not answer any more."""
         asked_at: float | None = None
         while not fit.wait(EVERY_SECONDS):
@@ -166,6 +176,8 @@ class Supervisor:
     def _judge(self, pulses: list[dict[str, Any]], now: float) -> None:
         hang = self._watchdog.look(pulses, now)
         self._say(pulses)
+        if self._waiting is not None and (sentence := self._waiting.look(pulses, now)):
+            get_logger().info("%s", sentence)
         for pulse in pulses:
             if pulse["rank"] == 0 and pulse["start"] and pulse["group"] not in self._started:
                 self._started.add(pulse["group"])
@@ -229,29 +241,13 @@ class Supervisor:
 
     def _stopped(self, step: int | None) -> RunStoppedError:
         """The end after a signal; `step`: what the workers saved on being asked."""
+        if not (self.run / "config.yaml").is_file():
+            return RunStoppedError(
+                f"{self.config.run}: stopped, because its folder was renamed, moved or deleted; what was saved "
+                "before is in it: the same command with run=ITS_NEW_PLACE continues",
+                self.signals.status,
+            )
         where = "stopped without a save of its own" if step is None else f"stopped at step {step} of {self.steps}"
         return RunStoppedError(
             f"{self.config.run}: {where} after {self.signals.received}; the same command continues", self.signals.status
         )
-
-
-class _Fit(threading.Thread):
-    """`TorchTrainer.fit` in a thread: the main one is for signals and for watching."""
-
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(daemon=True, name="declutr-fit")
-        self._trainer = trainer
-        self._done = threading.Event()
-        self.value: dict[str, Any] | None = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.value = self._trainer.fit().return_value
-        except BaseException as error:  # noqa: BLE001 - judged by the supervisor
-            self.error = error
-        self._done.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Has it ended, after at most so long?"""
-        return self._done.wait(seconds)

@@ -20,7 +20,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed 
 from pydantic import ConfigDict
 
 from common.config import ConfigError, Strict, expand, load_config, print_config
-from common.logs import setup_logging
+from common.logs import get_logger, setup_logging
 from trainer.scaling import ScalingConfig
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class _EarlyRay:
     def begin(self) -> None:
         """Starts it."""
         if self._thread:
+            get_logger().info("starting Ray, and loading torch and transformers beside it")
             self._thread.start()
 
     def wait(self) -> None:

@@ -5,7 +5,6 @@ Similarity is the cosine: vectors are brought to length 1. Up to `EXACT_ROWS` ev
 """
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from tqdm import tqdm
 
+from common.bars import bar
 from common.config import Strict
 from common.storage import folder_aside, hash_file, hash_json, write_json
 from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Shape
@@ -101,8 +100,8 @@ def build_index(
                 vectors[start : start + len(chunk)] = chunk
             vectors.flush()
         else:
-            with tqdm(total=note.rows, unit="text", desc="index", file=sys.stderr, dynamic_ncols=True) as bar:
-                write_graphs(aside, note.size, (chunk for _, chunk in _vectors(embeddings)), bar.update)
+            with bar(total=note.rows, unit="text", desc="index") as shown:
+                write_graphs(aside, note.size, (chunk for _, chunk in _vectors(embeddings)), shown.update)
         facts = IndexFacts(
             kind=kind,
             rows=note.rows,

@@ -4,13 +4,11 @@ What is finished lies in a hidden folder beside the output, a part and a sidecar
 """
 
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from common.bars import bar
 from common.config import expand
 from common.logs import get_logger
 from common.storage import hash_json
@@ -163,18 +161,16 @@ def _run(
     total = sum(unit.num_bytes for unit in units)
     left = sum(unit.num_bytes for unit, _ in todo)
     here = config.workers == 0 or (config.workers is None and sum(unit.weight for unit in units) < SMALL_MIB * _MIB)
-    with tqdm(
+    with bar(
         total=total,
         initial=total - left,
         desc="embed",
         unit="B",
         unit_scale=True,
         unit_divisor=1024,
-        file=sys.stderr,
-        dynamic_ncols=True,
         bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
-    ) as bar:
-        progress = _Progress(bar)
+    ) as shown:
+        progress = _Progress(shown)
         made = _here(config, todo, folder, encoder, progress) if here else _on_ray(config, todo, folder, progress)
         sidecars |= {sidecar.unit: sidecar for sidecar in made}
     return [sidecars[unit.name] for unit in units]

@@ -1,0 +1,46 @@
+"""Real commands that end in the middle: a terminal that is closed, a folder that is renamed."""
+
+import os
+import signal
+
+import pytest
+import tinyruns as runs
+
+from trainer.checkpoint import find_latest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture
+def under_way(data, tmp_path, request):
+    """A run that has taken some steps: its driver, everything below it, and its folder. The parameter: stop_seconds."""
+    run = tmp_path / "run"
+    values = runs.train_values(data, run, steps=100_000, scaling={"stop_seconds": request.param})
+    driver, before = runs.start_command("trainer.train", runs.write_config(tmp_path / "train.yaml", train=values), run)
+    runs.wait_for_step(driver, before, run, 3, timeout=150)
+    return driver, runs.descendants(driver.pid), run
+
+
+@pytest.mark.parametrize("under_way", [90], indirect=True)
+def test_a_closed_terminal_saves_and_leaves_nothing(under_way):
+    driver, everything, run = under_way
+    os.killpg(driver.pid, signal.SIGHUP)  # as the shell does to all processes of a job
+    out, said = driver.communicate(timeout=100)
+    assert driver.returncode == 128 + signal.SIGHUP
+    step = find_latest(run / "checkpoints")[1].step
+    assert f"stopped at step {step} of 100000 after SIGHUP; the same command continues" in said
+    assert "Traceback" not in out + said
+    assert "\r" not in said, "a bar in a file"
+    assert runs.wait_gone(everything) == {}
+
+
+@pytest.mark.parametrize("under_way", [5], indirect=True)
+def test_a_renamed_folder_ends_the_run_and_is_not_made_anew(under_way):
+    driver, everything, run = under_way
+    run.rename(run.with_name("moved"))
+    out, said = driver.communicate(timeout=100)
+    assert driver.returncode == 1
+    assert f"{run}: stopped, because its folder was renamed, moved or deleted" in said
+    assert "Traceback" not in out + said
+    assert not run.exists()
+    assert runs.wait_gone(everything) == {}

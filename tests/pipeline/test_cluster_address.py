@@ -1,0 +1,84 @@
+"""A cluster that does not answer, and a TMPDIR that Ray cannot use, before Ray is asked."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from common.config import ConfigError
+from pipeline.cluster import cluster_problem, named_cluster
+from pipeline.session import _end_at_hangup, _short_folder, start_ray
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_an_address_where_nobody_listens_is_named_at_once(free_port, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS = 127\.0\.0\.1:{free_port}: no Ray cluster answers there"):
+        start_ray()
+    with pytest.raises(ConfigError, match=rf"address = ray://127\.0\.0\.1:{free_port}: no Ray cluster answers"):
+        start_ray(address=f"ray://127.0.0.1:{free_port}")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_head_that_was_lost_has_time_to_come_back(free_port):
+    program = "import socket, sys, time; time.sleep(1.5); "
+    program += "socket.create_server(('127.0.0.1', int(sys.argv[1]))).accept()"
+    head = subprocess.Popen([sys.executable, "-c", program, str(free_port)])
+    try:
+        assert cluster_problem("address", f"127.0.0.1:{free_port}") is not None
+        assert cluster_problem("address", f"127.0.0.1:{free_port}", wait_seconds=60) is None
+    finally:
+        head.kill()
+        head.wait()
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "somewhere", "host:", ":1", "host:port", ""])
+def test_what_is_no_host_and_port_is_left_to_ray(address):
+    assert cluster_problem("address", address) is None
+
+
+def test_a_port_that_cannot_be(monkeypatch):
+    assert "no Ray cluster answers" in (cluster_problem("address", "127.0.0.1:99999") or "")
+    monkeypatch.setenv("RAY_ADDRESS", "one:1")
+    assert named_cluster("two:2") == ("address", "two:2")
+    assert named_cluster(None) == ("RAY_ADDRESS", "one:1")
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_too_long_for_sockets_is_replaced_and_named(monkeypatch, log, name):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(name, "/tmp/short")
+    assert _short_folder() is None
+    monkeypatch.setenv(name, f"/tmp/{'long' * 12}")
+    assert _short_folder() == "/tmp/ray"
+    (line,) = log
+    assert f"{name} = /tmp/long" in line
+    assert "too long for the sockets of Ray (at most 37 bytes)" in line or sys.platform != "linux"
+
+
+def test_a_hangup_ends_a_command_as_sigterm_does():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = []
+    try:
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        _end_at_hangup()
+        os.kill(os.getpid(), signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        _end_at_hangup()
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == [signal.SIGHUP]

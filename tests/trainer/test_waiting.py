@@ -1,0 +1,87 @@
+"""What a start of the group waits for, in words; and what this machine cannot give is refused before Ray starts."""
+
+import os
+import signal
+
+import pytest
+import tinyruns as runs
+import torch
+
+from trainer.checks import ray_problems
+from trainer.scaling import ScalingConfig
+from trainer.signals import Signals
+from trainer.waiting import Waiting, crowded
+
+
+def pulse(phase, steps=0, size=4):
+    return {"phase": phase, "steps": steps, "size": size}
+
+
+def test_it_says_what_is_missing_and_who_has_begun():
+    waiting = Waiting(ScalingConfig(workers=4, device="cuda"), {"CPU": 2.0}, began=100.0)
+    assert waiting.look([], 109.0) is None
+    told = waiting.look([], 110.0)
+    assert told == (
+        "no step yet after 10 s: none of 4 workers has begun; each needs 1 CPU(s) and a GPU, Ray has 2 CPUs and 0 GPUs "
+        "in all"
+    )
+    assert waiting.look([], 111.0) is None
+    assert "after 70 s: none of 4" in waiting.look([], 170.5)
+    assert "1 of 4 workers have begun (1 loading)" in waiting.look([pulse("starting")], 171.0)
+    two = [pulse("starting"), pulse("data")]
+    assert "2 of 4 workers have begun (1 waiting for its first batch, 1 loading)" in waiting.look(two, 172.0)
+    assert waiting.look([pulse("data", steps=1), pulse("data")], 300.0) is None
+    assert waiting.look([pulse("starting")], 400.0) is None
+
+
+def test_more_workers_than_cpus_are_named(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    many = (os.cpu_count() or 1) + 1
+    assert f"scaling.workers = {many}, of 1 CPU(s) each" in crowded(ScalingConfig(workers=many))
+    assert crowded(ScalingConfig(workers=1)) is None
+    assert crowded(ScalingConfig(workers=many, address="head:6379")) is None
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    workers = torch.cuda.device_count() + 1
+    config = runs.train_config("data", tmp_path, scaling={"device": "cuda", "workers": workers})
+    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    assert problem.startswith(f"scaling.device = cuda: {workers} workers need a GPU each")
+    auto = runs.train_config("data", tmp_path, scaling={"device": "auto", "workers": workers})
+    assert ray_problems(auto, tmp_path, own_session=True) == []
+    (tmp_path / "summary.json").write_text("{}")
+    assert ray_problems(config, tmp_path, own_session=True) == []
+
+
+def test_a_cluster_that_does_not_answer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    config = runs.train_config("data", tmp_path)
+    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    assert problem.startswith("RAY_ADDRESS = 127.0.0.1:1: no Ray cluster answers there")
+    named = runs.train_config("data", tmp_path, scaling={"address": "127.0.0.1:2"})
+    (problem,) = ray_problems(named, tmp_path, own_session=True)
+    assert problem.startswith("scaling.address = 127.0.0.1:2: no Ray cluster answers there")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_asks_for_a_good_end(name):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+        assert signals.wait(10)
+    assert (signals.received, signals.status) == (name, 128 + number)
+    assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_hangup_is_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signals.listen()
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
