@@ -84,8 +84,9 @@ def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) 
         The units, and what is wrong with the inputs: one line a problem.
     """
     unit_bytes = max(1, int(unit_mib * MIB))
+    problems: list[str] = []
     if isinstance(corpus, PythonDocs):
-        parts, problems = python_parts(), []
+        parts = python_parts()
     else:
         parts, problems = file_parts(corpus, unit_bytes, skipped)
     groups: list[list[Part]] = []

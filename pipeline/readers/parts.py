@@ -116,8 +116,8 @@ def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
     for record in records:
         yield record
     if stream.position < part.stop and not (isinstance(record, Failure) and record.reason == "unreadable"):
-        error = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
-        yield unreadable(error, part.source, stream.position)
+        short = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
+        yield unreadable(short, part.source, stream.position)
 
 
 def _skip_line(stream: ByteStream) -> None:
