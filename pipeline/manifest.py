@@ -12,6 +12,7 @@ from pipeline.corpus import Failure
 from pipeline.ledger import LedgerFile
 from pipeline.readers.skipped import Skip
 from pipeline.schema import SCHEMA_VERSION
+from pipeline.stamp import Stamp
 from pipeline.tokenization import TokenizerInfo
 from pipeline.windows import Geometry, ShortDocuments
 
@@ -77,6 +78,8 @@ class Sidecar(Strict):
     failures: list[Failure]
     shards: list[Shard]
     ledger: LedgerFile
+    stamp: Stamp | None = None
+    """The state of the inputs when they were read; None where an earlier version did not note it."""
 
 
 class Manifest(Strict):

@@ -1,7 +1,10 @@
 """The head of the page: what this is, the totals, what stands out, and what it was made from."""
 
+import math
+
 import yaml
 
+from common.credentials import redact
 from evaluation.report.content import Content
 from evaluation.report.markup import Html, details, in_mib, join, share, tag
 from pipeline.outcome import lines_hint
@@ -109,7 +112,7 @@ def _glance(content: Content) -> list[str]:
 def _settings(content: Content) -> Html:
     """Settings, hashes and versions, closed at first."""
     manifest = content.manifest
-    settings = yaml.safe_dump(manifest.config, sort_keys=False, allow_unicode=True)
+    settings = redact(yaml.safe_dump(manifest.config, sort_keys=False, allow_unicode=True, width=math.inf))
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
     return details(
         "Settings and versions",
