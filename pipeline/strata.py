@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from pipeline.corpus import Document, Part, Record
-from pipeline.readers.files import bare_suffix
+from pipeline.readers.names import bare_suffix
 from pipeline.units import Reading
 
 MAX_STRATA = 16

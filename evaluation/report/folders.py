@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from evaluation.explore.grouping import cut, num_steps
 from evaluation.report.tally import Tally
-from pipeline.readers.files import bare_suffix
+from pipeline.readers.names import bare_suffix
 
 
 def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:

@@ -12,6 +12,7 @@ from nobody import shared_folder, without_rights
 
 from pipeline.readers.planning import file_parts
 from pipeline.readers.skipped import Skipped, describe_skipped
+from pipeline.stamp import digest_parts
 from pipeline.units import hash_unit, plan_units, read_unit
 
 
@@ -208,3 +209,9 @@ def test_a_file_that_changes_after_it_was_found_loses_nothing_without_a_failure(
     assert len(read) == len(set(read))
     assert change == "longer" or "unreadable" in found
     assert len(read) == len(texts) or len(found) > len(read)
+
+
+def test_a_link_that_leads_nowhere_does_not_hide_the_bytes_of_its_neighbours(folder):
+    whole = digest_parts(plan_units(files(folder), 1)[0][0].parts)
+    (folder / "gone.txt").symlink_to("nowhere")
+    assert digest_parts(plan_units(files(folder), 1)[0][0].parts) == whole is not None
