@@ -29,6 +29,12 @@ def hub_answers() -> bool:
     return bool(answers)
 
 
+def stay_offline_unless_it_answers() -> None:
+    """Has every library of this process take what is kept here where the hub does not answer, without trying again."""
+    if not hub_answers():
+        constants.HF_HUB_OFFLINE = True
+
+
 def hub_address() -> str:
     """The hub's address, for messages."""
     return str(constants.ENDPOINT)
