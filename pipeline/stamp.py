@@ -61,7 +61,7 @@ def digest_parts(parts: Sequence[Part]) -> str | None:
     if any(is_remote(part.path) for part in parts):
         return None
     try:
-        return hash_json([_digest_part(part) for part in parts])
+        return hash_json([_digest_part(part) for part in parts if part.format != "lost"])
     except OSError:
         return None
 

@@ -94,7 +94,11 @@ def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) 
         The units, and what is wrong with the inputs: one line a problem.
     """
     unit_bytes = max(1, int(unit_mib * MIB))
-    parts, problems = file_parts(corpus, unit_bytes, skipped) if corpus.kind != "python_docs" else (python_parts(), [])
+    problems: list[str] = []
+    if isinstance(corpus, PythonDocs):
+        parts = python_parts()
+    else:
+        parts, problems = file_parts(corpus, unit_bytes, skipped)
     groups: list[list[Part]] = []
     held = 0
     for part in parts:

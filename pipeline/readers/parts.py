@@ -109,9 +109,15 @@ def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
         return
     meter.measure = lambda: stream.position - part.start
     if part.format == "jsonl":
-        yield from read_jsonl(stream, part.source, rules.text_field, rules.max_bytes, part.stop)
+        records = read_jsonl(stream, part.source, rules.text_field, rules.max_bytes, part.stop)
     else:
-        yield from read_text(stream, part.source, rules.max_bytes, part.stop)
+        records = read_text(stream, part.source, rules.max_bytes, part.stop)
+    record: Record | None = None
+    for record in records:
+        yield record
+    if stream.position < part.stop and not (isinstance(record, Failure) and record.reason == "unreadable"):
+        short = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
+        yield unreadable(short, part.source, stream.position)
 
 
 def _skip_line(stream: ByteStream) -> None:

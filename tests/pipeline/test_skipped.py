@@ -7,12 +7,13 @@ import socket
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import files, outcomes, read_all
+from corpora import files, outcomes, read_all, tar
 from nobody import shared_folder, without_rights
 
 from pipeline.readers.planning import file_parts
 from pipeline.readers.skipped import Skipped, describe_skipped
-from pipeline.units import hash_unit, plan_units
+from pipeline.stamp import digest_parts
+from pipeline.units import hash_unit, plan_units, read_unit
 
 
 @pytest.fixture
@@ -176,3 +177,41 @@ def test_units_are_those_of_the_same_files_when_nothing_is_lost(folder):
     (folder / "b.png").write_text("x")
     (folder / "link").symlink_to(folder)
     assert [hash_unit(unit) for unit in plan_units(files(folder), 1)[0]] == before
+
+
+@pytest.mark.parametrize("change", ["gone", "shorter", "longer"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet", "arrow", "tar", "jsonl.gz"])
+def test_a_file_that_changes_after_it_was_found_loses_nothing_without_a_failure(tmp_path, suffix, change):
+    path, texts = tmp_path / f"a.{suffix}", [f"text {n}" for n in range(200)]
+    lines = b"".join(b'{"text": "%s"}\n' % text.encode() for text in texts)
+    table = pa.table({"text": texts})
+    match suffix:
+        case "parquet":
+            pq.write_table(table, path, row_group_size=20)
+        case "arrow":
+            with pa.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table, max_chunksize=20)
+        case "tar":
+            path.write_bytes(tar([(f"{text}.txt", text.encode()) for text in texts]))
+        case "txt":
+            path.write_text("\n".join(texts))
+        case _:
+            path.write_bytes(gzip.compress(lines) if suffix.endswith("gz") else lines)
+    corpus = files(path)
+    units, _ = plan_units(corpus, 0.001)
+    data = path.read_bytes()
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data[: len(data) // 2] if change == "shorter" else data + b"\nmore")
+    found = [outcome for unit in units for _, outcome in outcomes(read_unit(unit, corpus))]
+    read = [outcome for outcome in found if outcome in texts]
+    assert len(read) == len(set(read))
+    assert change == "longer" or "unreadable" in found
+    assert len(read) == len(texts) or len(found) > len(read)
+
+
+def test_a_link_that_leads_nowhere_does_not_hide_the_bytes_of_its_neighbours(folder):
+    whole = digest_parts(plan_units(files(folder), 1)[0][0].parts)
+    (folder / "gone.txt").symlink_to("nowhere")
+    assert digest_parts(plan_units(files(folder), 1)[0][0].parts) == whole is not None
