@@ -5,10 +5,6 @@ import os
 import warnings
 from dataclasses import dataclass
 
-from pydantic import Field
-
-from common.config import Strict
-
 # Ray reads these when it is imported or started, hence here and before `import ray`.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
@@ -20,14 +16,7 @@ import ray
 from ray.data import DataContext
 from ray.util.annotations import RayDeprecationWarning
 
-
-class SessionConfig(Strict):
-    """Where the work runs. Has no influence on results."""
-
-    num_cpus: int | None = Field(default=None, ge=1)
-    """Logical CPUs of a local session; all of this machine's when not set. A cluster has its own."""
-    address: str | None = None
-    """Address of a running cluster (`auto`: the one this host belongs to). RAY_ADDRESS does the same."""
+from pipeline.session_config import SessionConfig as SessionConfig
 
 
 @dataclass

@@ -5,39 +5,22 @@ Legend: N held-out documents, H embedding size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from common.config import Strict
 from pipeline.shards import ShardSet
 from trainer.feed import Feed
 from trainer.gather import World
 from trainer.model import Encoder
 from trainer.plan import permute
+from trainer.settings import ValidationConfig as ValidationConfig
 from trainer.spans import SpanConfig
 
 # Held-out spans are drawn in an "epoch" that training never reaches, so they are the same at every validation.
 _EPOCH = 2**32 - 1
-
-
-class ValidationConfig(Strict):
-    """When and on what the encoder is scored during training."""
-
-    every_steps: int = Field(default=1000, ge=0)
-    """Also before the first and after the last step; 0: never."""
-    max_documents: int = Field(default=400, ge=2)
-    """Held-out documents that are scored, at most."""
-    score: Literal["recall_at_1", "mrr", "followed"] = "recall_at_1"
-    """What "best" means. followed: the score that `declutr evaluate --follow RUN`, beside the training, gives; for
-    runs in folders."""
-    patience: int | None = Field(default=None, gt=0)
-    """End the run when so many scores in a row are no better than the best, and export that one; null: never. With
-    `followed` only checkpoints that were scored count. It may be changed while a run is under way."""
 
 
 def retrieval(anchors: Tensor, positives: Tensor) -> dict[str, float]:
