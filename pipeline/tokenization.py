@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from common.config import ConfigError, Strict, expand
+from common.config import ConfigError, Strict
+from common.hub import hub_problem, looks_like_a_path
+from common.paths import PathError, expand
 from common.storage import hash_json
 
 SPECIAL_ROLES = ("bos", "eos", "cls", "sep", "pad", "mask", "unk")
@@ -69,27 +71,36 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    path = expand(name)
-    where = str(path) if path.is_dir() else name
-    files = sorted(path.iterdir()) if path.is_dir() else []
+    unreached = None
     try:
-        tokenizer = _loaded(where, trust_remote_code, tuple(file.stat().st_mtime_ns for file in files))
+        path = expand(name)
+        if not path.is_dir() and looks_like_a_path(name):
+            raise PathError(f"no such folder; looked at {path.absolute()}")
+        where = str(path) if path.is_dir() else name
+        files = sorted(path.iterdir()) if path.is_dir() else []
+        unreached = None if path.is_dir() else hub_problem()
+        times = tuple(file.stat().st_mtime_ns for file in files)
+        tokenizer = _loaded(where, trust_remote_code, times, unreached is not None)
+    except PathError as error:
+        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r}: {error}"]) from error
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        problem = f"tokenizer.name = {name!r} is neither a folder with a tokenizer nor reachable on the hub: {first}"
-        raise ConfigError("tokenizer", [problem]) from error
+        problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first}"
+        if unreached:
+            problem = f"is no folder here, the hub's cache on this machine holds no copy, and the hub: {unreached}"
+        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} {problem}"]) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} has no fast version, which this needs"])
     return tokenizer
 
 
 @lru_cache(maxsize=1)
-def _loaded(where: str, trust_remote_code: bool, stamps: tuple[int, ...]) -> Any:  # noqa: ARG001
+def _loaded(where: str, trust_remote_code: bool, stamps: tuple[int, ...], local_only: bool) -> Any:  # noqa: ARG001
     """One tokenizer at a time, because a run asks for the same several times; `stamps` are the times of its files."""
     # Imported where it is used: it takes seconds, and the tasks that tokenize need only `tokenizers`.
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, local_files_only=local_only)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from common import seeding
+from common.hub import hub_problem
+from common.paths import expand
 from trainer.feed import Vocabulary
 from trainer.settings import EncoderConfig as EncoderConfig
 
@@ -35,7 +37,7 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     from transformers import AutoConfig
 
     if config.pretrained is not None:
-        hf = AutoConfig.from_pretrained(config.pretrained, trust_remote_code=config.trust_remote_code)
+        hf = AutoConfig.from_pretrained(**_source(config.pretrained), trust_remote_code=config.trust_remote_code)
     else:
         assert config.scratch is not None
         given = dict(config.scratch)
@@ -51,6 +53,14 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     return hf
 
 
+def _source(pretrained: str) -> dict[str, Any]:
+    """Where a pretrained model is: a folder, or a name of the hub, of which only the cache is asked if it is away."""
+    folder = expand(pretrained)
+    if folder.is_dir():
+        return {"pretrained_model_name_or_path": str(folder)}
+    return {"pretrained_model_name_or_path": pretrained, "local_files_only": hub_problem() is not None}
+
+
 def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
     """The masked language model in float32: pretrained weights, or weights drawn from the seed."""
     from transformers import AutoModelForMaskedLM
@@ -61,7 +71,10 @@ def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
             model = AutoModelForMaskedLM.from_config(hf, dtype=torch.float32)
         else:
             model = AutoModelForMaskedLM.from_pretrained(
-                config.pretrained, config=hf, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+                **_source(config.pretrained),
+                config=hf,
+                dtype=torch.float32,
+                trust_remote_code=config.trust_remote_code,
             )
     mlm_head(model)  # an unknown family stops here, not in the first step
     return model

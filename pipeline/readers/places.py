@@ -7,6 +7,7 @@ from typing import Any, BinaryIO, cast
 
 from common.address import address_of, filesystem, is_remote, network_errors
 from common.config import expand
+from common.hub import hub_problem
 from pipeline.corpus import Input
 from pipeline.readers.streams import CHUNK_BYTES, ByteStream
 
@@ -50,6 +51,8 @@ def is_hidden(relative: str) -> bool:
 
 
 def _find_remote(given: str) -> Iterator[Input]:
+    if given.startswith("hf://") and (unreached := hub_problem()):
+        raise OSError(unreached)
     with network_errors():
         files, path, query = filesystem(given)
         if glob.has_magic(path):
