@@ -1,9 +1,8 @@
 """Configuration: one YAML a run, one section a command, dotted overrides, one validation, every problem at once."""
 
-import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.paths import expand as expand
-from common.suggestions import meant, unknown_key
+from common.suggestions import meant, misread, unknown_key
 from common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
@@ -84,8 +83,9 @@ def load_config(
         config = model.model_validate(values)
     except ValidationError as error:
         problems += describe(error, model, values, section)
-    else:
-        problems += _not_numbers(values, config.model_dump(), "")
+    problems += [
+        line for line in misread(values, model) if not any(p.startswith(line.partition(":")[0]) for p in problems)
+    ]
     if problems or config is None:
         raise ConfigError(f"{name} ({section})", problems + (look(values) if look else []))
     return config
@@ -162,8 +162,12 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
         path = _written(item["loc"], values)
         key = ".".join(path) or "(whole section)"
         if item["type"] == "extra_forbidden":
-            said, message = f"{key}: ", f"unknown key{unknown_key(path, model, section)}"
-        elif item["type"] == "missing":
+            inside = flat_keys(item["input"]) if isinstance(item["input"], dict) else {}
+            for rest in inside or [""]:
+                full = [*path, *rest.split(".")] if rest else path
+                lines[f"{'.'.join(full)}: "] = [f"unknown key{unknown_key(full, model, section)}"]
+            continue
+        if item["type"] == "missing":
             said, message = f"{key}: ", "missing, and it has no default"
         elif item["type"].startswith("union_tag"):
             kind = item["ctx"]["discriminator"].strip("'")
@@ -201,20 +205,6 @@ def _written(loc: Sequence[int | str], values: Any) -> list[str]:
         if inside or (last and isinstance(values, dict)):
             path.append(str(part))
     return path
-
-
-def _not_numbers(values: Any, config: Any, key: str) -> Iterator[str]:
-    """Settings that are a number although yes, no or .nan is given for them."""
-    if isinstance(values, dict) and isinstance(config, dict):
-        for name in values.keys() & config.keys():
-            yield from _not_numbers(values[name], config[name], f"{key}.{name}".lstrip("."))
-    elif isinstance(values, list) and isinstance(config, (list, tuple)):
-        for value, one in zip(values, config, strict=False):
-            yield from _not_numbers(value, one, key)
-    elif isinstance(values, bool) and isinstance(config, (int, float)) and not isinstance(config, bool):
-        yield f"{key} = {values!r}: a number is needed (YAML takes yes, no, on and off for true and false)"
-    elif isinstance(config, float) and math.isnan(config):
-        yield f"{key} = {values!r}: not a number"
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Which setting a person meant: the keys of a configuration, and the nearest of them to a key that is unknown."""
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -24,30 +25,51 @@ def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") 
     """
     *parents, last = path
     everywhere = [".".join(key) for key in _keys((model,))]
-    if section and path[0] == section:
+    if path[0] == section and len(path) > 1:
         rest = ".".join(path[1:])
-        beginning = f"; settings of `{section}` are named without it"
-        return beginning + (f": `{rest}`" if rest in everywhere else meant(rest, everywhere))
-    beside = [name for branch in _below((model,), parents) for name in branch.model_fields]
+        known = f": write `{rest}`" if rest in everywhere else meant(rest, everywhere)
+        return f"; settings of the section `{section}` are named without it{known}"
     same = [key for key in everywhere if key.rpartition(".")[2] == last]
-    if same and len(same) <= 3:
+    if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
+    beside = {name: ".".join([*parents, name]) for branch in _below((model,), parents) for name in branch.model_fields}
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    if near := meant(last, beside):
-        return near
-    if near := meant(".".join(path), everywhere):
-        return near
-    if near := difflib.get_close_matches(last, list(elsewhere), n=1):
-        return f"; did you mean `{elsewhere[near[0]]}`?"
-    return f"; known here: {', '.join(dict.fromkeys(beside))}" if beside else ""
+    for word, choices in ((last, beside), (".".join(path), {key: key for key in everywhere}), (last, elsewhere)):
+        if near := difflib.get_close_matches(word, choices, n=1):
+            return f"; did you mean `{choices[near[0]]}`?"
+    return f"; known here: {', '.join(beside)}" if beside else ""
+
+
+def misread(values: Any, model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Lines on numbers for which yes, no or .nan was given: validation takes them for 1, 0 and a number."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from misread(value, model, (*path, str(key)))
+    elif isinstance(values, list):
+        for value in values:
+            yield from misread(value, model, path)
+    elif isinstance(values, float) and math.isnan(values):
+        yield f"{'.'.join(path)} = {values!r}: not a number"
+    elif isinstance(values, bool):
+        branches = _below((model,), path[:-1])
+        fields = [branch.model_fields[path[-1]] for branch in branches if path[-1] in branch.model_fields]
+        kinds = {kind for field in fields for kind in _kinds(field.annotation)}
+        if kinds & {int, float} and bool not in kinds:
+            yield f"{'.'.join(path)} = {values!r}: a number is needed (YAML takes yes, no, on, off for true and false)"
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that a field may hold."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
 
 
 def _branches(annotation: Any) -> Iterator[type[BaseModel]]:
     """The branches that a field may hold."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _branches(part)
+    for kind in _kinds(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
 
 
 def _below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[BaseModel]]:

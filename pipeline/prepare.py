@@ -20,6 +20,7 @@ from pipeline.estimate import Estimate, estimate, load_estimate
 from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_manifest, load_manifest, sum_counts
 from pipeline.outcome import nothing_kept, summary, too_many_failed
 from pipeline.output import Plan, claim, discard, output_problems, plan_of
+from pipeline.places import look
 from pipeline.sample import output_tokenizer
 from pipeline.shards import check_shards
 from pipeline.stages import run_stages
@@ -89,14 +90,18 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
 
 def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan | None, list[str]]:
     """Units, their plan when the inputs can be read, and every problem found on the way."""
-    units, found = plan_units(config.corpus, config.unit_mib)
+    places = look(config.model_dump())
+    unread = any(problem.startswith("corpus.") for problem in places)
+    units, found = ([], []) if unread else plan_units(config.corpus, config.unit_mib)
+    found += places
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
-    folder = expand(config.output)
     plan = None
     if not found:  # missing inputs would show up as changed inputs once more
         plan = plan_of(config, units)
-        found += output_problems(folder, config, plan)
-    if isinstance(config.tokenizer, PretrainedTokenizer) and not (folder / TOKENIZER).exists():
+        found += output_problems(expand(config.output), config, plan)
+    is_name = isinstance(config.tokenizer, PretrainedTokenizer) and not any("tokenizer.name" in one for one in places)
+    if is_name and (plan is None or not (expand(config.output) / TOKENIZER).exists()):
+        assert isinstance(config.tokenizer, PretrainedTokenizer)
         try:
             load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
         except ConfigError as error:
@@ -114,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
     try:
-        config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides)
+        config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides, look)
         if arguments.print_config:
             sys.stdout.write(print_config(config))
             return 0

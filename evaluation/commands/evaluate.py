@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.paths import path_argument
+
 if TYPE_CHECKING:
     from evaluation.senteval.findings import Inspection
     from evaluation.senteval.plan import Choice
@@ -52,15 +54,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, run, checkpoint, model name or folder, "
                         "word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--data", type=Path, help="folder in SentEval's layout (downstream/, probing/)")
-    where.add_argument("--download", type=Path, help="fetch what is missing into this folder first")
+    where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
+    where.add_argument("--download", type=path_argument, help="fetch what is missing into this folder first")
     parser.add_argument("--mirror", help="address that has the same files, instead of the public ones")
     parser.add_argument("--allow-unchecked", action="store_true", help="own data: mark what differs, do not refuse it")
     parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer), by commas")
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
-    parser.add_argument("--output", type=Path, default=Path("scores"), help="folder of results and tables (scores)")
-    parser.add_argument("--follow", type=Path, metavar="RUN", help="score a run's checkpoints while it trains")
+    parser.add_argument(
+        "--output", type=path_argument, default=Path("scores"), help="folder of results and tables (scores)"
+    )
+    parser.add_argument("--follow", type=path_argument, metavar="RUN", help="score a run's checkpoints while it trains")
     parser.add_argument("--once", action="store_true", help="with --follow: score what is there and stop")
     parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: between two looks (10)")
     parser.add_argument("--cpus", type=int, help="processes for classifiers (all; with --follow 1)")

@@ -2,13 +2,14 @@
 
 import argparse
 import sys
-from pathlib import Path
+
+from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="declutr inspect", description="What lies at a path, in words.")
-    parser.add_argument("path", type=Path)
+    parser.add_argument("path", type=path_argument)
     parser.add_argument("--documents", type=int, default=3, help="documents of shards to show with their spans (3)")
     parser.add_argument("--document", help="of shards: one document, by id, source or SOURCE:OFFSET")
     parser.add_argument("--config", help="YAML file with a `train` section: show its run's spans")
