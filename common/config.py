@@ -99,7 +99,8 @@ def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, 
     except OSError as error:
         raise ConfigError(name, [f"cannot be read: {error.strerror}"]) from error
     if not isinstance(tree, dict) or not set(tree) <= set(SECTIONS):
-        found = sorted(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
+        kind = "nothing" if tree is None else type(tree).__name__
+        found = sorted(map(str, tree)) if isinstance(tree, dict) else kind
         hint = ""
         if isinstance(tree, dict):
             odd = next(str(key) for key in tree if key not in SECTIONS)
@@ -165,7 +166,13 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
             inside = flat_keys(item["input"]) if isinstance(item["input"], dict) else {}
             for rest in inside or [""]:
                 full = [*path, *rest.split(".")] if rest else path
-                lines[f"{'.'.join(full)}: "] = [f"unknown key{unknown_key(full, model, section)}"]
+                hint = unknown_key(full, model, section)
+                hint = (
+                    ""
+                    if any(f"unknown key{hint}" in said for said in lines.values()) and "known here" in hint
+                    else hint
+                )
+                lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]
             continue
         if item["type"] == "missing":
             said, message = f"{key}: ", "missing, and it has no default"
@@ -184,7 +191,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
                 message = f"is empty. {message}"
             elif item["type"] == "literal_error":
                 message += meant(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
-            elif item["type"] == "string_type":
+            elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
                 message += "; put it into quotes within quotes, as in key='\"12\"'"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
                 message += f": write [{item['input']}]"

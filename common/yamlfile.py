@@ -134,7 +134,9 @@ def _measure(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
 def _told(error: yaml.MarkedYAMLError, text: str) -> str:
     """What is wrong and where, in one line."""
     problem, mark = error.problem or error.context or "", error.problem_mark or error.context_mark
-    if "'\\t'" in problem:
+    if problem == "but found another document":
+        problem = "there is more than one document"
+    elif "'\\t'" in problem:
         problem = "a tab; indent with spaces"
     where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark and "\n" in text.strip() else ""
     return f"{problem}{where}"

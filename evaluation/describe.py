@@ -44,8 +44,14 @@ def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) 
     elif (path / "state.json").is_file():
         yield from _checkpoint(path)
     elif (path / SETTINGS).is_file():
-        settings = read_json(path / SETTINGS)
-        yield f"Exported encoder after {settings['step']} steps, pooling {settings['pooling']}"
+        try:
+            settings = read_json(path / SETTINGS)
+            told = f"Exported encoder after {settings['step']} steps, pooling {settings['pooling']}"
+        except (ValueError, KeyError, TypeError) as error:
+            raise DescribeError(
+                f"{path / SETTINGS} is damaged ({error}); the same `declutr train` exports again"
+            ) from error
+        yield told
         yield f"  its card: {path / 'README.md'}"
     elif (path / CHECKPOINTS).is_dir():
         yield from _run(path)

@@ -34,7 +34,18 @@ def look(values: Mapping[str, Any]) -> list[str]:
             except PathError as error:
                 problem = str(error)
             found += [f"{key} = {value}: {problem}"] if problem else []
-    return found
+    return [*found, *_same_problem(values.get("run"), values.get("data"))]
+
+
+def _same_problem(run: Any, data: Any) -> list[str]:
+    """The run would be written among the shards."""
+    if not isinstance(run, str) or not isinstance(data, str):
+        return []
+    try:
+        same = run == data or (not is_remote(run + data) and expand(run).resolve() == expand(data).resolve())
+    except PathError:  # said already
+        return []
+    return [f"run = {run}: is the folder of the shards too (data = {data}); name another folder"] if same else []
 
 
 def _run_problem(name: str) -> str | None:

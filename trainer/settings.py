@@ -1,6 +1,6 @@
 """Settings of the encoder, the optimizer and validation, readable without torch, which their code needs."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -58,7 +58,7 @@ class OptimConfig(Strict):
 
     lr: float = Field(default=5e-5, gt=0)
     """Highest learning rate, reached at the end of the rise."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled; not on biases and LayerNorm weights."""

@@ -107,14 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(print_config(config))
             return 0
         wrong = place_problems(config)
-        if arguments.fork and (problem := fork_problem(arguments.fork, config)):
+        if arguments.fork is not None and (problem := fork_problem(arguments.fork, config)):
             wrong.append(problem)
         if wrong:
             raise ConfigError("train", wrong)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    early = None if arguments.fork else _EarlyRay(config)
+    early = None if arguments.fork is not None else _EarlyRay(config)
     if early:
         early.begin()
     from pipeline.shards import ShardError
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from trainer.supervisor import RunStoppedError, TrainingFailedError
 
     try:
-        if arguments.fork:
+        if arguments.fork is not None:
             config = fork(config, arguments.fork)
         summary = run_training(config, _began(), early.wait if early else None)
     except (ConfigError, ShardError, CheckpointError, TrainingFailedError, RunLockedError) as error:

@@ -17,14 +17,19 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")
     given = parser.parse_args(arguments)
     from common.config import ConfigError, load_config
+    from trainer.config import TrainConfig
+
+    try:
+        run = load_config(given.config, "train", TrainConfig, []) if given.config is not None else None
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     from evaluation.describe import DescribeError, default_spans, describe
     from evaluation.whereabouts import whereabouts
     from pipeline.shards import ShardError, load_manifest
     from trainer.checkpoint import CheckpointError
-    from trainer.config import TrainConfig
 
     try:
-        run = load_config(given.config, "train", TrainConfig, []) if given.config else None
         seed = given.seed if given.seed is not None else run.seed if run else 0
         if given.document:
             spans = run.spans if run else default_spans(load_manifest(given.path))
@@ -33,7 +38,7 @@ def run(arguments: list[str]) -> int:
             lines = describe(given.path, given.documents, seed, given.epoch)
         for line in lines:
             print(line)
-    except (ConfigError, DescribeError, ShardError, CheckpointError) as error:
+    except (DescribeError, ShardError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
