@@ -6,7 +6,10 @@ only what its cache on this machine holds is used, and what is missing is said a
 
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from urllib.parse import urlsplit
 
 PATIENCE_SECONDS = 3.0
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -26,16 +29,35 @@ def hub_problem() -> str | None:
     return _asked(constants.ENDPOINT)
 
 
+@contextmanager
+def hub_or_cache() -> Iterator[str | None]:
+    """Within it the hub's client is offline where the hub is not reached: it answers from its cache, at once.
+
+    Yields:
+        Why the hub cannot be asked; None where it can.
+    """
+    from huggingface_hub import constants
+
+    problem, before = hub_problem(), constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or problem is not None
+    try:
+        yield problem
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 @lru_cache
 def _asked(address: str) -> str | None:
     """One request a process and address, in a thread: looking up a host may hang longer than any time-out."""
+    from huggingface_hub.utils import get_session
+
     found: list[str | None] = []
+    session = get_session()  # built here: on a busy machine that takes as long as an answer
 
     def ask() -> None:
-        from huggingface_hub.utils import get_session
-
         try:
-            get_session().head(address, timeout=PATIENCE_SECONDS)
+            _ = urlsplit(address).port  # refuses addresses that the client would end on
+            session.head(address, timeout=PATIENCE_SECONDS)
         except (OSError, ValueError, *_client_errors()) as error:
             found.append(f"{address} is not reached ({error or type(error).__name__})")
         else:

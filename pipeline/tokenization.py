@@ -1,5 +1,6 @@
 """Tokenizers: loading or training one, its fingerprint, its facts. What applies it is pipeline/encoder.py."""
 
+import contextlib
 import json
 from collections.abc import Iterable
 from functools import lru_cache
@@ -9,7 +10,7 @@ from pydantic import Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from common.config import ConfigError, Strict
-from common.hub import hub_problem, looks_like_a_path
+from common.hub import hub_or_cache, looks_like_a_path
 from common.paths import PathError, expand
 from common.storage import hash_json
 
@@ -78,9 +79,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
             raise PathError(f"no such folder; looked at {path.absolute()}")
         where = str(path) if path.is_dir() else name
         files = sorted(path.iterdir()) if path.is_dir() else []
-        unreached = None if path.is_dir() else hub_problem()
         times = tuple(file.stat().st_mtime_ns for file in files)
-        tokenizer = _loaded(where, trust_remote_code, times, unreached is not None)
+        with contextlib.nullcontext() if path.is_dir() else hub_or_cache() as unreached:
+            tokenizer = _loaded(where, trust_remote_code, times)
     except PathError as error:
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r}: {error}"]) from error
     except (OSError, ValueError) as error:
@@ -95,12 +96,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _loaded(where: str, trust_remote_code: bool, stamps: tuple[int, ...], local_only: bool) -> Any:  # noqa: ARG001
+def _loaded(where: str, trust_remote_code: bool, stamps: tuple[int, ...]) -> Any:  # noqa: ARG001
     """One tokenizer at a time, because a run asks for the same several times; `stamps` are the times of its files."""
     # Imported where it is used: it takes seconds, and the tasks that tokenize need only `tokenizers`.
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, local_files_only=local_only)
+    return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:

@@ -3,14 +3,15 @@
 transformers is imported where it is used: it takes seconds, and a command that continues a run builds no encoder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from common import seeding
-from common.hub import hub_problem
+from common.hub import hub_or_cache
 from common.paths import expand
 from trainer.feed import Vocabulary
 from trainer.settings import EncoderConfig as EncoderConfig
@@ -37,7 +38,8 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     from transformers import AutoConfig
 
     if config.pretrained is not None:
-        hf = AutoConfig.from_pretrained(**_source(config.pretrained), trust_remote_code=config.trust_remote_code)
+        with _source(config.pretrained) as source:
+            hf = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     else:
         assert config.scratch is not None
         given = dict(config.scratch)
@@ -53,12 +55,15 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     return hf
 
 
-def _source(pretrained: str) -> dict[str, Any]:
-    """Where a pretrained model is: a folder, or a name of the hub, of which only the cache is asked if it is away."""
+@contextmanager
+def _source(pretrained: str) -> Iterator[str]:
+    """Where a pretrained model is: a folder, or a name of the hub; where that is not reached, its cache is read."""
     folder = expand(pretrained)
     if folder.is_dir():
-        return {"pretrained_model_name_or_path": str(folder)}
-    return {"pretrained_model_name_or_path": pretrained, "local_files_only": hub_problem() is not None}
+        yield str(folder)
+    else:
+        with hub_or_cache():
+            yield pretrained
 
 
 def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
@@ -70,12 +75,10 @@ def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
         if config.pretrained is None:
             model = AutoModelForMaskedLM.from_config(hf, dtype=torch.float32)
         else:
-            model = AutoModelForMaskedLM.from_pretrained(
-                **_source(config.pretrained),
-                config=hf,
-                dtype=torch.float32,
-                trust_remote_code=config.trust_remote_code,
-            )
+            with _source(config.pretrained) as source:
+                model = AutoModelForMaskedLM.from_pretrained(
+                    source, config=hf, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+                )
     mlm_head(model)  # an unknown family stops here, not in the first step
     return model
 
