@@ -206,9 +206,12 @@ def _written(loc: Sequence[int | str], values: Any) -> list[str]:
     path: list[str] = []
     for number, part in enumerate(loc):
         last = number == len(loc) - 1
-        inside = (isinstance(values, dict) and part in values) or (isinstance(values, list) and isinstance(part, int))
-        if inside:
-            values = values[part] if isinstance(values, dict) or part < len(values) else None
+        if isinstance(values, dict) and part in values:
+            inside, values = True, values[part]
+        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
+            inside, values = True, values[part]
+        else:
+            inside = False
         if inside or (last and isinstance(values, dict)):
             path.append(str(part))
     return path

@@ -49,16 +49,18 @@ def hub_or_cache() -> Iterator[str | None]:
 @lru_cache
 def _asked(address: str) -> str | None:
     """One request a process and address, in a thread: looking up a host may hang longer than any time-out."""
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import get_session
 
     found: list[str | None] = []
     session = get_session()  # built here: on a busy machine that takes as long as an answer
+
+    refused = (OSError, ValueError, _client_error())
 
     def ask() -> None:
         try:
             _ = urlsplit(address).port  # refuses addresses that the client would end on
             session.head(address, timeout=PATIENCE_SECONDS)
-        except (OSError, ValueError, *_client_errors()) as error:
+        except refused as error:
             found.append(f"{address} is not reached ({error or type(error).__name__})")
         else:
             found.append(None)
@@ -69,9 +71,9 @@ def _asked(address: str) -> str | None:
     return found[0] if found else f"{address} does not answer within {PATIENCE_SECONDS:.0f} s"
 
 
-def _client_errors() -> tuple[type[Exception], ...]:
-    """What the client of huggingface_hub raises, whichever HTTP library that is built on."""
+def _client_error() -> type[Exception]:
+    """The error of the client that huggingface_hub is built on, whichever HTTP library that is."""
     from huggingface_hub.errors import HfHubHTTPError
 
     http_error: type[Exception] = HfHubHTTPError.__mro__[1]
-    return (http_error,)
+    return http_error

@@ -24,7 +24,7 @@ class _Strict(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """A node without a tag: what a value is, its form says."""
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             message = f"the tag {event.tag} is refused: plain values only"
             raise yaml.composer.ComposerError(None, None, message, event.start_mark)
