@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from common.credentials import redact, refused_settings
 from common.paths import expand as expand
 from common.suggestions import meant, misread, unknown_key
 from common.yamlfile import YamlError, read_yaml, read_yaml_file
@@ -27,7 +28,7 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line a problem: key, value, limit, what to do."""
 
     def __init__(self, title: str, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
+        self.problems = [redact(problem) for problem in problems]
         super().__init__("\n".join([f"{title}: {len(self.problems)} problem(s)", *(f"  - {p}" for p in self.problems)]))
 
 
@@ -78,6 +79,7 @@ def load_config(
     values = _read_section(name, section, model)
     problems = _twice(overrides)
     problems += [problem for text in overrides if (problem := _override(values, text))]
+    problems += refused_settings(values)
     config = None
     try:
         config = model.model_validate(values)
@@ -167,11 +169,8 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
             for rest in inside or [""]:
                 full = [*path, *rest.split(".")] if rest else path
                 hint = unknown_key(full, model, section)
-                hint = (
-                    ""
-                    if any(f"unknown key{hint}" in said for said in lines.values()) and "known here" in hint
-                    else hint
-                )
+                if "known here" in hint and [f"unknown key{hint}"] in lines.values():  # said once
+                    hint = ""
                 lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]
             continue
         if item["type"] == "missing":
@@ -206,12 +205,9 @@ def _written(loc: Sequence[int | str], values: Any) -> list[str]:
     path: list[str] = []
     for number, part in enumerate(loc):
         last = number == len(loc) - 1
-        if isinstance(values, dict) and part in values:
-            inside, values = True, values[part]
-        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
-            inside, values = True, values[part]
-        else:
-            inside = False
+        in_list = isinstance(values, list) and isinstance(part, int) and part < len(values)
+        inside = in_list or (isinstance(values, dict) and part in values)
+        values = values[part] if inside else values
         if inside or (last and isinstance(values, dict)):
             path.append(str(part))
     return path
@@ -219,7 +215,7 @@ def _written(loc: Sequence[int | str], values: Any) -> list[str]:
 
 def _shown(value: Any) -> str:
     """A value for a message, cut where it is long."""
-    text = repr(value)
+    text = redact(repr(value))  # before it is cut: a piece of an address cannot be told for one
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from common.config import ConfigError
+from common.credentials import refused_argument
 from common.paths import PathError
 from common.suggestions import meant
 
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"declutr: there is no command {arguments[0]!r}{near}\ndeclutr --help lists all", file=sys.stderr)
         return 1
     command, *given = arguments
+    for problem in filter(None, map(refused_argument, given)):
+        print(f"declutr {command}: {problem}", file=sys.stderr)
+        return 1
     read = given if command in _READ_FOLDERS else given[:1] if command in ("embed", "search") else []
     if address := next((one for one in read if one.startswith(_STORES)), None):
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)

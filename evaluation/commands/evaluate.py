@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status, 1 when a transfer failed, data are refused or an encoder has no scores."""
+    """Runs it; returns the exit status, 1 when a transfer failed, data are refused or unusable, or scores lack."""
     given = _parser().parse_intermixed_args(arguments)
     from evaluation.senteval.checking import inspect
     from evaluation.senteval.overview import overview
@@ -39,9 +40,10 @@ def run(arguments: list[str]) -> int:
     inspections = [inspect(find(name), data, given.allow_unchecked) for name in names]
     print("\n".join(overview(inspections)), flush=True)
     failed |= any(inspection.standing == "refused" for inspection in inspections)
+    failed |= not any(inspection.usable for inspection in inspections)
     if given.follow:
         return _follow(given, inspections, _choice(given, names))
-    if given.encoders:
+    if given.encoders or given.pretrained:
         failed |= not _evaluate(given, inspections, _choice(given, names))
     return int(failed)
 
@@ -64,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=path_argument, default=Path("scores"), help="folder of results and tables (scores)"
     )
+    parser.add_argument("--pretrained", metavar="ENCODER", help="the tables' column Δ is the difference to it (what an "
+                        "export says it started from); it is scored too")  # fmt: skip
     parser.add_argument("--follow", type=path_argument, metavar="RUN", help="score a run's checkpoints while it trains")
     parser.add_argument("--once", action="store_true", help="with --follow: score what is there and stop")
     parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: between two looks (10)")
@@ -101,29 +105,38 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     from evaluation.tables.write import write_tables
     from pipeline.session import SessionConfig
 
+    if not any(inspection.usable for inspection in inspections):
+        sys.stderr.write("nothing is scored: there are no usable data of the chosen tasks\n")
+        return False
     session = SessionConfig(num_cpus=given.cpus, address=given.address)
-    evaluated, failures, vocabulary = [], [], None
-    for name in given.encoders:
-        if Path(name).is_file() and vocabulary is None:  # of a file of word vectors, only what occurs is read
-            from evaluation.encoders.words import words_of
-
-            texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
-            vocabulary = {word for text in texts for word in words_of(text)}
+    texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
+    vocabulary = {word for text in texts for word in text.split()}  # of word vectors, only what occurs is read
+    evaluated, failed = [], []
+    names = dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])])
+    for name in names:
         try:
-            encoder = load_encoder(name, device=given.device, vocabulary=vocabulary)
-            evaluated.append(evaluate(encoder, inspections, choice, given.output, session, _say))
+            encoder = load_encoder(name, device=given.device, vocabulary=vocabulary, tokenized=True)
+            if unused := getattr(encoder, "unused", ()):
+                _say(f"{name}: parts of its files that no embedding is made of are left out: {', '.join(unused)}")
+            found = evaluate(encoder, inspections, choice, given.output, session, _say)
         except EncoderError as error:
-            failures.append(str(error))
-            sys.stderr.write(f"{error}\n")
+            failed.append(name)
+            sys.stderr.write(f"not scored: {error}\n")
             continue
+        if given.pretrained:
+            found = replace(found, pretrained=given.pretrained)
+        evaluated.append(found)
+        if not any(report.results for report in found.reports.values()):
+            failed.append(name)
+            sys.stderr.write(f"not scored: {name}: no task has a score; the table says why\n")
         shown = write_tables(evaluated, given.output)  # after each: what is there can be looked at
     if evaluated:
         print(
             f"\n{shown}\n{given.output / 'scores.html'} shows it beside published numbers; scores.md, scores.json too"
         )
-    if failures:
-        sys.stderr.write("".join(f"not scored: {failure}\n" for failure in failures))
-    return not failures
+    if failed and len(names) > 1:
+        sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
+    return not failed
 
 
 def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "Choice") -> int:
@@ -144,7 +157,7 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
     finally:
         torch.set_num_threads(threads)
     print(f"{given.follow}: {number} checkpoints scored")
-    return 0
+    return int(not number and bool(follower.pending()))
 
 
 def _say(line: str) -> None:

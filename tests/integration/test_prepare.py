@@ -5,10 +5,12 @@ import json
 import pytest
 import ray
 import yaml
+from volumes import small_volume
 
 from common.config import ConfigError
 from common.storage import hash_file
 from pipeline.config import PipelineConfig
+from pipeline.manifest import ShardError
 from pipeline.prepare import main, prepare
 from pipeline.session import start_ray
 from pipeline.shards import ShardSet, check_shards, load_manifest
@@ -127,6 +129,18 @@ def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path,
     with pytest.raises(ConfigError, match=message):
         prepare(config_of(tmp_path / "a.jsonl", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_ends_in_words_and_the_same_command_continues(corpus, tmp_path, prepared):
+    with small_volume(tmp_path / "volume", 2) as volume:
+        config = config_of(corpus, volume.path / "out")
+        volume.fill(leave_bytes=400_000)
+        with pytest.raises(ShardError, match=r"No space left on device.*the same command continues"):
+            prepare(config)
+        assert not (volume.path / "out" / "manifest.json").exists()
+        volume.drain()
+        prepare(config)
+        assert contents(volume.path / "out") == contents(prepared[0])
 
 
 def write_config(folder, config):

@@ -9,11 +9,11 @@ import tinyruns as runs
 import torch
 
 from common.config import ConfigError
+from common.lock import RunLock, RunLockedError
 from common.storage import hash_file, read_json, write_json
 from trainer.checkpoint import checkpoint_path, read_state, steps_in, write_objective
 from trainer.failure import FAILURES
 from trainer.fork import FORK, fork
-from trainer.lock import RunLock, RunLockedError
 from trainer.objectives import Declutr, DeclutrConfig
 from trainer.run import ended_early, run_training
 from trainer.supervisor import TrainingFailedError
