@@ -259,7 +259,7 @@ def _persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answ
         try:
             with network_errors():
                 answer = action()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        except FileNotFoundError as error:
             raise AlteredError(f"{url}: {error}") from error
         except OSError as error:
             if isinstance(error, PermissionError) or any(word in str(error) for word in _FINAL):

@@ -11,6 +11,7 @@ from common.config import ConfigError
 from pipeline.corpus import HubCorpus
 from pipeline.readers.hub import hub_inputs
 from pipeline.readers.places import find_inputs
+from pipeline.readers.skipped import Skipped
 from pipeline.tokenization import load_tokenizer
 
 
@@ -48,7 +49,7 @@ def test_it_is_asked_once(silent):
     with pytest.raises(ConfigError, match=r"is no folder here, the hub's cache .* holds no copy.*does not answer"):
         load_tokenizer("owner/none-of-this-name")
     with pytest.raises(OSError, match="does not answer"):
-        list(find_inputs("hf://datasets/owner/none/x.txt"))
+        list(find_inputs("hf://datasets/owner/none/x.txt", Skipped()))
     _, (problem,) = hub_inputs(HubCorpus(kind="hub", name="owner/none"))
     assert "corpus.name = 'owner/none'" in problem
     assert silent.connections() == 1
