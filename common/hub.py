@@ -46,6 +46,14 @@ def hub_or_cache() -> Iterator[str | None]:
         constants.HF_HUB_OFFLINE = before
 
 
+def stay_offline_unless_it_answers() -> None:
+    """Has every library of this process take what is kept here where the hub does not answer, without trying again."""
+    from huggingface_hub import constants
+
+    if hub_problem():
+        constants.HF_HUB_OFFLINE = True
+
+
 @lru_cache
 def _asked(address: str) -> str | None:
     """One request a process and address, in a thread: looking up a host may hang longer than any time-out."""

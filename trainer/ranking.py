@@ -1,7 +1,7 @@
 """Which weights of a run are the best, by the score that was chosen, and since when. No Ray.
 
-The score is `recall_at_1` or `mrr` on held-out documents, which the workers measure, or `followed`: what a process
-beside the run has given its checkpoints (common/scores.py). Everything here follows from files, so a run that is
+The score is one that the workers measure on held-out documents, or `followed`: what a process alongside the run has
+given its checkpoints (common/scores.py). Everything here follows from files, so a run that is
 continued decides as one that was never stopped.
 """
 

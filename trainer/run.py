@@ -17,6 +17,7 @@ from common.scores import SCORES
 from common.storage import write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.begun import as_begun
 from trainer.cache import data_folder, run_folder
 from trainer.checkpoint import CHECKPOINTS, CheckpointError
 from trainer.checks import DECISIVE, problems, refuse
@@ -63,6 +64,7 @@ def run_training(
     with contextlib.ExitStack() as stack:
         if is_remote(config.run):  # what is there must be here before it can be judged
             _hold(config, signals, stack)
+        config = _keep_score(config)
         refuse(problems(config))
         marks["checks"] = time.time()
         if ray_is_there:
@@ -71,6 +73,17 @@ def run_training(
         if not is_remote(config.run):
             _hold(config, signals, stack)
         return _train(config, run_folder(config), signals, marks)
+
+
+def _keep_score(config: TrainConfig) -> TrainConfig:
+    """The configuration with the score that the run began with; a score that is not today's default is logged."""
+    begun = as_begun(config, run_folder(config))
+    if begun.validation.score != config.validation.score:
+        get_logger().info(
+            "%s: began with validation.score = %s and keeps it; a new run has %s by default",
+            *(config.run, begun.validation.score, config.validation.score),
+        )
+    return begun
 
 
 def _hold(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:

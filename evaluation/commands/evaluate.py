@@ -23,7 +23,12 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 
 def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status, 1 when a transfer failed, data are refused or unusable, or scores lack."""
-    given = _parser().parse_intermixed_args(arguments)
+    parser = _parser()
+    given = parser.parse_intermixed_args(arguments)
+    if given.mteb:
+        return _evaluate_mteb(given)
+    if not (given.data or given.download):
+        parser.error("one of the arguments --data --download --mteb is required")
     from evaluation.senteval.checking import inspect
     from evaluation.senteval.overview import overview
     from evaluation.senteval.plan import choose_tasks
@@ -55,12 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, run, checkpoint, model name or folder, "
                         "word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = parser.add_mutually_exclusive_group()
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=path_argument, help="fetch what is missing into this folder first")
     parser.add_argument("--mirror", help="address that has the same files, instead of the public ones")
     parser.add_argument("--allow-unchecked", action="store_true", help="own data: mark what differs, do not refuse it")
     parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer), by commas")
+    parser.add_argument("--mteb", metavar="TASK[,TASK]", help="tasks of MTEB instead (pip install 'declutr-ray[mteb]')")
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
     parser.add_argument(
@@ -137,6 +143,37 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     if failed and len(names) > 1:
         sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
     return not failed
+
+
+def _evaluate_mteb(given: argparse.Namespace) -> int:
+    """Scores all encoders on MTEB's tasks; 1 when one could not be scored."""
+    from importlib.util import find_spec
+
+    from common.hub import stay_offline_unless_it_answers
+    from evaluation.encoder import EncoderError, load_encoder
+
+    if find_spec("mteb") is None:
+        sys.stderr.write("--mteb needs MTEB: pip install 'declutr-ray[mteb]'\n")
+        return 1
+    stay_offline_unless_it_answers()  # before MTEB's own libraries look
+    from evaluation.mteb import choose_mteb, score_mteb, write_mteb
+
+    scores: dict[str, dict[str, float]] = {}
+    try:
+        tasks = choose_mteb(given.mteb.split(","))
+    except EncoderError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    for name in given.encoders:
+        try:
+            scores[name] = score_mteb(load_encoder(name, device=given.device), tasks, given.output, _say)
+        except EncoderError as error:
+            sys.stderr.write(f"not scored: {error}\n")
+            continue
+        write_mteb(scores, given.output)
+    if scores:
+        print(f"{given.output / 'mteb.json'} has the main scores, {given.output / 'mteb'} all of MTEB's figures")
+    return int(not scores or len(scores) < len(given.encoders))
 
 
 def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "Choice") -> int:

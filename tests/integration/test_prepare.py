@@ -155,3 +155,25 @@ def test_the_command_prints_one_line(corpus, tmp_path, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert "1,501 documents read" in line
     assert "0 held out" in line
+
+
+def test_a_replaced_file_is_found_after_copies_were_removed(corpus, tmp_path):
+    """The state of the inputs goes with a unit from its candidates to what is kept of them."""
+    (tmp_path / "in").mkdir()
+    for path in corpus.glob("[ab].jsonl"):
+        (tmp_path / "in" / path.name).write_bytes(path.read_bytes())
+    config = config_of(tmp_path / "in", tmp_path / "out")
+    manifest = prepare(config)
+    before = contents(tmp_path / "out")
+    changed = tmp_path / "in" / "a.jsonl"
+    changed.touch()
+    assert prepare(config, verify_inputs=True) == manifest
+    raw = bytearray(changed.read_bytes())
+    raw[200_000] ^= 1
+    changed.write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"1 of \d+ units changed although names and sizes are the same"):
+        prepare(config)
+    (tmp_path / "out" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="put the earlier files back"):
+        prepare(config)
+    assert contents(tmp_path / "out").items() <= before.items()

@@ -1,6 +1,7 @@
 """Every format is read as SentEval's own loader reads it."""
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -256,3 +257,12 @@ def test_the_first_lines_of_every_other_set(tmp_path):
             source = SLICES / f"downstream/SNLI/{column}.{'dev' if split == 'train' else split}"
             write(tmp_path, f"downstream/SNLI/{column}.{split}", source.read_text(encoding="latin-1"), "latin-1")
     assert [len(split) for split in load(find("SNLI"), tmp_path).splits.values()] == [200, 200, 200]
+
+
+def test_the_documents_name_every_file():
+    text = (Path(__file__).resolve().parents[3] / "docs/senteval.md").read_text(encoding="utf-8")
+    layout = text.partition("```\nDIR/downstream/CR/")[2].partition("```")[0]
+    for task in TASKS:
+        assert f"DIR/{task.folder}/" in f"DIR/downstream/CR/{layout}", task.folder
+        for name in task.subsets or [name.rpartition("/")[2] for name in task_files(task)]:
+            assert name in layout.split(), name
