@@ -1,8 +1,8 @@
 """Configuration: one YAML a run, one section a command, dotted overrides, one validation, every problem at once."""
 
-import difflib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,8 +10,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.credentials import redact, refused_settings
+from common.paths import expand as expand
+from common.suggestions import meant, misread, unknown_key
+from common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
+_SHOWN_CHARACTERS = 200
 
 
 class Strict(BaseModel):
@@ -38,43 +42,91 @@ def find_config(name: str) -> Path:
         ConfigError: there is no such file in either place.
     """
     given = Path(name)
-    candidates = (given, Path(__file__).resolve().parent.parent / given)
+    candidates = list(dict.fromkeys((given.absolute(), Path(__file__).resolve().parent.parent / given)))
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # noqa: PTH113 - of names that no file can have Path.is_file raises
             return candidate
-    raise ConfigError(name, [f"no such config file; looked at {' and '.join(str(c.absolute()) for c in candidates)}"])
+    if "=" in name:
+        raise ConfigError(name, ["is a setting; the config file comes first, then key=value"])
+    if os.path.isdir(given):  # noqa: PTH112
+        raise ConfigError(name, ["is a folder; name a YAML file"])
+    files = [str(given.parent / path.name) for place in candidates for path in place.parent.glob("*.y*ml")]
+    looked = " and ".join(map(str, candidates))
+    raise ConfigError(name, [f"no such config file; looked at {looked}{meant(name, files)}"])
 
 
-def load_config(name: str, section: str, model: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """Reads `section` of the YAML file `name`, applies `key.sub=value` overrides in order, validates once.
+def load_config(
+    name: str,
+    section: str,
+    model: type[Config],
+    overrides: Sequence[str] = (),
+    look: Callable[[dict[str, Any]], list[str]] | None = None,
+) -> Config:
+    """Reads `section` of the YAML file `name`, applies `key.sub=value` overrides, validates once.
 
     Overrides are relative to the section. Values are YAML (`workers=2`, `inputs=[a.txt]`, `objective={kind: mlm}`).
+
+    Args:
+        name: the file.
+        section: prepare or train.
+        model: of the section.
+        overrides: each key at most once.
+        look: finds problems of places that settings name; asked only where a setting is wrong, to say all at once.
 
     Raises:
         ConfigError: with every problem of the file, the overrides and the values.
     """
-    path = find_config(name)
+    values = _read_section(name, section, model)
+    problems = _twice(overrides)
+    problems += [problem for text in overrides if (problem := _override(values, text))]
+    problems += refused_settings(values)
+    config = None
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(name, [f"is not YAML: {_yaml_problem(error)}"]) from error
+        config = model.model_validate(values)
+    except ValidationError as error:
+        problems += describe(error, model, values, section)
+    problems += [
+        line for line in misread(values, model) if not any(p.startswith(line.partition(":")[0]) for p in problems)
+    ]
+    if problems or config is None:
+        raise ConfigError(f"{name} ({section})", problems + (look(values) if look else []))
+    return config
+
+
+def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, Any]:
+    try:
+        tree = read_yaml_file(find_config(name))
+    except YamlError as error:
+        raise ConfigError(name, [f"is not YAML that can be used: {error}"]) from error
+    except OSError as error:
+        raise ConfigError(name, [f"cannot be read: {error.strerror}"]) from error
     if not isinstance(tree, dict) or not set(tree) <= set(SECTIONS):
-        found = sorted(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
-        raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {found}"])
+        kind = "nothing" if tree is None else type(tree).__name__
+        found = sorted(map(str, tree)) if isinstance(tree, dict) else kind
+        hint = ""
+        if isinstance(tree, dict):
+            odd = next(str(key) for key in tree if key not in SECTIONS)
+            flat = odd in model.model_fields
+            hint = f"; put the settings below `{section}:`" if flat else meant(odd, SECTIONS)
+        raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {found}{hint}"])
     if section not in tree:
         raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])
     values = tree[section] if tree[section] is not None else {}
     if not isinstance(values, dict):
-        raise ConfigError(name, [f"{section} = {values!r} must be a section with keys of its own"])
-    problems = [problem for text in overrides if (problem := _override(values, text))]
-    problems += refused_settings(values)
-    try:
-        config = model.model_validate(values)
-    except ValidationError as error:
-        problems += describe(error, model)
-    if problems:
-        raise ConfigError(f"{name} ({section})", problems)
-    return config
+        raise ConfigError(name, [f"{section} = {_shown(values)} must be a section with keys of its own"])
+    return values
+
+
+def _twice(overrides: Sequence[str]) -> list[str]:
+    """Overrides of which a later one would silently undo an earlier one."""
+    found = []
+    for number, text in enumerate(overrides):
+        key, equals, _ = text.partition("=")
+        for before in overrides[:number]:
+            earlier = before.partition("=")[0]
+            if equals and (earlier == key or earlier.startswith(f"{key}.")):
+                found.append(f"override {key}: {before!r} and then {text!r}, which undoes it; give one of them")
+    return found
 
 
 def _override(tree: dict[str, Any], text: str) -> str | None:
@@ -83,50 +135,88 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     if not equals or not key:
         return f"override {text!r} is not of the form key=value"
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        return f"override {key}: {value!r} is not YAML: {_yaml_problem(error)}"
+        parsed = read_yaml(value)
+    except YamlError as error:
+        quote = "; put a value that begins with * into quotes" if "*" in value else ""
+        return f"override {key}: {value!r} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
     for parent in parents:
         if tree.get(parent) is None:  # absent, or a key without a value
             tree[parent] = {}
         child = tree[parent]
         if not isinstance(child, dict):
-            return f"override {key}: `{parent}` holds {child!r}, not a branch with keys of its own"
+            return f"override {key}: `{parent}` holds {_shown(child)}, not a branch with keys of its own"
         tree = child
     tree[last] = parsed
     return None
 
 
-def _yaml_problem(error: Exception) -> str:
-    """What is wrong and where, without the lines around it: a cut piece of an address cannot be told for one."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-    return str(error)
+def describe(error: ValidationError, model: type[BaseModel], values: Any = None, section: str = "") -> list[str]:
+    """One line a problem: dotted key, the value it holds, what is wrong with it.
 
-
-def describe(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line a problem: dotted key, the value it holds, what is wrong with it."""
-    lines = []
+    Args:
+        error: of the validation.
+        model: what was validated.
+        values: the values, where they are at hand: keys are then named as they were written.
+        section: their section.
+    """
+    lines: dict[str, list[str]] = {}
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]) or "(whole section)"
+        path = _written(item["loc"], values)
+        key = ".".join(path) or "(whole section)"
         if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(item["loc"][-1]), _known_keys(model), n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
-            lines.append(f"{key}: unknown key{hint}")
-        elif item["type"] == "missing":
-            lines.append(f"{key}: missing, and it has no default")
+            inside = flat_keys(item["input"]) if isinstance(item["input"], dict) else {}
+            for rest in inside or [""]:
+                full = [*path, *rest.split(".")] if rest else path
+                hint = unknown_key(full, model, section)
+                if "known here" in hint and [f"unknown key{hint}"] in lines.values():  # said once
+                    hint = ""
+                lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]
+            continue
+        if item["type"] == "missing":
+            said, message = f"{key}: ", "missing, and it has no default"
+        elif item["type"].startswith("union_tag"):
+            kind = item["ctx"]["discriminator"].strip("'")
+            given = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
+            choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", ""))
+            said = f"{key}.{kind} = {_shown(given)}: "
+            message = f"it is one of {', '.join(choices)}{meant(str(given), choices)}" if choices else "missing"
+        elif not item["loc"]:
+            lines |= {line: [] for line in item["msg"].removeprefix("Value error, ").splitlines()}
+            continue
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            lines += [f"{key} = {item['input']!r}: {message}"] if item["loc"] else message.splitlines()
-    return lines
+            said, message = f"{key} = {_shown(item['input'])}: ", item["msg"].removeprefix("Value error, ")
+            if item["input"] is None:
+                message = f"is empty. {message}"
+            elif item["type"] == "literal_error":
+                message += meant(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
+            elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
+                message += "; put it into quotes within quotes, as in key='\"12\"'"
+            elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
+                message += f": write [{item['input']}]"
+        lines.setdefault(said, []).append(message)
+    return [said + "; or: ".join(dict.fromkeys(messages)) for said, messages in lines.items()]
 
 
-def _known_keys(model: type[BaseModel]) -> list[str]:
-    """Every key that occurs anywhere in a config tree, for suggestions."""
-    schema = model.model_json_schema()
-    tables = [schema, *schema.get("$defs", {}).values()]
-    return sorted({key for table in tables for key in table.get("properties", {})})
+def _written(loc: Sequence[int | str], values: Any) -> list[str]:
+    """A place as the user writes it: without the names of alternatives, which validation puts between keys."""
+    if values is None:
+        return [str(part) for part in loc]
+    path: list[str] = []
+    for number, part in enumerate(loc):
+        last = number == len(loc) - 1
+        in_list = isinstance(values, list) and isinstance(part, int) and part < len(values)
+        inside = in_list or (isinstance(values, dict) and part in values)
+        values = values[part] if inside else values
+        if inside or (last and isinstance(values, dict)):
+            path.append(str(part))
+    return path
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = redact(repr(value))  # before it is cut: a piece of an address cannot be told for one
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def print_config(config: Strict) -> str:
@@ -141,8 +231,3 @@ def flat_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-def expand(path: str) -> Path:
-    """A user's path with `~` and `$VARIABLES` expanded."""
-    return Path(os.path.expandvars(path)).expanduser()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.address import child, short_name
+from common.address import child, is_remote, short_name
 from common.config import expand
 from common.logs import setup_logging
 from common.remotefile import (
@@ -217,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise FileNotFoundError(f"{folder} is no folder")
             push_folder(folder, arguments.target)
         else:
+            if not is_remote(arguments.source) and expand(arguments.source).is_file():
+                raise NotADirectoryError(f"{arguments.source} is a file; name the address of a folder")
             pull_all(arguments.source, expand(arguments.target))
     except OSError as error:
         sys.stderr.write(f"{error}\n")

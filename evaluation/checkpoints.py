@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
+from common.yamlfile import read_yaml_file
 from trainer import checkpoint
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
@@ -62,8 +61,8 @@ def rows(run: Path, now: float | None = None) -> list[Row]:
     if not steps:
         raise CheckpointsError(f"{run}: no checkpoint lies in {folder}")
     try:
-        config = TrainConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        config = TrainConfig.model_validate(read_yaml_file(run / "config.yaml"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointsError(f"{run}: its config.yaml cannot be read ({error})") from error
     now = time.time() if now is None else now
     score = config.validation.score

@@ -3,8 +3,12 @@
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
+from common.config import ConfigError
 from common.credentials import refused_argument
+from common.paths import PathError
+from common.suggestions import meant
 
 _COMMANDS = {
     "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare:main"),
@@ -44,11 +48,18 @@ _STORES = ("s3://", "gs://", "gcs://")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `declutr COMMAND ...`; returns the exit status, 1 when the user has something to mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in _COMMANDS:
-        print("usage: declutr COMMAND ...\n")
+    if arguments[:1] in ([], ["-h"], ["--help"]):
+        print("usage: declutr COMMAND ... | --version\n")
         for name, (what, _) in _COMMANDS.items():
             print(f"  declutr {name} {what}")
-        return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 1
+        return 0
+    if arguments[0] == "--version":
+        print(f"declutr {version('declutr-ray')}")
+        return 0
+    if arguments[0] not in _COMMANDS:
+        near = meant(arguments[0], list(_COMMANDS))
+        print(f"declutr: there is no command {arguments[0]!r}{near}\ndeclutr --help lists all", file=sys.stderr)
+        return 1
     command, *given = arguments
     for problem in filter(None, map(refused_argument, given)):
         print(f"declutr {command}: {problem}", file=sys.stderr)
@@ -58,7 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
         return 1
     module, _, function = _COMMANDS[arguments[0]][1].partition(":")
-    status: int = getattr(import_module(module), function)(arguments[1:])
+    try:
+        status: int = getattr(import_module(module), function)(arguments[1:])
+    except (OSError, ConfigError, PathError) as error:
+        print(f"declutr {command}: {error}", file=sys.stderr)
+        return 1
     return status
 
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common import seeding
+from common.hub import hub_problem
 from common.storage import read_json
-from evaluation.encoders.hub import hub_answers
 from evaluation.encoders.modules import Pooling, Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
@@ -119,7 +119,7 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
     where: dict[str, Any] = {"subfolder": recipe.subfolder} if recipe and recipe.subfolder else {}
     trust = {"trust_remote_code": trust_remote_code}
     local = Path(name).is_dir()
-    if not local and not hub_answers():
+    if not local and hub_problem():
         where["local_files_only"] = True  # what is kept here of an earlier download
     unused: tuple[str, ...] = ()
     try:

@@ -10,7 +10,7 @@ from pipeline.choosing.config import ChoosingConfig
 from pipeline.corpus import FilesCorpus, HubCorpus
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.pydocs import PythonDocs
-from pipeline.session import SessionConfig
+from pipeline.session_config import SessionConfig
 from pipeline.tokenization import TokenizerConfig
 from pipeline.windows import Geometry, ShortDocuments
 

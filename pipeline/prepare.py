@@ -24,6 +24,7 @@ from pipeline.estimate import Estimate, adopt_estimate, estimate, keep_estimate,
 from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_manifest, load_manifest, sum_counts
 from pipeline.outcome import lines_hint, nothing_kept, summary, too_many_failed
 from pipeline.output import Plan, claim, discard, hash_plan, output_problems, plan_of
+from pipeline.places import look
 from pipeline.progress import seconds_spent
 from pipeline.readers.skipped import Skipped, describe_skipped
 from pipeline.recheck import content_problems
@@ -146,18 +147,23 @@ def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], 
     """Units, their plan when the inputs can be read, and every problem found on the way."""
     if found := list(refused_settings(config.model_dump(mode="json"))):
         return [], None, found
+    places = look(config.model_dump())
     skipped = Skipped()
-    units, found = plan_units(config.corpus, config.unit_mib, skipped)
+    unread = any(problem.startswith("corpus.") for problem in places)
+    units, found = ([], []) if unread else plan_units(config.corpus, config.unit_mib, skipped)
+    found += places
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
-    folder = expand(config.output)
     plan = None
     if not found:  # missing inputs would show up as changed inputs once more
+        folder = expand(config.output)
         units = mark_units(units)
         plan = plan_of(config, units, skipped.kinds())
         for line in describe_skipped(plan.skipped):
             get_logger().warning(line)
         found += output_problems(folder, config, plan) or content_problems(folder, config, units, verify)
-    if isinstance(config.tokenizer, PretrainedTokenizer) and not (folder / TOKENIZER).exists():
+    is_name = isinstance(config.tokenizer, PretrainedTokenizer) and not any("tokenizer.name" in one for one in places)
+    if is_name and (plan is None or not (expand(config.output) / TOKENIZER).exists()):
+        assert isinstance(config.tokenizer, PretrainedTokenizer)
         try:
             load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
         except ConfigError as error:
@@ -180,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
     try:
-        config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides)
+        config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides, look)
         if arguments.print_config:
             sys.stdout.write(print_config(config))
             return 0

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pydantic import Field
-
-from common.config import ConfigError, Strict
+from common.config import ConfigError
 from common.logs import get_logger
 from pipeline.cluster import cluster_problem, named_cluster
 
@@ -27,14 +25,7 @@ import ray
 from ray.data import DataContext
 from ray.util.annotations import RayDeprecationWarning
 
-
-class SessionConfig(Strict):
-    """Where the work runs. Has no influence on results."""
-
-    num_cpus: int | None = Field(default=None, ge=1)
-    """Logical CPUs of a local session; all of this machine's when not set. A cluster has its own."""
-    address: str | None = None
-    """Address of a running cluster (`auto`: the one this host belongs to). RAY_ADDRESS does the same."""
+from pipeline.session_config import SessionConfig as SessionConfig
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Tokenizers: loading or training one, its fingerprint, its facts. What applies it is pipeline/encoder.py."""
 
+import contextlib
 import json
 from collections.abc import Iterable
 from functools import lru_cache
@@ -8,7 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from common.config import ConfigError, Strict, expand
+from common.config import ConfigError, Strict
+from common.hub import hub_or_cache, looks_like_a_path
+from common.paths import PathError, expand
 from common.storage import hash_json
 
 SPECIAL_ROLES = ("bos", "eos", "cls", "sep", "pad", "mask", "unk")
@@ -69,15 +72,24 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    path = expand(name)
-    where = str(path) if path.is_dir() else name
-    files = sorted(path.iterdir()) if path.is_dir() else []
+    unreached = None
     try:
-        tokenizer = _loaded(where, trust_remote_code, tuple(file.stat().st_mtime_ns for file in files))
+        path = expand(name)
+        if not path.is_dir() and looks_like_a_path(name):
+            raise PathError(f"no such folder; looked at {path.absolute()}")
+        where = str(path) if path.is_dir() else name
+        files = sorted(path.iterdir()) if path.is_dir() else []
+        times = tuple(file.stat().st_mtime_ns for file in files)
+        with contextlib.nullcontext() if path.is_dir() else hub_or_cache() as unreached:
+            tokenizer = _loaded(where, trust_remote_code, times)
+    except PathError as error:
+        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r}: {error}"]) from error
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        problem = f"tokenizer.name = {name!r} is neither a folder with a tokenizer nor reachable on the hub: {first}"
-        raise ConfigError("tokenizer", [problem]) from error
+        problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first}"
+        if unreached:
+            problem = f"is no folder here, the hub's cache on this machine holds no copy, and the hub: {unreached}"
+        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} {problem}"]) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} has no fast version, which this needs"])
     return tokenizer

@@ -23,6 +23,7 @@ from trainer.ease import small_batch
 from trainer.language_model import EncoderConfig, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
 from trainer.parts import build_encoder
+from trainer.places import place_problems
 from trainer.state import read_origin
 
 DECISIVE = "decisive.json"
@@ -32,12 +33,16 @@ _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeE
 
 def problems(config: TrainConfig) -> list[str]:
     """Everything that is wrong with this run, one line a problem: key, value, limit, what to do."""
-    found = _run_problems(config, run_folder(config))
+    found = place_problems(config)
+    if any(problem.startswith("run = ") for problem in found):
+        return found
+    found += _run_problems(config, run_folder(config))
     try:
         folder = data_folder(config)
         manifest = load_manifest(folder)
-    except (ShardError, RemoteError, FileNotFoundError) as error:
-        return [*found, f"data = {config.data}: {error}"]
+    except (ShardError, RemoteError, OSError) as error:
+        missing = any(problem.startswith("data = ") for problem in found)
+        return found if missing else [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
     found += [
         *_other_shards(config, run_folder(config), manifest),
@@ -46,7 +51,9 @@ def problems(config: TrainConfig) -> list[str]:
     ]
     if not checkpoint.steps_in(run_folder(config) / CHECKPOINTS) and (remark := small_batch(config)):
         get_logger().warning("%s", remark)
-    return found if _began_before(config, run_folder(config)) else [*found, *_encoder_problems(config, manifest)]
+    if _began_before(config, run_folder(config)) or any(line.startswith("encoder.pretrained = ") for line in found):
+        return found
+    return [*found, *_encoder_problems(config, manifest)]
 
 
 def refuse(found: list[str]) -> None:

@@ -7,12 +7,10 @@ from pydantic import Field, model_validator
 from common.address import is_remote
 from common.config import Strict
 from common.storage import hash_json
-from trainer.language_model import EncoderConfig
-from trainer.objectives import DeclutrConfig, ObjectiveConfig
-from trainer.optim import OptimConfig
+from trainer.objective_settings import DeclutrConfig, ObjectiveConfig
 from trainer.scaling import ScalingConfig
+from trainer.settings import EncoderConfig, OptimConfig, ValidationConfig
 from trainer.spans import SpanConfig
-from trainer.validation import ValidationConfig
 
 
 class CheckpointConfig(Strict):

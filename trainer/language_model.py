@@ -3,16 +3,18 @@
 transformers is imported where it is used: it takes seconds, and a command that continues a run builds no encoder.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from common import seeding
-from common.config import Strict
+from common.hub import hub_or_cache
+from common.paths import expand
 from trainer.feed import Vocabulary
+from trainer.settings import EncoderConfig as EncoderConfig
 from trainer.silence import silence
 from trainer.unloaded import Unloaded
 
@@ -22,57 +24,6 @@ if TYPE_CHECKING:
 
 class UnfitEncoderError(ValueError):
     """An encoder that cannot be trained here, with what to do."""
-
-
-class ProjectionConfig(Strict):
-    """The head between pooling and the contrastive loss (DeCLUTR appendix; SimCLR). Dropped at export."""
-
-    kind: Literal["none", "linear", "mlp"] = "none"
-    """Two layers, without (linear) or with (mlp) a ReLU between them; none: the pooled embedding itself."""
-    size: int = Field(default=128, ge=1)
-    """Width of the projected embedding and of the hidden layer."""
-
-
-class EncoderConfig(Strict):
-    """Which encoder is trained and how spans become embeddings."""
-
-    pretrained: str | None = None
-    """Name or folder of a masked language model of transformers."""
-    scratch: dict[str, Any] | None = None
-    """Instead: a transformers config (with `model_type`) whose weights are drawn from the run's seed. Vocabulary size
-    and special ids come from the shards' tokenizer."""
-    trust_remote_code: bool = False
-    """Run code that a pretrained model brings along. Only for models you trust."""
-    new_mlm_head: bool = False
-    """Where a pretrained encoder brings no MLM head, begin with one whose weights are drawn from the run's seed."""
-    pooling: Literal["mean", "cls", "max"] = "mean"
-    """Span embedding: mean or maximum over all its tokens (specials included, as released), or its first token."""
-    projection: ProjectionConfig = ProjectionConfig()
-    layout: Literal["packed", "padded"] = "packed"
-    """packed: no padding, attention within spans only, where that is proved equal for this encoder; else padded, which
-    a line of the log says. padded: the reference, always."""
-    dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Replaces every dropout probability of the model; None keeps the model's own."""
-    attention_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Replaces the probability of dropping attention weights. Above 0, attention weights are written out one by one,
-    which is slow and takes memory: fused kernels know no dropout that could be repeated in another microbatch."""
-
-    activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward and compute the rest again: less memory, a third more time."""
-    compile: bool = False
-    """Compile the encoder with torch.compile, once for all lengths. Worth it on a GPU."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "EncoderConfig":
-        if (self.pretrained is None) == (self.scratch is None):
-            raise ValueError(
-                "give exactly one of `pretrained` (a name or folder) and `scratch` (a transformers config)"
-            )
-        if self.scratch is not None and "model_type" not in self.scratch:
-            raise ValueError("scratch needs `model_type`, for example roberta, bert or modernbert")
-        if self.scratch is not None and self.new_mlm_head:
-            raise ValueError("new_mlm_head is for a pretrained encoder; from scratch every weight is new")
-        return self
 
 
 FAMILIES = (
@@ -103,7 +54,8 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.pretrained is not None:
-        hf = AutoConfig.from_pretrained(config.pretrained, trust_remote_code=config.trust_remote_code)
+        with _source(config.pretrained) as source:
+            hf = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     else:
         assert config.scratch is not None
         given = dict(config.scratch)
@@ -125,6 +77,17 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     return hf
 
 
+@contextmanager
+def _source(pretrained: str) -> Iterator[str]:
+    """Where a pretrained model is: a folder, or a name of the hub; where that is not reached, its cache is read."""
+    folder = expand(pretrained)
+    if folder.is_dir():
+        yield str(folder)
+    else:
+        with hub_or_cache():
+            yield pretrained
+
+
 def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
     """The masked language model in float32: pretrained weights, or weights drawn from the seed."""
     return load_model(config, hf, seed)[0]
@@ -143,14 +106,15 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
         torch.manual_seed(seeding.torch_seed(seed, "weights"))
         if config.pretrained is None:
             return AutoModelForMaskedLM.from_config(hf, dtype=torch.float32), Unloaded()
-        model, info = AutoModelForMaskedLM.from_pretrained(
-            config.pretrained,
-            config=hf,
-            dtype=torch.float32,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told by name in `Unloaded`
-        )
+        with _source(config.pretrained) as source:
+            model, info = AutoModelForMaskedLM.from_pretrained(
+                source,
+                config=hf,
+                dtype=torch.float32,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told by name in `Unloaded`
+            )
     return model, Unloaded.of(model, info)
 
 

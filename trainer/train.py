@@ -11,29 +11,18 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Ray prints a paragraph on every worker that dies, to stdout; ours is a line and names the worker (trainer/failure.py).
 # What else it has to say is shown as ever. It reads this when it is imported, hence here.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
 
-from pydantic import ConfigDict
-
-from common.config import ConfigError, Strict, expand, load_config, print_config
+from common.address import is_remote
+from common.config import ConfigError, expand, load_config, print_config
 from common.logs import get_logger, setup_logging
+from trainer.config import TrainConfig
+from trainer.places import fork_problem, look, place_problems
 from trainer.scaling import ScalingConfig
-
-if TYPE_CHECKING:
-    from trainer.config import TrainConfig
-
-
-class _Peek(Strict):
-    """What must be known to start Ray."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    run: str
-    scaling: ScalingConfig = ScalingConfig()
 
 
 class _EarlyRay:
@@ -43,16 +32,13 @@ class _EarlyRay:
     the parent is the thread that started it.
     """
 
-    def __init__(self, name: str, overrides: Sequence[str]) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self._thread: threading.Thread | None = None
         self._tried = threading.Event()
-        try:
-            peek = load_config(name, "train", _Peek, overrides)
-        except ConfigError:  # said with all other problems in a moment
-            return
         session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # somebody else's, in this process
-        if not session and not (expand(peek.run) / "summary.json").is_file():
-            self._thread = threading.Thread(target=self._start, args=(peek.scaling,), name="declutr-ray", daemon=True)
+        if not session and (is_remote(config.run) or not (expand(config.run) / "summary.json").is_file()):
+            arguments = (config.scaling,)
+            self._thread = threading.Thread(target=self._start, args=arguments, name="declutr-ray", daemon=True)
 
     def _start(self, scaling: ScalingConfig) -> None:
         from pipeline.session import start_ray
@@ -84,7 +70,7 @@ class _EarlyRay:
             ray.shutdown()
 
 
-def train(config: "TrainConfig") -> dict[str, Any]:
+def train(config: TrainConfig) -> dict[str, Any]:
     """Trains to the last step; see `trainer.run.run_training`."""
     from trainer.run import run_training
 
@@ -101,6 +87,12 @@ def _began() -> float:
     return time.time() - running_seconds
 
 
+def _told(error: OSError, config: TrainConfig) -> str:
+    """A storage that failed; that the same command continues is said only where there is something to continue."""
+    begun = is_remote(config.run) or (expand(config.run) / "checkpoints").is_dir()
+    return f"{error}; what was saved is kept, the same command continues" if begun else f"{error}; nothing was trained"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="train", description="From shards to a sentence encoder.")
@@ -110,31 +102,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
-    early = None if arguments.print_config or arguments.fork else _EarlyRay(arguments.config, arguments.overrides)
+    try:  # before torch and Ray are loaded, which takes many seconds on a busy machine
+        config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, look)
+        if arguments.print_config:
+            sys.stdout.write(print_config(config))
+            return 0
+        wrong = place_problems(config)
+        if arguments.fork is not None and (problem := fork_problem(arguments.fork, config)):
+            wrong.append(problem)
+        if wrong:
+            raise ConfigError("train", wrong)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    early = None if arguments.fork is not None else _EarlyRay(config)
     if early:
         early.begin()
     from common.lock import RunLockedError
     from common.records import DamagedError
     from pipeline.shards import ShardError
     from trainer.checkpoint import CheckpointError
-    from trainer.config import TrainConfig
     from trainer.fork import fork
     from trainer.run import run_training
     from trainer.supervisor import RunStoppedError, TrainingFailedError
 
     try:
-        config = load_config(arguments.config, "train", TrainConfig, arguments.overrides)
-        if arguments.print_config:
-            sys.stdout.write(print_config(config))
-            return 0
-        if arguments.fork:
+        if arguments.fork is not None:
             config = fork(config, arguments.fork)
         summary = run_training(config, _began(), early.wait if early else None)
     except (ConfigError, ShardError, CheckpointError, DamagedError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except OSError as error:  # a full disk, a storage that is gone
-        sys.stderr.write(f"{error}; what was saved is kept, the same command continues\n")
+        sys.stderr.write(f"{_told(error, config)}\n")
         return 1
     except RunStoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")

@@ -6,43 +6,26 @@ documents, H embedding size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 
-from common.config import Strict
 from pipeline.shards import ShardSet
 from trainer.distant import DISTANT, place_distant
 from trainer.feed import Feed, document_keys, ragged
 from trainer.gather import World
 from trainer.model import Encoder
 from trainer.plan import permute
+from trainer.settings import ValidationConfig as ValidationConfig
 from trainer.spans import SpanConfig, Spans, draw, pair_lengths
 
 # Held-out spans are drawn in an "epoch" that training never reaches, so they are the same at every validation.
 _EPOCH = 2**32 - 1
-
-
-class ValidationConfig(Strict):
-    """When and on what the encoder is scored during training."""
-
-    every_steps: int = Field(default=1000, ge=0)
-    """Also before the first and after the last step; 0: never."""
-    max_documents: int = Field(default=400, ge=2)
-    """Held-out documents that are scored, at most."""
-    score: Literal["distant_recall_at_1", "distant_mrr", "recall_at_1", "mrr", "followed"] = "distant_recall_at_1"
-    """What "best" means. distant_...: a span finds the one of its own document that is `spans.max_tokens` or more away;
-    without: the one that touches it. followed: the score that `declutr evaluate --follow RUN` gives, alongside the
-    training, for runs in folders. A run that began when `recall_at_1` was the default keeps that score."""
-    patience: int | None = Field(default=None, gt=0)
-    """End the run when so many scores in a row are no better than the best, and export that one; null: never. With
-    `followed` only checkpoints that were scored count. It may be changed while a run is under way."""
 
 
 def retrieval(anchors: Tensor, positives: Tensor) -> dict[str, float]:

@@ -4,13 +4,14 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
+
+from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status: 1 also when the newest checkpoint is broken."""
     parser = argparse.ArgumentParser(prog="declutr checkpoints", description="The checkpoints of a run, verified.")
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", type=path_argument, help="folder of the run")
     parser.add_argument("--json", action="store_true", help="the same as a JSON list")
     given = parser.parse_args(arguments)
     from evaluation.checkpoints import CheckpointsError, rows, table

@@ -10,8 +10,18 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
     parser.add_argument("--config", default="configs/demo.yaml")
     given = parser.parse_intermixed_args(arguments)
-    from common.config import ConfigError
+    from common.config import ConfigError, load_config
     from common.logs import setup_logging
+    from pipeline.config import PipelineConfig
+    from pipeline.places import look as look_for_data
+    from trainer.config import TrainConfig
+
+    try:  # before the corpus is prepared, and before torch is loaded
+        load_config(given.config, "prepare", PipelineConfig, (), look_for_data)
+        load_config(given.config, "train", TrainConfig, given.overrides)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     from evaluation.demo import demo
     from pipeline.shards import ShardError
     from trainer.supervisor import RunStoppedError, TrainingFailedError

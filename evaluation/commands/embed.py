@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import get_args
+
+from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
@@ -17,7 +18,9 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="declutr embed", description="Texts to embeddings. Stopped, it continues.")
     parser.add_argument("model", help="folder, name, file of word vectors, hashed-words:SIZE or untrained:NAME")
     parser.add_argument("inputs", nargs="+", help="files, folders, globs: text lines, JSONL, Parquet, ..., compressed")
-    parser.add_argument("--output", type=Path, required=True, help=".npy or .parquet; a note OUT.json lies beside it")
+    parser.add_argument(
+        "--output", type=path_argument, required=True, help=".npy or .parquet; a note OUT.json lies beside it"
+    )
     parser.add_argument("--text-field", default="text", help="field or column of the text (text)")
     parser.add_argument("--id-field", help="field or column of an id to write beside each embedding (.parquet)")
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="of the inputs (auto)")

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.paths import path_argument
+
 if TYPE_CHECKING:
     from evaluation.senteval.findings import Inspection
     from evaluation.senteval.plan import Choice
@@ -59,18 +61,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, run, checkpoint, model name or folder, "
                         "word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--data", type=Path, help="folder in SentEval's layout (downstream/, probing/)")
-    where.add_argument("--download", type=Path, help="fetch what is missing into this folder first")
+    where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
+    where.add_argument("--download", type=path_argument, help="fetch what is missing into this folder first")
     parser.add_argument("--mirror", help="address that has the same files, instead of the public ones")
     parser.add_argument("--allow-unchecked", action="store_true", help="own data: mark what differs, do not refuse it")
     parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer), by commas")
     parser.add_argument("--mteb", metavar="TASK[,TASK]", help="tasks of MTEB instead (pip install 'declutr-ray[mteb]')")
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
-    parser.add_argument("--output", type=Path, default=Path("scores"), help="folder of results and tables (scores)")
+    parser.add_argument(
+        "--output", type=path_argument, default=Path("scores"), help="folder of results and tables (scores)"
+    )
     parser.add_argument("--pretrained", metavar="ENCODER", help="the tables' column Δ is the difference to it (what an "
                         "export says it started from); it is scored too")  # fmt: skip
-    parser.add_argument("--follow", type=Path, metavar="RUN", help="score a run's checkpoints while it trains")
+    parser.add_argument("--follow", type=path_argument, metavar="RUN", help="score a run's checkpoints while it trains")
     parser.add_argument("--once", action="store_true", help="with --follow: score what is there and stop")
     parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: between two looks (10)")
     parser.add_argument("--cpus", type=int, help="processes for classifiers (all; with --follow 1)")
@@ -145,8 +149,8 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
     """Scores all encoders on MTEB's tasks; 1 when one could not be scored."""
     from importlib.util import find_spec
 
+    from common.hub import stay_offline_unless_it_answers
     from evaluation.encoder import EncoderError, load_encoder
-    from evaluation.encoders.hub import stay_offline_unless_it_answers
 
     if find_spec("mteb") is None:
         sys.stderr.write("--mteb needs MTEB: pip install 'declutr-ray[mteb]'\n")

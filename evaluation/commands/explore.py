@@ -2,13 +2,14 @@
 
 import argparse
 import sys
-from pathlib import Path
+
+from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Runs it until Ctrl-C; returns the exit status."""
     parser = argparse.ArgumentParser(prog="declutr explore", description="An index in a browser: search, and a map.")
-    parser.add_argument("index", type=Path, help="folder that `declutr index` made")
+    parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
     parser.add_argument("--model", help="the encoder, where it has moved since the embeddings were made")
     parser.add_argument(
         "--port", type=int, default=0, help="of 127.0.0.1, to which alone the page is served (a free one)"

@@ -2,14 +2,17 @@
 
 import argparse
 import sys
-from pathlib import Path
+
+from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="declutr export-onnx", description="An encoder as ONNX, pooling included.")
     parser.add_argument("model", help="as `declutr embed` takes it")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make: model.onnx, tokenizer.json")
+    parser.add_argument(
+        "--output", type=path_argument, required=True, help="folder to make: model.onnx, tokenizer.json"
+    )
     parser.add_argument("--max-tokens", type=int, help="of one input, specials included (the encoder's limit)")
     given = parser.parse_args(arguments)
     from evaluation.encoder import EncoderError, load_encoder

@@ -2,14 +2,15 @@
 
 import argparse
 import sys
-from pathlib import Path
+
+from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="declutr index", description="Embeddings to an index for `declutr search`.")
-    parser.add_argument("embeddings", type=Path, help="file that `declutr embed` wrote, its note beside it")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("embeddings", type=path_argument, help="file that `declutr embed` wrote, its note beside it")
+    parser.add_argument("--output", type=path_argument, required=True, help="folder to make")
     parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, else a graph")
     parser.add_argument("--source-field", help="field or column of what a text came from (its file)")
     given = parser.parse_args(arguments)

@@ -2,13 +2,14 @@
 
 import argparse
 import sys
-from pathlib import Path
+
+from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="declutr inspect", description="What lies at a path, in words.")
-    parser.add_argument("path", type=Path)
+    parser.add_argument("path", type=path_argument)
     parser.add_argument("--documents", type=int, default=3, help="documents of shards to show with their spans (3)")
     parser.add_argument("--document", help="of shards: one document, by id, source or SOURCE:OFFSET")
     parser.add_argument("--config", help="YAML file with a `train` section: show its run's spans")
@@ -16,14 +17,19 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")
     given = parser.parse_args(arguments)
     from common.config import ConfigError, load_config
+    from trainer.config import TrainConfig
+
+    try:
+        run = load_config(given.config, "train", TrainConfig, []) if given.config is not None else None
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     from evaluation.describe import DescribeError, default_spans, describe
     from evaluation.whereabouts import whereabouts
     from pipeline.shards import ShardError, load_manifest
     from trainer.checkpoint import CheckpointError
-    from trainer.config import TrainConfig
 
     try:
-        run = load_config(given.config, "train", TrainConfig, []) if given.config else None
         seed = given.seed if given.seed is not None else run.seed if run else 0
         if given.document:
             spans = run.spans if run else default_spans(load_manifest(given.path))
@@ -32,7 +38,7 @@ def run(arguments: list[str]) -> int:
             lines = describe(given.path, given.documents, seed, given.epoch)
         for line in lines:
             print(line)
-    except (ConfigError, DescribeError, ShardError, CheckpointError) as error:
+    except (DescribeError, ShardError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from pathlib import Path
+
+from common.paths import path_argument
 
 _SHOWN_CHARACTERS = 200
 
@@ -10,7 +11,7 @@ _SHOWN_CHARACTERS = 200
 def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="declutr search", description="The texts of an index nearest to a query.")
-    parser.add_argument("index", type=Path, help="folder that `declutr index` made")
+    parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
     parser.add_argument("query", nargs="+", help="one or several")
     parser.add_argument("--top", type=int, default=10, help="texts to show (10)")
     parser.add_argument("--model", help="the encoder, where it has moved since the embeddings were made")

@@ -13,12 +13,16 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
     given = parser.parse_intermixed_args(arguments)
     from common.config import ConfigError, load_config
-    from trainer.checks import problems, refuse
     from trainer.config import TrainConfig
-    from trainer.verify import verify
+    from trainer.places import look
 
+    if given.documents < 1 or min(given.processes) < 1:
+        parser.error("--documents and --processes: at least 1")
     try:
-        config = load_config(given.config, "train", TrainConfig, given.overrides)
+        config = load_config(given.config, "train", TrainConfig, given.overrides, look)
+        from trainer.checks import problems, refuse
+        from trainer.verify import verify
+
         refuse([problem for problem in problems(config) if not problem.startswith("run =")])
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

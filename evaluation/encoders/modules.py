@@ -14,8 +14,8 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from common.hub import hub_problem
 from common.storage import read_json
-from evaluation.encoders.hub import hub_address, hub_answers
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE
 
@@ -183,13 +183,13 @@ def _file(name: str, file: str) -> Path | None:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # the hub's names are NAME and OWNER/NAME
         raise EncoderError(f"{name} cannot be loaded: there is no such folder")
     try:
-        return Path(hf_hub_download(name, file, local_files_only=not hub_answers()))
+        return Path(hf_hub_download(name, file, local_files_only=hub_problem() is not None))
     except LocalEntryNotFoundError as error:
         if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # asked for earlier, and the hub had none
             return None
         raise EncoderError(
             f"{name} cannot be loaded: there is no such folder here, and whether the hub has its {file} cannot be "
-            f"asked: {hub_address()} does not answer. Without a network, download it to a folder and name that"
+            f"asked: {hub_problem()}. Without a network, download it to a folder and name that"
         ) from error
     except EntryNotFoundError:
         return None

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from common.address import network_errors
+from common.hub import hub_problem
 from pipeline.corpus import HubCorpus, Input
 from pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
 
@@ -20,6 +21,8 @@ Files = dict[str, int]
 
 def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
     """The files of the split with their sizes, and what is wrong, one line a problem."""
+    if unreached := hub_problem():
+        return [], [f"corpus.name = {corpus.name!r}: the Hub does not give the dataset: {unreached}"]
     try:
         with network_errors():
             commit, files, card = _listing(corpus.name, corpus.revision)

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, cast
 
 from common.address import address_of, filesystem, is_remote, network_errors
 from common.config import expand
+from common.hub import hub_problem
 from pipeline.corpus import Input
 from pipeline.readers.names import is_hidden
 from pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
@@ -123,6 +124,8 @@ def _lost(path: Path, source: str) -> Input:
 
 
 def _find_remote(given: str) -> Iterator[Input]:
+    if given.startswith("hf://") and (unreached := hub_problem()):
+        raise OSError(unreached)
     with network_errors():
         files, path, query = filesystem(given)
         if glob.has_magic(path):

@@ -67,7 +67,7 @@ def test_every_problem_at_once(load):
     found = problems(load, "train: {inner: {size: 0, raet: 1}, inputs: 3}", "high", "low.x=1")
     assert found[:1] == ["override 'high' is not of the form key=value"]
     assert any(line.startswith("inner.size = 0: ") and "greater than or equal to 1" in line for line in found)
-    assert "inner.raet: unknown key; did you mean `rate`?" in found
+    assert "inner.raet: unknown key; did you mean `inner.rate`?" in found
     assert any(line.startswith("inputs = 3: ") for line in found)
     assert "name: missing, and it has no default" in found
     assert any(line.startswith("low = ") for line in found)
@@ -90,7 +90,48 @@ def test_override_that_is_not_yaml(load):
 
 
 def test_unknown_key_without_a_near_one(load):
-    assert problems(load, "train: {name: a, zzzzz: 1}") == ["zzzzz: unknown key"]
+    known = "known here: inner, inputs, name, low, high"
+    found = problems(load, "train: {name: a, zzzzz: 1, yyyyy: 2}")
+    assert found == [f"zzzzz: unknown key; {known}", "yyyyy: unknown key"]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("nmae=b", "nmae: unknown key; did you mean `name`?"),
+        ("inner.sise=1", "inner.sise: unknown key; did you mean `inner.size`?"),
+        ("size=1", "size: unknown key; did you mean `inner.size`?"),
+        ("siz=1", "siz: unknown key; did you mean `inner.size`?"),
+        ("iner.size=1", "iner.size: unknown key; did you mean `inner.size`?"),
+        ("train.name=", "train.name: unknown key; settings of the section `train` are named without it: write `name`"),
+        ("train.inner.sise=1", "train.inner.sise: unknown key; settings of the section `train` are named without it"),
+        ("low=on", "low = True: a number is needed (YAML takes yes, no, on, off for true and false)"),
+        ("inner.rate=no", "inner.rate = False: a number is needed"),
+        ("inner.rate=.nan", "inner.rate = nan: not a number"),
+        ("low=010", "override low: '010' is not YAML that can be used: 010 is not clear"),
+        ("inputs=[*.txt]", "put a value that begins with * into quotes"),
+        ("inputs=a.txt", "write [a.txt]"),
+        ("name=12", "put it into quotes within quotes"),
+        ("name=", "name = None: is empty"),
+        ("name=!!python/name:os.system", "is refused"),
+    ],
+)
+def test_what_was_meant(load, override, told):
+    found = problems(load, "train: {name: a}", override)
+    assert told in "\n".join(found)
+
+
+@pytest.mark.parametrize("pair", [("low=1", "low=2"), ("inner.size=1", "inner={size: 2}"), ("low=1", "low=1")])
+def test_a_setting_given_twice(load, pair):
+    (found,) = problems(load, "train: {name: a}", *pair)
+    assert f"{pair[0]!r} and then {pair[1]!r}, which undoes it" in found
+
+
+def test_problems_of_places_are_said_with_the_others(tmp_path):
+    (tmp_path / "run.yaml").write_text("train: {name: nowhere, low: x}")
+    with pytest.raises(ConfigError) as error:
+        load_config(str(tmp_path / "run.yaml"), "train", Outer, (), lambda values: [f"name = {values['name']}: away"])
+    assert [line.partition(" ")[0] for line in error.value.problems] == ["low", "name"]
 
 
 def test_rules_between_keys(load):
@@ -102,7 +143,8 @@ def test_rules_between_keys(load):
     [
         ("train: [1", "is not YAML"),
         ("- 1", "top level must hold the sections prepare and/or train, found list"),
-        ("tarin: {}", r"top level must hold the sections prepare and/or train, found \['tarin'\]"),
+        ("tarin: {}", r"sections prepare and/or train, found \['tarin'\]; did you mean `train`"),
+        ("name: a", r"found \['name'\]; put the settings below `train:`"),
         ("prepare: {}", "has no section `train`, which this command reads"),
         ("train: 3", "train = 3 must be a section with keys"),
         ("", "top level"),
@@ -119,6 +161,17 @@ def test_bytes_that_are_not_text(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"train: \xff")
     with pytest.raises(ConfigError, match="is not YAML"):
         load_config(str(tmp_path / "run.yaml"), "train", Outer)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("run.yml", "did you mean `{folder}/run.yaml`"), (".", "is a folder"), ("low=1", "the config file comes first")],
+)
+def test_names_of_files_that_are_none(tmp_path, name, told):
+    (tmp_path / "run.yaml").write_text("train: {}")
+    with pytest.raises(ConfigError) as error:
+        load_config(str(tmp_path / name), "train", Outer)
+    assert told.format(folder=tmp_path) in str(error.value)
 
 
 def test_missing_file_says_where_it_looked(tmp_path):

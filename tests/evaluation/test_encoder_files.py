@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForPreTrainin
 from common.storage import write_json
 from evaluation.cli import main
 from evaluation.encoder import EncoderError, load_encoder
-from evaluation.encoders.hub import hub_answers
 from trainer.checkpoint import ENCODER, checkpoint_path
 
 
@@ -137,13 +136,11 @@ def test_a_hub_that_does_not_answer_is_said_within_five_seconds(monkeypatch):
     """An address that takes no connection (TEST-NET-1)."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    hub_answers.cache_clear()
     begun = time.monotonic()
     for name in ("some/encoder", "another"):
-        with pytest.raises(EncoderError, match=r"http://192.0.2.1 does not answer"):
+        with pytest.raises(EncoderError, match=r"http://192.0.2.1 (does not answer|is not reached)"):
             load_encoder(name)
     assert time.monotonic() - begun < 5
-    hub_answers.cache_clear()
 
 
 def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):

@@ -80,7 +80,7 @@ def test_unknown_keys_and_wrong_values_are_reported_together(run_bad):
         "spans.max_token=8", "batch_documents=0", "optim.lr=fast", "objective.masking.select_share=2", "here"
     )
     text = "\n".join(lines)
-    assert "spans.max_token: unknown key; did you mean `max_tokens`?" in text
+    assert "spans.max_token: unknown key; did you mean `spans.max_tokens`?" in text
     assert "batch_documents = 0" in text
     assert "optim.lr = 'fast'" in text
     assert "objective.masking.select_share = 2" in text

@@ -41,7 +41,7 @@ def test_every_wrong_key_and_value_is_reported_at_once(write_config, corpus):
         load_config(write_config(corpus), "prepare", PipelineConfig, overrides)
     assert len(caught.value.problems) == 4
     text = str(caught.value)
-    assert "did you mean `max_tokens`" in text
+    assert "did you mean `geometry.max_tokens`" in text
     for key in ("held_out_share", "vocab_size", "format"):
         assert key in text
 

@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     given = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(given.config, "train", TrainConfig, given.overrides) if given.config else None
+        config = load_config(given.config, "train", TrainConfig, given.overrides) if given.config is not None else None
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -4,65 +4,12 @@ Legend: n documents on this rank, m their anchors (n * A, or fewer where documen
 positives an anchor, M = anchors of the global batch, D size.
 """
 
-from typing import Annotated, Any, Literal
-
 import torch
-from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from common.config import Strict
 from trainer.gather import World
-from trainer.masking import MaskingConfig
-from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss, NTXentConfig, ntxent
-
-
-def _ntxent_unless_said(value: Any) -> Any:
-    """`loss: {temperature: 0.1}` means NT-Xent: the kind need not be repeated to change one number."""
-    return {"kind": "ntxent", **value} if isinstance(value, dict) else value
-
-
-ContrastiveLossConfig = Annotated[
-    NTXentConfig | MetricLearningConfig, Field(discriminator="kind"), BeforeValidator(_ntxent_unless_said)
-]
-
-
-class DeclutrConfig(Strict):
-    """What is minimised: contrastive + MLM (paper eq. 3), or one of them alone (paper Figure 3)."""
-
-    kind: Literal["declutr"] = "declutr"
-    terms: Literal["both", "contrastive", "mlm"] = "both"
-    """Which losses are summed."""
-    loss: ContrastiveLossConfig = NTXentConfig()
-    """The contrastive loss."""
-    masking: MaskingConfig = MaskingConfig()
-    """How anchors are masked for MLM."""
-    contrast_unmasked_anchors: bool = False
-    """Embed anchors a second time without masks for the contrastive loss; the released code contrasts masked ones."""
-    queue_size: int = Field(default=0, ge=0)
-    """Embeddings of earlier steps kept as extra negatives (the paper's memory bank); 0: none."""
-    released_rank_scaling: bool = False
-    """Multiply the contrastive gradient by 1 / world size, as the released configs do on several GPUs."""
-
-    @model_validator(mode="after")
-    def _queue_needs_ntxent(self) -> "DeclutrConfig":
-        if self.queue_size and self.loss.kind != "ntxent":
-            raise ValueError(f"queue_size = {self.queue_size} needs loss kind ntxent, not {self.loss.kind}")
-        return self
-
-    @property
-    def contrastive(self) -> bool:
-        """Is the contrastive loss computed?"""
-        return self.terms != "mlm"
-
-    @property
-    def mlm(self) -> bool:
-        """Is the MLM loss computed?"""
-        return self.terms != "contrastive"
-
-    @property
-    def unmasked_anchors(self) -> bool:
-        """Are anchors packed twice, masked for MLM and unmasked for the contrastive loss?"""
-        return self.contrast_unmasked_anchors and self.terms == "both"
+from trainer.objective_settings import DeclutrConfig, MetricLearningConfig, NTXentConfig
+from trainer.objectives.ntxent import MetricLearningLoss, ntxent
 
 
 class Declutr:

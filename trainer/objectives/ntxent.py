@@ -4,61 +4,17 @@ Legend: M anchors of the batch, D embedding size, Q queued embeddings.
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common.config import Strict
+from trainer.objective_settings import MetricLearningConfig as MetricLearningConfig
 
 # Rows and columns of the scores computed at a time: 4 MiB in float32, past which larger products are hardly faster.
 TILE_ROWS = 1024
-
-
-class NTXentConfig(Strict):
-    """NT-Xent (DeCLUTR eq. 1 divided by its 2M terms), computed in at least float32, exact at any temperature."""
-
-    kind: Literal["ntxent"] = "ntxent"
-    temperature: float = Field(default=0.05, gt=0)
-    """Divides the cosine similarities."""
-
-
-class MetricLearningConfig(Strict):
-    """Any loss and miner of pytorch-metric-learning, by name. Its NTXentLoss needs O(M^3) memory."""
-
-    kind: Literal["pytorch_metric_learning"]
-    loss: str
-    """Class name in pytorch_metric_learning.losses, for example NTXentLoss or SupConLoss."""
-    loss_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the loss, for example {temperature: 0.05}."""
-    miner: str | None = None
-    """Class name in pytorch_metric_learning.miners."""
-    miner_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the miner."""
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, name: str) -> str:
-        return _known("losses", name)
-
-    @field_validator("miner")
-    @classmethod
-    def _known_miner(cls, name: str | None) -> str | None:
-        return name if name is None else _known("miners", name)
-
-
-def _known(module: str, name: str) -> str:
-    import pytorch_metric_learning.losses
-    import pytorch_metric_learning.miners
-
-    choices = vars(getattr(pytorch_metric_learning, module))
-    if name.startswith("_") or not isinstance(choices.get(name), type):
-        names = sorted(key for key, value in choices.items() if isinstance(value, type))
-        raise ValueError(f"pytorch_metric_learning.{module} has no {name!r}; it has {', '.join(names)}")
-    return name
 
 
 def ntxent(embeddings: Tensor, temperature: float, queue: Tensor | None = None, tile_rows: int = TILE_ROWS) -> Tensor:

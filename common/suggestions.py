@@ -1,0 +1,89 @@
+"""Which setting a person meant: the keys of a configuration, and the nearest of them to a key that is unknown."""
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+
+def meant(word: str, choices: Sequence[str]) -> str:
+    """`; did you mean ...?` with the choice nearest to a word; nothing where none is near."""
+    lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(word.lower(), list(lower), n=1)
+    return f"; did you mean `{lower[near[0]]}`?" if near else ""
+
+
+def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") -> str:
+    """What to write instead of an unknown key: the nearest key beside it, one of its name elsewhere, or all beside it.
+
+    Args:
+        path: the key and the branches above it.
+        model: of the whole section.
+        section: its name, with which a key may begin by mistake.
+    """
+    *parents, last = path
+    everywhere = [".".join(key) for key in _keys((model,))]
+    if path[0] == section and len(path) > 1:
+        rest = ".".join(path[1:])
+        known = f": write `{rest}`" if rest in everywhere else meant(rest, everywhere)
+        return f"; settings of the section `{section}` are named without it{known}"
+    same = [key for key in everywhere if key.rpartition(".")[2] == last]
+    if 0 < len(same) <= 3:
+        return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
+    beside = {name: ".".join([*parents, name]) for branch in _below((model,), parents) for name in branch.model_fields}
+    elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
+    for word, choices in ((last, beside), (".".join(path), {key: key for key in everywhere}), (last, elsewhere)):
+        if near := difflib.get_close_matches(word, choices, n=1):
+            return f"; did you mean `{choices[near[0]]}`?"
+    return f"; known here: {', '.join(beside)}" if beside else ""
+
+
+def misread(values: Any, model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Lines on numbers for which yes, no or .nan was given: validation takes them for 1, 0 and a number."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from misread(value, model, (*path, str(key)))
+    elif isinstance(values, list):
+        for value in values:
+            yield from misread(value, model, path)
+    elif isinstance(values, float) and math.isnan(values):
+        yield f"{'.'.join(path)} = {values!r}: not a number"
+    elif isinstance(values, bool):
+        branches = _below((model,), path[:-1])
+        fields = [branch.model_fields[path[-1]] for branch in branches if path[-1] in branch.model_fields]
+        kinds = {kind for field in fields for kind in _kinds(field.annotation)}
+        if kinds & {int, float} and bool not in kinds:
+            yield f"{'.'.join(path)} = {values!r}: a number is needed (YAML takes yes, no, on, off for true and false)"
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that a field may hold."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
+
+
+def _branches(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The branches that a field may hold."""
+    for kind in _kinds(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
+
+
+def _below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[BaseModel]]:
+    """The branches at a place of a configuration, as far down as it goes."""
+    if not path:
+        return list(models)
+    fields = [model.model_fields[path[0]] for model in models if path[0] in model.model_fields]
+    return _below([branch for field in fields for branch in _branches(field.annotation)], path[1:])
+
+
+def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
+    """Every key at and below these branches."""
+    for model in models:
+        for name, field in model.model_fields.items():
+            yield (name,)
+            for key in _keys(list(_branches(field.annotation))):
+                yield (name, *key)

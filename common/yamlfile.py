@@ -1,0 +1,142 @@
+"""Strict reading of YAML that a person wrote or that came from someone else: plain data, nothing overridden silently.
+
+PyYAML's safe loader accepts more than a configuration should hold. A key given twice keeps its last value without a
+word, `010` is 8, `1:30` is 90, and a few lines of aliases stand for billions of values.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_BYTES = 2**20
+MAX_VALUES = 20_000
+"""Keys and values of a document, aliases written out."""
+
+
+class YamlError(ValueError):
+    """A text that is no YAML, or YAML that is refused: one line, with the place."""
+
+
+class _Strict(yaml.SafeLoader):
+    """The safe loader without what surprises: dates stay text; tags, unclear numbers and repeated keys are errors."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A node without a tag: what a value is, its form says."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "tag", None) is not None:
+            message = f"the tag {event.tag} is refused: plain values only"
+            raise yaml.composer.ComposerError(None, None, message, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_number(self, node: yaml.ScalarNode) -> float:
+        """A number as people read it: in base 10 unless it begins with 0x, 0o or 0b, and never in base 60."""
+        text = str(self.construct_scalar(node))
+        whole = node.tag.endswith(":int")
+        value: float = self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+        digits = text.replace("_", "").lstrip("+-")
+        if ":" in digits or (digits[:1] == "0" and digits.isdigit() and len(digits) > 1):
+            message = f"{text} is not clear, YAML takes it for {value}; write that, or quote it"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+        return value
+
+    def construct_unique(self, node: yaml.MappingNode) -> Iterator[Any]:
+        """A mapping, each of whose keys is given once. A key may replace one that came by a merge (`<<`)."""
+        seen: dict[str, Any] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    message = f"{key.value!r} is given twice, first in line {seen[key.value].line + 1}"
+                    raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+                seen[key.value] = key.start_mark
+        yield from self.construct_yaml_map(node)
+
+
+_AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+_Strict.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _AS_TEXT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Strict.add_constructor("tag:yaml.org,2002:int", _Strict.construct_number)
+_Strict.add_constructor("tag:yaml.org,2002:float", _Strict.construct_number)
+_Strict.add_constructor("tag:yaml.org,2002:map", _Strict.construct_unique)
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML document: plain data, without tags, repeated keys, loops, and at most `MAX_VALUES` values.
+
+    Raises:
+        YamlError: it is none, or more than one.
+    """
+    if len(text) > MAX_BYTES:
+        raise YamlError(f"is longer than {MAX_BYTES:,} characters")
+    try:
+        loader = _Strict(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _measure(node, {}, set())
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        raise YamlError(_told(error, text)) from error
+    except yaml.reader.ReaderError as error:
+        place = f"line {text[: error.position].count(chr(10)) + 1}"
+        raise YamlError(f"holds the character U+{error.character:04X}, which YAML does not allow ({place})") from error
+    except YamlError:
+        raise
+    except ValueError as error:  # Python's own, of numbers such as `0x_` and of 5,000 digits
+        raise YamlError(f"holds a number that cannot be read: {str(error).partition(';')[0]}") from error
+    except RecursionError:
+        raise YamlError("is nested too deeply") from None
+
+
+def read_yaml_file(path: Path) -> Any:
+    """The same of a file in UTF-8.
+
+    Raises:
+        YamlError: as `read_yaml`, or the file is not UTF-8 or too long.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as stream:
+        raw = stream.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise YamlError(f"is longer than {MAX_BYTES:,} bytes")
+    try:
+        return read_yaml(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise YamlError(f"is not UTF-8 text: byte {raw[error.start]:#04x} in line {line}; save it as UTF-8") from error
+
+
+def _measure(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
+    """Values below a node, aliases written out.
+
+    Raises:
+        YamlError: there are too many, or a node contains itself.
+    """
+    if id(node) in above:
+        raise YamlError(f"an anchor contains itself (line {node.start_mark.line + 1})")
+    if id(node) in known or not isinstance(node, yaml.CollectionNode):
+        return known.get(id(node), 1)
+    above.add(id(node))
+    total = 1
+    for entry in node.value:
+        for child in entry if isinstance(entry, tuple) else (entry,):
+            total += _measure(child, known, above)
+            if total > MAX_VALUES:
+                raise YamlError(f"holds more than {MAX_VALUES:,} values, aliases written out")
+    above.discard(id(node))
+    known[id(node)] = total
+    return total
+
+
+def _told(error: yaml.MarkedYAMLError, text: str) -> str:
+    """What is wrong and where, in one line."""
+    problem, mark = error.problem or error.context or "", error.problem_mark or error.context_mark
+    if problem == "but found another document":
+        problem = "there is more than one document"
+    elif "'\\t'" in problem:
+        problem = "a tab; indent with spaces"
+    where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark and "\n" in text.strip() else ""
+    return f"{problem}{where}"

@@ -1,0 +1,14 @@
+"""Settings of a Ray session, readable without Ray."""
+
+from pydantic import Field
+
+from common.config import Strict
+
+
+class SessionConfig(Strict):
+    """Where the work runs. Has no influence on results."""
+
+    num_cpus: int | None = Field(default=None, ge=1)
+    """Logical CPUs of a local session; all of this machine's when not set. A cluster has its own."""
+    address: str | None = None
+    """Address of a running cluster (`auto`: the one this host belongs to). RAY_ADDRESS does the same."""

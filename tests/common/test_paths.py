@@ -1,0 +1,73 @@
+"""Paths as people write them: what is expanded, what is refused, and a look that leaves nothing behind."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.hub import looks_like_a_path
+from common.paths import PathError, expand, folder_problem, path_argument
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_home_and_variables_are_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MINE", "runs")
+    assert expand("~/x") == tmp_path / "x"
+    assert path_argument("~/$MINE/${MINE}") == tmp_path / "runs" / "runs"
+    assert expand("a b\né") == Path("a b\né")
+
+
+def test_a_name_that_exists_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("$NOT_SET").mkdir()
+    assert expand("$NOT_SET") == Path("$NOT_SET")
+
+
+@pytest.mark.parametrize("path", ["", " ", "a\0b", "$NOT_SET/x", "${NOT_SET}", "~no-such-user/x"])
+def test_paths_that_name_no_place(path, monkeypatch):
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(PathError):
+        expand(path)
+    with pytest.raises(argparse.ArgumentTypeError):
+        path_argument(path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes the identity of a user without a home folder")
+def test_no_home_at_all():
+    code = "from common.paths import expand\nimport os; os.setuid(54321)\nexpand('~/x')"
+    bare = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False)
+    assert "PathError: '~/x': there is no home folder ~" in done.stderr
+
+
+def test_where_a_folder_can_be_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    assert folder_problem(tmp_path) is None
+    assert folder_problem(tmp_path / "a" / "b") is None
+    assert "is a file; name a folder" in folder_problem(tmp_path / "file")
+    assert "is a file; name a folder" in folder_problem(tmp_path / "file" / "below")
+    assert "is a link to nothing" in folder_problem(tmp_path / "link")
+    assert "File name too long" in folder_problem(tmp_path / ("x" * 300))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_system_is_asked_not_the_permissions():
+    assert "nothing can be written in /proc" in folder_problem(Path("/proc/nope"))
+
+
+@pytest.mark.parametrize("name", ["/a", "./a", "../a", "~/a", "a/b/c", "a/", ".", "a b", "$A/b", "a\\b", ""])
+def test_names_that_can_only_be_paths(name):
+    assert looks_like_a_path(name)
+
+
+@pytest.mark.parametrize("name", ["distilroberta-base", "sentence-transformers/all-MiniLM-L6-v2", "a.b/c_d.e"])
+def test_names_the_hub_can_have(name):
+    assert not looks_like_a_path(name)

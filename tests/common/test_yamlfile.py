@@ -1,0 +1,81 @@
+"""YAML that is refused: what would be read otherwise than a person reads it, and what would do harm."""
+
+import pytest
+
+from common.yamlfile import MAX_BYTES, YamlError, read_yaml, read_yaml_file
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", r"'a' is given twice, first in line 1 \(line 3"),
+        ("a: {b: 1, b: 1}", "'b' is given twice"),
+        ("1: a\n'1': b", "'1' is given twice"),
+        ("a: 010", "010 is not clear, YAML takes it for 8"),
+        ("a: 1:30", "1:30 is not clear, YAML takes it for 90"),
+        ("a: 1:30.5", "1:30.5 is not clear"),
+        ("a: 0x_", "a number that cannot be read"),
+        ("a: " + "9" * 5000, "a number that cannot be read"),
+        ("a: !!python/object/apply:os.system [ls]", "tag .*os.system is refused"),
+        ("a: !!binary x", "tag .*binary is refused"),
+        ("a: !mine x", "tag !mine is refused"),
+        ("a:\n\tb: 1", r"a tab; indent with spaces \(line 2"),
+        ("a: &x [*x]", "an anchor contains itself"),
+        ("a: *b", "undefined alias"),
+        (LAUGHS, "more than 20,000 values"),
+        ("[" * 5000, "nested too deeply"),
+        ("{a: " * 2000, "nested too deeply"),
+        ("- 1\n---\n- 2", "more than one document"),
+        ("a: \x00", r"character U\+0000"),
+        ("a: \ud800", r"character U\+D800"),
+        ("? [a]\n: 1", "unhashable"),
+        ("a: [1", "expected ',' or ']'"),
+        ("x" * (MAX_BYTES + 1), "is longer than"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_what_is_refused(text, message):
+    with pytest.raises(YamlError, match=message) as error:
+        read_yaml(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", None),
+        ("a: 1_000", {"a": 1000}),
+        ("a: 0x1F", {"a": 31}),
+        ("a: 0", {"a": 0}),
+        ("a: -0.5", {"a": -0.5}),
+        ("a: 2026-01-01", {"a": "2026-01-01"}),  # a folder, more likely than a date
+        ("a: =", {"a": "="}),
+        ("a: [on, 'on', ~]", {"a": [True, "on", None]}),
+        ("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}", {"x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}}),
+    ],
+)
+def test_what_is_read(text, value):
+    assert read_yaml(text) == value
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"a: 1\nb: \xe9\n", "is not UTF-8 text: byte 0xe9 in line 2"),
+        ("a: 1\n".encode("utf-16"), "is not UTF-8 text: byte 0xff in line 1"),
+        (b"#" * (MAX_BYTES + 1), "is longer than"),
+    ],
+)
+def test_files_that_are_no_text(tmp_path, raw, message):
+    (tmp_path / "x.yaml").write_bytes(raw)
+    with pytest.raises(YamlError, match=message):
+        read_yaml_file(tmp_path / "x.yaml")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    (tmp_path / "x.yaml").write_bytes("a: é\n".encode("utf-8-sig"))
+    assert read_yaml_file(tmp_path / "x.yaml") == {"a": "é"}

@@ -1,0 +1,188 @@
+"""Commands used wrongly: each ends with one message, a status that is not 0, and nothing created or deleted."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+
+from evaluation.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}}
+PREPARE = {
+    "output": "o",
+    "corpus": {"kind": "files", "paths": ["docs"]},
+    "tokenizer": {"kind": "train", "vocab_size": 300},
+}
+PREPARE |= {"geometry": {"num_anchors": 1, "max_tokens": 4}}
+FILES = {
+    "good.yaml": yaml.safe_dump({"train": TRAIN, "prepare": PREPARE}),
+    "section.yaml": "prepare: {}",
+    "flat.yaml": yaml.safe_dump(TRAIN),
+    "list.yaml": "- 1",
+    "empty.yaml": "",
+    "tabs.yaml": "train:\n\trun: x",
+    "twice.yaml": "train: {run: r}\ntrain: {run: s}",
+    "latin.yaml": b"train: {run: \xe9}",
+    "tag.yaml": "train: !!python/object/apply:os.mkdir [made]",
+    "loop.yaml": "train: &a {x: *a}",
+    "odd.yaml": "train: {1: 2, ~: 3}",
+    "file.txt": "some text",
+    "docs/a.txt": "a b c d e f g h\n" * 20,
+    "shards/manifest.json": "{}",
+    "cut/manifest.json": '{"a',
+    "point/state.json": "[]",
+    "export/declutr.json": "{}",
+    "index/index.json": "[]",
+    "run/checkpoints/step-00000004/x": "",
+    "a\nb é/x": "",
+}
+CONFIGS = [
+    ("nowhere.yaml", "no such config file"),
+    ("docs", "is a folder"),
+    ("", "is a folder"),
+    ("steps=4", "the config file comes first"),
+    ("x" * 300, "no such config file"),
+    ("flat.yaml", "put the settings below `train:`"),
+    ("list.yaml", "found list"),
+    ("empty.yaml", "found nothing"),
+    ("tabs.yaml", "a tab"),
+    ("twice.yaml", "'train' is given twice"),
+    ("latin.yaml", "is not UTF-8"),
+    ("tag.yaml", "is refused"),
+    ("loop.yaml", "contains itself"),
+    ("odd.yaml", "Keys should be strings"),
+    ("section.yaml", "has no section `train`"),
+]
+SETTINGS = [
+    (["run=/proc/nope"], "nothing can be written in /proc"),
+    (["run=file.txt"], "is a file; name a folder"),
+    (["run=file.txt/below"], "file.txt is a file; name a folder"),
+    (["run=link"], "is a link to nothing"),
+    (["run=''"], "an empty path"),
+    (["run=~no-such-user/x"], "there is no home folder ~no-such-user"),
+    (["run=$NOT_SET/x"], "$NOT_SET is not set"),
+    (["run=" + "y" * 300], "File name too long"),
+    (["run=docs", "data=docs"], "is the folder of the shards too"),
+    (["run=shards"], "holds prepared shards"),
+    (["run=point"], "holds a checkpoint"),
+    (["data=file.txt"], "is a file; name the folder of the shards"),
+    (["data=shards"], "is not a manifest of this version"),
+    (["data=cut"], "Invalid JSON"),
+    (["encoder={pretrained: ./none}"], "no such folder; looked at"),
+    (["optim.lrr=1", "steps=yes"], "did you mean `optim.lr`?"),
+    (["optim.lrr=1", "steps=yes"], "steps = True: a number is needed"),
+    (["optim.lrr=1", "run=file.txt"], "is a file; name a folder"),
+    (["optim.betas=[2, -1]"], "optim.betas.1 = -1"),
+    (["train.steps=4"], "write `steps`"),
+    (["steps=4", "steps=5"], "which undoes it"),
+    (["--fork", "r"], "is the run itself"),
+    (["--fork", ""], "an empty path"),
+    (["--fork", "file.txt"], "is a file; name a folder"),
+    (["--stesp", "4"], "unrecognized arguments"),
+]
+PLACES = ["nowhere", "file.txt", "docs", "link", "", "$NOT_SET", "~no-such-user", "x" * 300, "a\0b", "shards", "cut"]
+PLACES += ["point", "export", "index", "run", "a\nb é", "s3://bucket/x"]
+COMMANDS = {
+    "inspect": [],
+    "checkpoints": [],
+    "report": [],
+    "index": ["--output", "out"],
+    "search": ["a query"],
+    "explore": [],
+    "embed": ["file.txt", "--output", "out.npy"],
+    "export-onnx": ["--output", "out"],
+}
+OTHERS = [
+    (["tran"], "there is no command 'tran'; did you mean `train`?"),
+    (["--verson"], "there is no command '--verson'"),
+    (["prepare", "good.yaml", "prepare.output="], "write `output`"),
+    (["prepare", "good.yaml", "output="], "output = None: is empty"),
+    (["prepare", "good.yaml", "output=docs/out"], "lies in 'docs', which is read"),
+    (["prepare", "good.yaml", "output=/proc/nope"], "nothing can be written in /proc"),
+    (["prepare", "good.yaml", "output=s3://bucket/x"], "is an address"),
+    (["prepare", "good.yaml", "corpus.paths=[$NOT_SET/x]"], "$NOT_SET is not set"),
+    (["prepare", "good.yaml", "corpus.kind=file"], "did you mean `files`?"),
+    (["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"], "no such folder"),
+    (["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"], "name a folder"),
+    (["demo", "--config", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
+    (["inspect", "docs", "--config", "empty.yaml"], "found nothing"),
+    (["verify-gradients", "good.yaml", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
+    (["verify-gradients", "good.yaml", "--documents", "0"], "at least 1"),
+    (["pull", "file.txt", "out"], "file.txt"),
+    (["push", "file.txt", "s3://bucket/x"], "is no folder"),
+    (["embed", "hashed-words:4", "file.txt", "--output=~no-such-user/x.npy"], "no home folder"),
+]
+CASES = [
+    *((["train", config], told) for config, told in CONFIGS),
+    *((["train", "good.yaml", *given], told) for given, told in SETTINGS),
+    *(([command, place, *rest], "") for command, rest in COMMANDS.items() for place in PLACES),
+    *OTHERS,
+]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working folder full of what a command does not want."""
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "link").symlink_to("nothing")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NOT_SET", raising=False)
+    monkeypatch.setattr(logging.getLogger("declutr"), "handlers", [])  # of the test before, whose stream is closed
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def everything(folder):
+    return sorted((str(path), path.lstat().st_mtime_ns if path.is_file() else 0) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), CASES, ids=[" ".join(arguments)[:60].replace("\0", "NUL") for arguments, _ in CASES]
+)
+def test_one_message_and_nothing_else(place, capsys, arguments, told):
+    before = everything(place)
+    try:
+        status = main(arguments)
+    except SystemExit as usage:
+        status = usage.code
+    shown = capsys.readouterr()
+    assert status in (1, 2)
+    assert shown.err.strip()
+    assert told in shown.err
+    assert "Traceback" not in shown.err
+    assert everything(place) == before
+    assert not ray.is_initialized()
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "good.yaml", "optim.lrr=1"],
+        ["train", "good.yaml"],
+        ["train", "twice.yaml"],
+        ["verify-gradients", "good.yaml", "optim.lrr=1"],
+        ["demo", "--config", "good.yaml", "optim.lrr=1"],
+        ["inspect", "docs", "--config", "twice.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_with_a_config_is_said_before_torch_and_ray_are_loaded(arguments):
+    code = f"import sys; from evaluation.cli import main; assert main({arguments!r}) == 1\n"
+    code += "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_version_is_said(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("declutr ")
