@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 SECTIONS = ("prepare", "train")
+_TRUST = "trust_remote_code"
 
 
 class Strict(BaseModel):
@@ -48,6 +49,8 @@ def load_config(name: str, section: str, model: type[Config], overrides: Sequenc
 
     Overrides are relative to the section. Values are YAML (`workers=2`, `inputs=[a.txt]`, `objective={kind: mlm}`).
 
+    A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only.
+
     Raises:
         ConfigError: with every problem of the file, the overrides and the values.
     """
@@ -64,7 +67,15 @@ def load_config(name: str, section: str, model: type[Config], overrides: Sequenc
     values = tree[section] if tree[section] is not None else {}
     if not isinstance(values, dict):
         raise ConfigError(name, [f"{section} = {values!r} must be a section with keys of its own"])
+    withdrawn = _withdraw_trust(values)
     problems = [problem for text in overrides if (problem := _override(values, text))]
+    decided = flat_keys(values)
+    problems += [
+        f"{key} = true: a file cannot grant trust. Remove the key from the file; if you trust the code of that model, "
+        f"add {key}=true to the command"
+        for key in withdrawn
+        if key not in decided
+    ]
     try:
         config = model.model_validate(values)
     except ValidationError as error:
@@ -72,6 +83,18 @@ def load_config(name: str, section: str, model: type[Config], overrides: Sequenc
     if problems:
         raise ConfigError(f"{name} ({section})", problems)
     return config
+
+
+def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    """Removes every `trust_remote_code` of a file that is not false, in place; returns their dotted keys."""
+    found = []
+    for key, value in list(tree.items()):
+        if isinstance(value, dict):
+            found += _withdraw_trust(value, f"{prefix}{key}.")
+        elif key == _TRUST and value is not False:
+            del tree[key]
+            found.append(prefix + key)
+    return found
 
 
 def _override(tree: dict[str, Any], text: str) -> str | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common import seeding
+from common.address import child, is_remote
+from common.config import expand
+from common.remote import pull_all
 from evaluation.encoders.modules import Pooling, Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
@@ -21,7 +25,6 @@ from evaluation.encoders.transformer import LongTexts, TransformerEncoder
 from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from pipeline.manifest import TOKENIZER
 from trainer import checkpoint
-from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.export import EXPORT
@@ -29,6 +32,7 @@ from trainer.language_model import EncoderConfig, max_span_tokens
 from trainer.model import Encoder, packs
 from trainer.parts import build_encoder
 
+_STORES = ("s3://", "gs://", "gcs://", "file://")
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 
 
@@ -54,7 +58,7 @@ def load_encoder(
         max_tokens: of one input; None, or more than it can: the encoder's own limit.
         long_texts: longer inputs are cut, or read in windows.
         vocabulary: of a file of word vectors only these words are held in memory; None: all.
-        trust_remote_code: run code that a model brings along. Only for models you trust.
+        trust_remote_code: run code that a model brings along. Only for models you trust; no file can grant this.
 
     Raises:
         EncoderError: it cannot be loaded, or says of itself what cannot be computed exactly here.
@@ -75,7 +79,7 @@ def load_encoder(
     elif (path / EXPORT).is_dir():
         loaded = _pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
     elif (path / "state.json").is_file() or (path / CHECKPOINTS).is_dir():
-        loaded = _of_run(path, pooling)
+        loaded = _of_run(path, pooling, trust_remote_code)
     else:
         loaded = _pretrained(name, pooling, trust_remote_code, None)
     encoder, tokenizer, recipe = loaded
@@ -119,7 +123,7 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
                 torch.manual_seed(seeding.torch_seed(seed, "weights"))
                 model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
     except (OSError, ValueError) as error:
-        raise EncoderError(f"{name} cannot be loaded as an encoder: {error}") from error
+        raise EncoderError(f"{name} cannot be loaded as an encoder: {_told(error)}") from error
     if recipe and recipe.lower_case:
         _lower_case(tokenizer)
     chosen = pooling or (recipe.pooling if recipe else "mean")
@@ -129,8 +133,18 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
     return encoder, tokenizer, recipe
 
 
-def _of_run(path: Path, pooling: Pooling | None) -> Loaded:
-    """The encoder of a checkpoint, or of a run's newest whole one."""
+def _told(error: Exception) -> str:
+    """The message of an error; where code would have to be trusted, what that takes."""
+    if "trust_remote_code" not in str(error):
+        return str(error)
+    return "it brings Python code along, which is not run; if you trust that code, add --trust-remote-code"
+
+
+def _of_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:
+    """The encoder of a checkpoint, or of a run's newest whole one.
+
+    The run may come from someone else: its `config.yaml` names an encoder and shards, and grants nothing.
+    """
     if (path / CHECKPOINTS).is_dir():
         found = checkpoint.find_latest(path / CHECKPOINTS)
         if found is None:
@@ -139,16 +153,35 @@ def _of_run(path: Path, pooling: Pooling | None) -> Loaded:
     settings = path.parent.parent / "config.yaml"
     try:
         config = TrainConfig.model_validate(yaml.safe_load(settings.read_text(encoding="utf-8")))
-        tokenizer = AutoTokenizer.from_pretrained(data_folder(config) / TOKENIZER)
-        plain = {"compile": False, "activation_checkpointing": False}
+        tokenizer = _tokenizer_of(config.data)
+        plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
         encoder = build_encoder(config, tokenizer)
         checkpoint.read_state(path)
         checkpoint.load_encoder(path, encoder)
     except (OSError, ValueError, ValidationError) as error:
-        raise EncoderError(f"{path} cannot be loaded; it needs its run's config.yaml and shards: {error}") from error
+        raise EncoderError(
+            f"{path} cannot be loaded; it needs its run's config.yaml and shards: {_told(error)}"
+        ) from error
     return encoder.eval(), tokenizer, None
+
+
+def _tokenizer_of(data: str) -> Any:
+    """The tokenizer of shards.
+
+    Of shards at an address, only the tokenizer is fetched, and not into the `cache` that the run's settings name.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or the address is of a kind that no run has.
+    """
+    if not is_remote(data):
+        return AutoTokenizer.from_pretrained(expand(data) / TOKENIZER, trust_remote_code=False)
+    if not data.startswith(_STORES):
+        raise ValueError(f"data = {data}: not fetched; only addresses that begin with {', '.join(_STORES)} are")
+    with TemporaryDirectory(prefix="declutr-") as folder:
+        pull_all(child(data, TOKENIZER), Path(folder) / TOKENIZER)
+        return AutoTokenizer.from_pretrained(Path(folder) / TOKENIZER, trust_remote_code=False)
 
 
 def _model_limit(encoder: Encoder) -> int:

@@ -31,8 +31,13 @@ _RESTARTS = 10
 _VERSION = 1
 
 
-def encoder_of(choice: Choice) -> SentenceEncoder:
-    """The encoder of a job.
+def encoder_of(choice: Choice, *, trust_remote_code: bool) -> SentenceEncoder:
+    """The encoder of a job or an index.
+
+    Args:
+        choice: the encoder and its treatment of long texts. It may have been read from a file of someone else, so
+            whether that file trusts the model is not looked at.
+        trust_remote_code: whether the current command trusts the model.
 
     Raises:
         EncoderError: it cannot be loaded.
@@ -42,7 +47,7 @@ def encoder_of(choice: Choice) -> SentenceEncoder:
         choice.pooling,
         max_tokens=choice.max_tokens,
         long_texts=choice.long_texts,
-        trust_remote_code=choice.trust_remote_code,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -58,7 +63,7 @@ def embed(config: EmbedConfig) -> Note:
     """
     config = located(config)
     units = plan(config)
-    encoder = encoder_of(config.choice)
+    encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has {encoder.size}")
     identities = identify(config, units, encoder.fingerprint)
@@ -206,7 +211,7 @@ class UnitEmbedder:
 
     def __init__(self, config: EmbedConfig, folder: str) -> None:
         self._config, self._folder = config, Path(folder)
-        self._encoder = encoder_of(config.choice)
+        self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
 
     def __call__(self, row: dict[str, str]) -> dict[str, str]:
         """`{"unit": JSON, "identity": hash}` in, `{"sidecar": JSON, "problem": words}` out."""
