@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from common import seeding
 from common.address import child, is_remote
 from common.config import expand
-from common.remote import pull_all
+from common.copies import pull_all
 from evaluation.encoders.modules import Pooling, Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
