@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from common.terminal import shown
+
 _COMMANDS = {
     "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare:main"),
     "train": ("CONFIG [key=value ...]: shards to a sentence encoder", "trainer.train:main"),
@@ -53,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
         return 1
     module, _, function = _COMMANDS[arguments[0]][1].partition(":")
-    status: int = getattr(import_module(module), function)(arguments[1:])
+    with shown():
+        status: int = getattr(import_module(module), function)(arguments[1:])
     return status
 
 

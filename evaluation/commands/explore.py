@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
         sys.stderr.write(f"--port {given.port}: {error.strerror}; without --port a free one is taken\n")
         return 1
     with server:
-        print(f"{server.url}  (for this machine alone; Ctrl-C ends it)", flush=True)
+        print(f"{server.url}  (for you alone: who has this address can read the texts; Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

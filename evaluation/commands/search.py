@@ -36,5 +36,5 @@ def run(arguments: list[str]) -> int:
         for hit in hits:
             text = " ".join(hit.text.split())
             shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
-            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {''.join(c if c.isprintable() else ' ' for c in shown)}")
+            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {shown}")
     return 0
