@@ -85,7 +85,10 @@ def _write(
         some = vectors[start : start + _TOLD_ROWS]
         graph.add(np.arange(start, start + len(some), dtype=np.uint64), some, threads=1)
         told(len(some))
-    graph.save(str(path))
+    try:
+        graph.save(str(path))
+    except RuntimeError as error:
+        raise OSError(f"{path} cannot be written ({error})") from error
 
 
 def _empty(size: int) -> Index:

@@ -89,10 +89,11 @@ def build_index(
         if _write_texts(aside / _TEXTS, config, source_field) != note.rows:
             raise EmbedError(f"{embeddings}: its inputs do not hold as many texts as it has embeddings")
         if kind == "exact":
-            vectors = np.lib.format.open_memmap(aside / _VECTORS, "w+", np.dtype(np.float32), (note.rows, note.size))
-            for start, chunk in _vectors(embeddings, note):
-                vectors[start : start + len(chunk)] = chunk
-            vectors.flush()
+            header = {"descr": "<f4", "fortran_order": False, "shape": (note.rows, note.size)}
+            with (aside / _VECTORS).open("wb") as stream:  # not mapped: on a full disk that would end the process
+                np.lib.format.write_array_header_1_0(stream, header)
+                for _, chunk in _vectors(embeddings, note):
+                    stream.write(chunk.tobytes())
         else:
             with tqdm(total=note.rows, unit="text", desc="index", file=sys.stderr, dynamic_ncols=True) as bar:
                 write_graphs(aside, note.size, (chunk for _, chunk in _vectors(embeddings, note)), bar.update)

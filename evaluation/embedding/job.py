@@ -3,9 +3,12 @@
 What is finished lies in a hidden folder beside the output, a part and a sidecar a unit, until the output is whole.
 """
 
+import fcntl
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ _CPUS_PER_WORKER = 4
 _RESTARTS = 10
 """How often a worker that dies begins anew. An input that crashes a library would do so for ever."""
 _VERSION = 1
+_LOCK = ".lock"
 
 
 def encoder_of(choice: Choice, *, trust_remote_code: bool) -> SentenceEncoder:
@@ -73,6 +77,33 @@ def embed(config: EmbedConfig) -> Note:
         return done
     folder = config.output.absolute().with_name(f".{config.output.name}.parts")
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder, config.output):
+        return _embedded(config, units, identities, folder, encoder)
+
+
+@contextmanager
+def _alone(folder: Path, output: Path) -> Iterator[None]:
+    """Holds the folder of the parts for this command, until it or its process ends.
+
+    Raises:
+        EmbedError: another command holds it.
+    """
+    path = folder / _LOCK
+    with path.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = path.is_file() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino
+        except BlockingIOError:
+            held = False
+        if not held:
+            raise EmbedError(f"--output {output}: another `declutr embed` writes it; wait for it, or name another file")
+        yield
+
+
+def _embedded(
+    config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
+) -> Note:
+    """Embeds what is left, puts the parts together and writes the note; the parts are gone afterwards."""
     sidecars = _run(config, units, identities, folder, encoder)
     num_rows = assemble(folder, sidecars, config, encoder.size)
     note = Note(
@@ -84,7 +115,7 @@ def embed(config: EmbedConfig) -> Note:
             reason: sum(sidecar.skipped.get(reason, 0) for sidecar in sidecars)
             for reason in sorted({reason for sidecar in sidecars for reason in sidecar.skipped})
         },
-        job=job,
+        job=hash_json(identities),
         num_bytes=config.output.stat().st_size,
     )
     write_note(note, config.output)
