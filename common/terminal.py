@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 _ALLOWED = frozenset("\n\u200c\u200d\u00ad")
 """Line feed; the joiners and the soft hyphen are part of how some scripts and emoji are written."""
@@ -71,7 +71,7 @@ class _Piped(_Shown):
         except BrokenPipeError:
             self._end()
 
-    def _end(self) -> Any:
+    def _end(self) -> NoReturn:
         """Ends the process with the status of one that SIGPIPE ended; what is still held is thrown away."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         raise SystemExit(128 + signal.SIGPIPE)
@@ -88,7 +88,7 @@ def shown() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):  # characters that the encoding lacks become \\u2026
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = _Piped(before[0], ours=False), _Shown(before[1], ours=True)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Piped(before[0], ours=False), _Shown(before[1], ours=True)
     try:
         try:
             yield
