@@ -6,7 +6,8 @@ A seed decides weights, order of documents, spans and masks. Of each there are t
 begin with: untrained, trained with MLM only, and trained with DeCLUTR (contrastive term and MLM) for as many steps on
 the same documents; hashed words of as many numbers, of the same seeds, stand beside them. Preparing, training and
 scoring are the `declutr` commands, each in a process of its own. The same command with the same `--work` goes on where
-it was cut off. `--config` takes another config than the demo's, for a larger encoder where a GPU is at hand.
+it was cut off. `--config` takes another config than the demo's, for a larger encoder where a GPU is at hand. Without
+`--senteval` the encoders are trained, and their held-out scores are all that is shown.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from trainer.run import SUMMARY
 
 KINDS = ("untrained", "mlm_only", "declutr", "hashed_words")
 _TERMS = {"mlm_only": "mlm", "declutr": "both"}
-_HELD_OUT = "recall_at_1"
+_HELD_OUT = {"recall_at_1": "the passage that touches it", "distant_recall_at_1": "a passage far from it"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,24 +55,25 @@ def main(arguments: list[str] | None = None) -> None:
             once(work, run.name, declutr("train", given.config, *settings, f"run={run}", f"objective.terms={terms}"))
             encoders[str(run / EXPORT)] = kind, seed
             trained.append({"encoder": kind, "seed": seed, **_of_run(read_json(run / SUMMARY))})
-    names = sorted(encoders, key=lambda name: (KINDS.index(encoders[name][0]), encoders[name][1]))
-    options = ["--data", given.senteval, "--allow-unchecked", "--tasks", given.tasks, "--preset", given.preset]
-    scores = work / "scores"
-    once(work, "evaluate", declutr("evaluate", *names, *options, "--output", scores))
-    found = read_json(scores / "scores.json")["encoders"]
+    tasks: dict[str, Any] = {}
+    if given.senteval is not None:
+        names = sorted(encoders, key=lambda name: (KINDS.index(encoders[name][0]), encoders[name][1]))
+        options = ["--data", given.senteval, "--allow-unchecked", "--tasks", given.tasks, "--preset", given.preset]
+        scores = work / "scores"
+        once(work, "evaluate", declutr("evaluate", *names, *options, "--output", scores))
+        found = read_json(scores / "scores.json")["encoders"]
+        tasks = {"preset": given.preset, "protocol": "senteval", **summarise(found, encoders)}
     figures = {
         "seeds": list(seeds),
         "steps": given.steps,
-        "preset": given.preset,
-        "protocol": "senteval",
         "corpus": read_json(shards / "manifest.json")["totals"] | {"files": [path.name for path in given.corpus]},
         "train": load_config(given.config, "train", TrainConfig).model_dump(mode="json", exclude={"run", "data"}),
-        **summarise(found, encoders),
-        "held_out": _held_out(trained),
+        **tasks,
+        "held_out": held_out(trained),
         "training": trained,
         **facts,
     }
-    record.progress("\n".join(table(figures)))
+    record.progress("\n".join([*(table(figures) if tasks else ()), *held_out_table(figures["held_out"])]))
     record.publish(figures, given.json)
 
 
@@ -79,7 +81,7 @@ def _options() -> argparse.ArgumentParser:
     options = record.parser("encoders", __doc__)
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--corpus", type=Path, nargs="+", required=True, help="files of long English documents")
-    options.add_argument("--senteval", type=Path, required=True, metavar="DIR", help="with downstream and probing")
+    options.add_argument("--senteval", type=Path, metavar="DIR", help="with downstream and probing")
     options.add_argument("--work", type=Path, default=Path("runs/encoders"), help="shards, runs, scores; kept")
     options.add_argument("--config", default="configs/demo.yaml", help="prepare and train sections")
     options.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
@@ -125,8 +127,10 @@ def _untrained(config: TrainConfig, shards: Path, folder: Path) -> int:
 
 
 def _of_run(summary: Mapping[str, Any]) -> dict[str, Any]:
-    scores = {when: summary[f"{when}_scores"].get(_HELD_OUT) for when in ("first", "last")}
-    return {"steps": summary["steps"], "seconds": summary["seconds"], "recall_at_1": scores}
+    scores = {name: {when: summary[f"{when}_scores"].get(name) for when in ("first", "last")} for name in _HELD_OUT}
+    if missing := [name for name, found in scores.items() if None in found.values()]:
+        raise SystemExit(f"{summary['run']}: trained by an older version, without {missing}; name another --work")
+    return {"steps": summary["steps"], "seconds": summary["seconds"], **scores}
 
 
 def summarise(scored: Sequence[Mapping[str, Any]], encoders: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
@@ -166,32 +170,32 @@ def summarise(scored: Sequence[Mapping[str, Any]], encoders: Mapping[str, tuple[
 
 
 def _spread(kinds: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, Any]]:
-    """Scores in the order of the seeds, their mean, their standard deviation (n - 1; None of one)."""
+    """Scores in the order of the seeds, by kind of encoder, with mean and spread."""
+    return {kind: _figures([kinds[kind][seed] for seed in sorted(kinds[kind])]) for kind in KINDS}
+
+
+def _figures(values: Sequence[float]) -> dict[str, Any]:
+    """Scores, their mean, their standard deviation (n - 1; None of one)."""
+    sd = statistics.stdev(values) if len(values) > 1 else None
+    return {
+        "scores": [round(value, 4) for value in values],
+        "mean": round(statistics.fmean(values), 4),
+        "sd": None if sd is None else round(sd, 4),
+    }
+
+
+def held_out(trained: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Recall at 1 among held-out documents, by score and encoder, in the order of the seeds."""
     made = {}
-    for kind in KINDS:
-        values = [kinds[kind][seed] for seed in sorted(kinds[kind])]
-        sd = statistics.stdev(values) if len(values) > 1 else None
-        made[kind] = {
-            "scores": [round(value, 4) for value in values],
-            "mean": round(statistics.fmean(values), 4),
-            "sd": None if sd is None else round(sd, 4),
-        }
+    for name in _HELD_OUT:
+        ends = {kind: [one[name]["last"] for one in trained if one["encoder"] == kind] for kind in _TERMS}
+        made[name] = {"untrained": [one[name]["first"] for one in trained if one["encoder"] == "declutr"], **ends}
     return made
-
-
-def _held_out(trained: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Recall at 1 among held-out documents, by encoder, in the order of the seeds."""
-    ends = {kind: [one["recall_at_1"]["last"] for one in trained if one["encoder"] == kind] for kind in _TERMS}
-    return {"untrained": [one["recall_at_1"]["first"] for one in trained if one["encoder"] == "declutr"], **ends}
 
 
 def table(figures: Mapping[str, Any]) -> Iterator[str]:
     """Lines of Markdown: mean and standard deviation by task; `*`: data of one's own, comparable with no paper."""
-    yield (
-        "| | "
-        + " | ".join(kind.replace("_", " ").replace("mlm", "MLM").replace("declutr", "DeCLUTR") for kind in KINDS)
-        + " |"
-    )
+    yield _head("", KINDS)
     yield "| --- | " + " | ".join(["---:"] * len(KINDS)) + " |"
     rows = {
         find(task).label + ("" if found["data"] in ("identical", "published") else "*"): found
@@ -199,6 +203,21 @@ def table(figures: Mapping[str, Any]) -> Iterator[str]:
     }
     for label, found in (rows | figures["averages"]).items():
         yield f"| {label} | {' | '.join(_cell(found[kind]) for kind in KINDS)} |"
+
+
+def held_out_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[str]:
+    """The same of the held-out scores: how often what is looked for is found first, in percent."""
+    kinds = KINDS[:3]
+    yield _head("found first among held-out documents, %", kinds)
+    yield "| --- | " + " | ".join(["---:"] * len(kinds)) + " |"
+    for name, words in _HELD_OUT.items():
+        cells = (_cell(_figures([100 * value for value in found[name][kind]])) for kind in kinds)
+        yield f"| {words} (`{name}`) | {' | '.join(cells)} |"
+
+
+def _head(first: str, kinds: Sequence[str]) -> str:
+    names = [kind.replace("_", " ").replace("mlm", "MLM").replace("declutr", "DeCLUTR") for kind in kinds]
+    return f"| {' | '.join([first, *names])} |".replace("|  |", "| |")
 
 
 def _cell(found: Mapping[str, Any]) -> str:

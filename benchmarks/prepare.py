@@ -39,6 +39,7 @@ from pipeline.units import plan_units, read_unit
 MIB = 2**20
 _ROOT = Path(__file__).resolve().parent.parent
 _SHARED = _ROOT.parent / "shared" / "data"
+_TAKEN = ("warm", "cold", "datasets", "our_engine", "tiktoken", "tokenizers", "warm_tokenizers")
 _DEMO_FILES = 8
 _DEMO_VOCABULARY = 16_384
 
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = record.parser("prepare", __doc__)
     options.add_argument("--corpus", metavar="GLOB", help="compressed JSONL with the key text")
     options.add_argument("--tokenizer", metavar="FOLDER", help="a saved tokenizer")
-    options.add_argument("--engine", choices=("auto", "tiktoken", "tokenizers"), default="auto")
+    options.add_argument("--engine", choices=("auto", "tiktoken", "wordpiece", "tokenizers"), default="auto")
     options.add_argument("--copies", type=int, default=1, help="times the corpus is taken, each document made another")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--workers", type=int, default=2, help="processes of each side")
@@ -68,7 +69,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     settings |= {"stock": False, "engine": choice.engine, "prefix": Encoder.load(Path(tokenizer)).prefix}
     manifest = ours(given, settings, work / "warm-up")[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / MIB
-    rates: dict[str, list[float]] = {name: [] for name in ("warm", "cold", "datasets", "our_engine", "tiktoken")}
+    rates: dict[str, list[float]] = {name: [] for name in _TAKEN}
     peaks = []
     for number in range(given.rounds):
         where = work / f"round-{number}"
@@ -79,6 +80,9 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         rates["our_engine"].append(mib / engine_alone(settings, where / "limit"))
         if choice.engine == "tiktoken":
             rates["tiktoken"].append(mib / engine_alone(settings | {"stock": True}, where / "limit"))
+        if choice.engine != "tokenizers":
+            rates["tokenizers"].append(mib / engine_alone(settings | {"engine": "tokenizers"}, where / "limit"))
+            rates["warm_tokenizers"].append(mib / ours(given, settings, where / "slow", "tokenizers")[0])
         if find_spec("datasets"):
             found = others.run("datasets", [settings], where / "datasets")[0]
             if (found["documents"], found["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
@@ -99,6 +103,8 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "peak_rss_mib": max((peak for peak in peaks if peak is not None), default=None),
         "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
         "share_of_limit_rounds": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"]),
+        "engine_ratio_vs_tokenizers_rounds": _ratio(rates["our_engine"], rates["tokenizers"]),
+        "ratio_vs_tokenizers_rounds": _ratio(rates["warm"], rates["warm_tokenizers"]),
         "share_of_our_engine_rounds": _ratio(rates["warm"], rates["our_engine"]),
         "with_ray_start": {
             "mib_per_s": _median(rates["cold"]),
@@ -164,21 +170,25 @@ def _copies(paths: list[str], count: int, folder: Path) -> list[str]:
     return made
 
 
-def _config(given: argparse.Namespace, settings: dict[str, Any], output: Path) -> dict[str, Any]:
+def _config(
+    given: argparse.Namespace, settings: dict[str, Any], output: Path, engine: str | None = None
+) -> dict[str, Any]:
     """The `prepare` section of ours."""
     return {
         "output": str(output),
         "corpus": {"kind": "files", "paths": settings["paths"]},
-        "tokenizer": {"kind": "pretrained", "name": settings["tokenizer"], "engine": given.engine},
+        "tokenizer": {"kind": "pretrained", "name": settings["tokenizer"], "engine": engine or given.engine},
         "geometry": {"num_anchors": 2, "max_tokens": given.max_tokens},
         "session": {"num_cpus": given.workers},
     }
 
 
-def ours(given: argparse.Namespace, settings: dict[str, Any], output: Path) -> tuple[float, Manifest]:
+def ours(
+    given: argparse.Namespace, settings: dict[str, Any], output: Path, engine: str | None = None
+) -> tuple[float, Manifest]:
     """Seconds of `prepare` in a session that is up, and the manifest."""
     begun = time.perf_counter()
-    manifest = prepare(PipelineConfig.model_validate(_config(given, settings, output)))
+    manifest = prepare(PipelineConfig.model_validate(_config(given, settings, output, engine)))
     return time.perf_counter() - begun, manifest
 
 

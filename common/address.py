@@ -13,6 +13,8 @@ import pyarrow.fs
 from fsspec.core import url_to_fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 
+from common.credentials import refusal
+
 _ARROW_PROTOCOLS = ("s3", "gs", "gcs")
 
 
@@ -22,7 +24,13 @@ def is_remote(path: str) -> bool:
 
 
 def filesystem(address: str) -> tuple[Any, str, str]:
-    """File system, path in it, and the options that stood in the address."""
+    """File system, path in it, and the options that stood in the address.
+
+    Raises:
+        PermissionError: the address holds credentials.
+    """
+    if found := refusal(address):
+        raise PermissionError(found)
     parts = urlsplit(address)
     if parts.scheme in _ARROW_PROTOCOLS:
         bucket = parts.netloc.rpartition("@")[2]
@@ -54,7 +62,7 @@ def short_name(url: str, *parts: bytes) -> str:
 
 @lru_cache
 def _arrow(scheme: str, netloc: str, query: str) -> ArrowFSWrapper:
-    """One connection a process. Credentials and endpoint come from the environment or the address, as in Arrow."""
+    """One connection a process. Credentials come from the environment, the endpoint from there or from the address."""
     files, _ = pa.fs.FileSystem.from_uri(f"{scheme}://{netloc}{query and '?'}{query}")
     return ArrowFSWrapper(files)
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from common.credentials import redact, refused_settings
+
 SECTIONS = ("prepare", "train")
 _TRUST = "trust_remote_code"
 
@@ -23,7 +25,7 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line a problem: key, value, limit, what to do."""
 
     def __init__(self, title: str, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
+        self.problems = [redact(problem) for problem in problems]
         super().__init__("\n".join([f"{title}: {len(self.problems)} problem(s)", *(f"  - {p}" for p in self.problems)]))
 
 
@@ -58,7 +60,7 @@ def load_config(name: str, section: str, model: type[Config], overrides: Sequenc
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(name, [f"is not YAML: {error}"]) from error
+        raise ConfigError(name, [f"is not YAML: {_yaml_problem(error)}"]) from error
     if not isinstance(tree, dict) or not set(tree) <= set(SECTIONS):
         found = sorted(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
         raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {found}"])
@@ -76,6 +78,7 @@ def load_config(name: str, section: str, model: type[Config], overrides: Sequenc
         for key in withdrawn
         if key not in decided
     ]
+    problems += refused_settings(values)
     try:
         config = model.model_validate(values)
     except ValidationError as error:
@@ -105,7 +108,7 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     try:
         parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        return f"override {key}: {value!r} is not YAML: {error}"
+        return f"override {key}: {value!r} is not YAML: {_yaml_problem(error)}"
     *parents, last = key.split(".")
     for parent in parents:
         if tree.get(parent) is None:  # absent, or a key without a value
@@ -116,6 +119,13 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
         tree = child
     tree[last] = parsed
     return None
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong and where, without the lines around it: a cut piece of an address cannot be told for one."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return str(error)
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> list[str]:

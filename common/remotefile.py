@@ -6,19 +6,42 @@ import posixpath
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fsspec.implementations.arrow import ArrowFSWrapper
 
 from common.address import filesystem, network_errors
+from common.credentials import redact
 from common.logs import get_logger
 from common.storage import fsync_path, write_aside
 
 _CHUNK_BYTES = 8 * 2**20
 # What waiting does not change, in Arrow's words.
-_FINAL = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "To create buckets,")
+_FINAL = (
+    "ACCESS_DENIED",
+    "NO_SUCH_BUCKET",
+    "INVALID_ACCESS_KEY_ID",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "ExpiredToken",
+    "To create buckets,",
+)
+# The cause behind a store's error code, and the remedy; the first that matches.
+_REMEDIES = {
+    "ExpiredToken": "The credentials have expired: renew them and give the same command again",
+    "TOO_SKEWED": "The clock of this host differs too much from the store's: set it",
+    "StorageFull": "The store is full: make room there",
+    "QuotaExceeded": "The quota of this store is used up: raise it or make room there",
+    "HTTP status 507": "The store is full: make room there",
+    "SLOW_DOWN": "The store throttles: fewer hosts at a time, or a prefix of its own for this run",
+    "HTTP status 503": "The store throttles or is overloaded",
+    "ACCESS_DENIED": "Credentials, their rights and this host's clock decide this",
+    "INVALID_ACCESS_KEY_ID": "Credentials decide this",
+    "SIGNATURE_DOES_NOT_MATCH": "Credentials decide this",
+    "NO_SUCH_BUCKET": "Name a bucket that exists",
+}
 
 Answer = TypeVar("Answer")
 
@@ -124,6 +147,28 @@ def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
     return _persist(url, patience, read)
 
 
+def modified(url: str, patience: Patience = PATIENT) -> float | None:
+    """When a file was last written, in Unix seconds of the place's own clock; None if it is not there.
+
+    Raises:
+        RemoteError: the place refuses, did not answer in time, or keeps no such time.
+    """
+    files, place = _open(url)
+
+    def look() -> datetime | None:
+        files.invalidate_cache()
+        try:
+            return cast(datetime, files.modified(place))
+        except FileNotFoundError:
+            return None
+
+    try:
+        found = _persist(url, patience, look)
+    except NotImplementedError as error:
+        raise RemoteError(f"{url}: no time of the last change is kept there") from error
+    return None if found is None else found.replace(tzinfo=found.tzinfo or UTC).timestamp()
+
+
 def write_file(url: str, content: bytes, patience: Patience = PATIENT) -> None:
     """Writes a small file, whole or not at all.
 
@@ -214,7 +259,7 @@ def _open(url: str) -> tuple[Any, str]:
         with network_errors():
             files, place, _ = filesystem(url)
     except OSError as error:
-        raise RemoteError(f"{url}: {error}") from error
+        raise RemoteError(f"{redact(url)}: {error}") from error
     return files, place
 
 
@@ -246,13 +291,16 @@ def _persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answ
             raise
         except OSError as error:
             if isinstance(error, PermissionError) or any(word in str(error) for word in _FINAL):
-                raise RemoteError(f"{url} refuses: {error}. Credentials and their rights decide this") from error
+                raise RemoteError(f"{url} refuses: {error}{_remedy(error)}") from error
             away = time.monotonic() - began
             if away + wait > patience.total_seconds:
-                raise RemoteError(f"{url} has not answered for {away:.0f} s, the last error: {error}") from error
+                raise RemoteError(
+                    f"{url} has not answered for {away:.0f} s, the last error: {error}{_remedy(error)}"
+                ) from error
             if not told:
+                told_error = f"{error}{_remedy(error)}"
                 get_logger().warning(
-                    "%s does not answer (%s); trying again for %.0f s", url, error, patience.total_seconds
+                    "%s does not answer (%s); trying again for %.0f s", url, told_error, patience.total_seconds
                 )
                 told = True
             time.sleep(wait)
@@ -261,3 +309,9 @@ def _persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answ
             if told:
                 get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
             return answer
+
+
+def _remedy(error: OSError) -> str:
+    """The sentence that follows a store's own message; empty where nothing is known."""
+    known = (remedy for code, remedy in _REMEDIES.items() if code in str(error))
+    return next((f". {remedy}" for remedy in known), "")

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from pydantic import ValidationError
 
 from common.config import Strict
-from common.storage import read_json, write_json
+from common.records import DamagedError, read_record
+from common.storage import write_json
 
 SCORES = "scores.jsonl"
 SCORING = "scoring.json"
@@ -38,6 +40,10 @@ class ScoreLine(Strict):
     """That loading and scoring took."""
     time: float = 0.0
     """When it was done, seconds since 1970."""
+
+
+class _Scoring(msgspec.Struct, frozen=True):
+    step: int
 
 
 def append_score(run: Path, line: ScoreLine) -> None:
@@ -95,6 +101,6 @@ def scoring(run: Path, step: int) -> Iterator[None]:
 def read_scoring(run: Path) -> int | None:
     """Step of the checkpoint that is being scored; None: there is none, or the file is damaged."""
     try:
-        return int(read_json(run / SCORING)["step"])
-    except (FileNotFoundError, ValueError, KeyError):
+        return read_record(run / SCORING, _Scoring).step
+    except (FileNotFoundError, DamagedError):
         return None

@@ -90,8 +90,25 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Reads a JSON file.
+
+    Raises:
+        ValueError: it is not JSON.
+        OSError: it cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("values nested too deeply") from error
+
+
+def set_aside(path: Path) -> Path:
+    """Gives a file or folder another name, so that nothing in it is lost; returns the new path."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.kept-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
 
 
 def hash_file(path: Path) -> str:

@@ -63,7 +63,7 @@ def rows(run: Path, now: float | None = None) -> list[Row]:
         raise CheckpointsError(f"{run}: no checkpoint lies in {folder}")
     try:
         config = TrainConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointsError(f"{run}: its config.yaml cannot be read ({error})") from error
     now = time.time() if now is None else now
     score = config.validation.score

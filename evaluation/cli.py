@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from common.credentials import refused_argument
 from common.terminal import shown
 
 _COMMANDS = {
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  declutr {name} {what}")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 1
     command, *given = arguments
+    for problem in filter(None, map(refused_argument, given)):
+        print(f"declutr {command}: {problem}", file=sys.stderr)
+        return 1
     read = given if command in _READ_FOLDERS else given[:1] if command in ("embed", "search") else []
     if address := next((one for one in read if one.startswith(_STORES)), None):
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)

@@ -22,7 +22,10 @@ from trainer.config import TrainConfig
 from trainer.feed import ragged
 from trainer.train import train
 
-COLUMNS = ("recall_at_1", "mrr", "alignment", "uniformity", "effective_rank", "seconds")
+COLUMNS = (
+    *("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"),
+    *("alignment", "uniformity", "effective_rank", "seconds"),
+)
 _EXAMPLES, _NEIGHBOURS, _PASSAGE_TOKENS, _POOL = 4, 2, 48, 400
 
 
@@ -64,10 +67,12 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
 
 
 def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
-    """The scores as a table of text; `rows` by encoder, then by column."""
-    yield f"{'held-out documents':20s}" + "".join(f"{name:>16s}" for name in COLUMNS)
+    """The scores as a table of text; `rows` by encoder, then by column. `-`: an older run has no such score."""
+    widths = {name: max(len(name), 8) + 2 for name in COLUMNS}
+    yield f"{'held-out documents':18s}" + "".join(f"{name:>{width}s}" for name, width in widths.items())
     for name, scores in rows.items():
-        yield f"{name:20s}" + "".join(f"{scores[column]:16.3f}" for column in COLUMNS)
+        cells = {column: f"{scores[column]:.3f}" if column in scores else "-" for column in COLUMNS}
+        yield f"{name:18s}" + "".join(f"{cells[column]:>{width}s}" for column, width in widths.items())
 
 
 def neighbours(data: Path, model: Path) -> Iterator[str]:

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from common.records import DamagedError
 from common.scores import comparable, read_scores
-from common.storage import read_json
 from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
 from pipeline.shards import ShardSet, check_shards
 from pipeline.windows import Geometry, ShortDocuments
 from trainer import checkpoint
 from trainer.checkpoint import CHECKPOINTS
-from trainer.export import EXPORT, SETTINGS
+from trainer.export import EXPORT, SETTINGS, read_settings
 from trainer.feed import document_keys, ragged
 from trainer.metrics import read_metrics
 from trainer.spans import SpanConfig, draw, place
@@ -44,8 +44,11 @@ def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) 
     elif (path / "state.json").is_file():
         yield from _checkpoint(path)
     elif (path / SETTINGS).is_file():
-        settings = read_json(path / SETTINGS)
-        yield f"Exported encoder after {settings['step']} steps, pooling {settings['pooling']}"
+        try:
+            settings = read_settings(path)
+        except DamagedError as error:
+            raise DescribeError(f"{error}; the run's `declutr train` command exports the encoder again") from error
+        yield f"Exported encoder after {settings.step} steps, pooling {settings.pooling}"
         yield f"  its card: {path / 'README.md'}"
     elif (path / CHECKPOINTS).is_dir():
         yield from _run(path)
@@ -155,14 +158,19 @@ def _run(path: Path) -> Iterator[str]:
     steps = [line for line in lines if line["kind"] == "step"]
     yield f"Run in {path}: {steps[-1]['step'] if steps else 0} steps logged"
     if steps:
-        loss = "not finite, skipped" if steps[-1].get("skipped") else f"{steps[-1]['loss']:.4f}"
-        yield f"  last step: loss {loss}, {steps[-1]['tokens_per_second']:,.0f} tokens/s"
+        last = steps[-1]
+        loss = "not finite, skipped" if last.get("skipped") else _number(last.get("loss"))
+        yield f"  last step: loss {loss}, {_number(last.get('tokens_per_second'), ',.0f')} tokens/s"
     for line in lines:
         if line["kind"] == "validation":
-            scores = ", ".join(f"{name} {line[name]:.4f}" for name in line if name not in ("kind", "step", "time"))
+            scores = ", ".join(f"{name} {_number(line[name])}" for name in line if name not in ("kind", "step", "time"))
             yield f"  held out after step {line['step']}: {scores}"
     for (step, _), value in comparable(read_scores(path)).items():
         yield f"  followed after step {step}: {value:.2f}"
     for step in checkpoint.steps_in(path / CHECKPOINTS):
         yield from _checkpoint(checkpoint.checkpoint_path(path / CHECKPOINTS, step))
     yield f"  exported to {path / EXPORT}" if (path / EXPORT).is_dir() else "  not exported yet"
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return "unknown" if value is None else format(value, form)

@@ -18,16 +18,19 @@ from common import seeding
 from common.address import child, is_remote
 from common.config import expand
 from common.copies import pull_all
+from common.storage import read_json
+from evaluation.encoders.hub import hub_answers
 from evaluation.encoders.modules import Pooling, Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.encoders.transformer import LongTexts, TransformerEncoder
+from evaluation.encoders.weights import DAMAGE, broken_file, check_weights
 from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from pipeline.manifest import TOKENIZER
 from trainer import checkpoint
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.export import EXPORT
+from trainer.export import EXPORT, SETTINGS
 from trainer.language_model import EncoderConfig, max_span_tokens
 from trainer.model import Encoder, packs
 from trainer.parts import build_encoder
@@ -44,6 +47,7 @@ def load_encoder(
     max_tokens: int | None = None,
     long_texts: LongTexts = "cut",
     vocabulary: Collection[str] | None = None,
+    tokenized: bool = False,
     trust_remote_code: bool = False,
 ) -> SentenceEncoder:
     """Loads an encoder.
@@ -58,10 +62,12 @@ def load_encoder(
         max_tokens: of one input; None, or more than it can: the encoder's own limit.
         long_texts: longer inputs are cut, or read in windows.
         vocabulary: of a file of word vectors only these words are held in memory; None: all.
+        tokenized: texts for word vectors are words with spaces between them, as SentEval's data are (`WordVectors`).
         trust_remote_code: run code that a model brings along. Only for models you trust; no file can grant this.
 
     Raises:
-        EncoderError: it cannot be loaded, or says of itself what cannot be computed exactly here.
+        EncoderError: it cannot be loaded, a weight is missing or left over, or it says of itself what cannot be
+            computed exactly here.
     """
     # It would list the MLM head, which an encoder has no use for, as unexpected.
     transformers_logging.set_verbosity_error()
@@ -75,14 +81,14 @@ def load_encoder(
             return HashedWords(int(rest), seed)
         loaded = _pretrained(rest, pooling, trust_remote_code, seed)
     elif path.is_file() or name.endswith(SUFFIXES):
-        return WordVectors(path, vocabulary)
+        return WordVectors(path, vocabulary, tokenized)
     elif (path / EXPORT).is_dir():
         loaded = _pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
     elif (path / "state.json").is_file() or (path / CHECKPOINTS).is_dir():
         loaded = _of_run(path, pooling, trust_remote_code)
     else:
         loaded = _pretrained(name, pooling, trust_remote_code, None)
-    encoder, tokenizer, recipe = loaded
+    encoder, tokenizer, recipe, unused = loaded
     if not getattr(tokenizer, "is_fast", False):
         raise EncoderError(f"{name}: its tokenizer {type(tokenizer).__name__} is none of the tokenizers library")
     limit = min(_model_limit(encoder), tokenizer.model_max_length, (recipe and recipe.max_tokens) or 10**9)
@@ -99,10 +105,13 @@ def load_encoder(
         after=recipe.after.to(device).eval() if recipe else nn.Sequential(),
         prompt=recipe.prompt if recipe else "",
         embedding_size=recipe.size if recipe else None,
+        unused=unused,
+        pretrained=_start(path),
     )
 
 
-Loaded = tuple[Encoder, Any, Recipe | None]
+Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
+"""Encoder, tokenizer, what follows pooling, and parts of its files that it leaves out."""
 
 
 def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, seed: int | None) -> Loaded:
@@ -110,27 +119,48 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
     recipe = read_recipe(name, pooling)
     if recipe and recipe.size and seed is not None:
         raise EncoderError(f"untrained:{name}: has dense layers behind its pooling, which would stay trained")
-    where = {"subfolder": recipe.subfolder} if recipe and recipe.subfolder else {}
+    where: dict[str, Any] = {"subfolder": recipe.subfolder} if recipe and recipe.subfolder else {}
     trust = {"trust_remote_code": trust_remote_code}
+    local = Path(name).is_dir()
+    if not local and not hub_answers():
+        where["local_files_only"] = True  # what is kept here of an earlier download
+    unused: tuple[str, ...] = ()
     try:
         config = AutoConfig.from_pretrained(name, **where, **trust)
         tokenizer = AutoTokenizer.from_pretrained(name, **where, **trust)
         if seed is None:
             kinds = _without_pooler(config) | where | trust
-            model = AutoModel.from_pretrained(name, dtype=torch.float32, **kinds)
+            # Sizes that differ are reported with the other weights, by name.
+            kinds |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, report = AutoModel.from_pretrained(name, dtype=torch.float32, **kinds)
+            unused = check_weights(name, model, report)
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seeding.torch_seed(seed, "weights"))
                 model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
-    except (OSError, ValueError) as error:
-        raise EncoderError(f"{name} cannot be loaded as an encoder: {_told(error)}") from error
+    except EncoderError:
+        raise
+    except DAMAGE as error:
+        broken = broken_file(Path(name, recipe.subfolder if recipe else "")) if local else ""
+        raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or _told(error)}") from error
     if recipe and recipe.lower_case:
         _lower_case(tokenizer)
     chosen = pooling or (recipe.pooling if recipe else "mean")
     encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen), model, seed=0).eval()
     if not packs(encoder):
         encoder.set_layout(encoder.config.model_copy(update={"layout": "padded"}))
-    return encoder, tokenizer, recipe
+    return encoder, tokenizer, recipe, unused
+
+
+def _start(path: Path) -> str:
+    """What an export or a run was trained on from; "" where that was nothing or is not known."""
+    for file in (path / EXPORT / SETTINGS, path / SETTINGS):
+        if file.is_file():
+            try:
+                return str(read_json(file)["config"]["encoder"]["pretrained"] or "")
+            except (OSError, ValueError, KeyError, TypeError):
+                return ""  # settings of others, which decide nothing here
+    return ""
 
 
 def _told(error: Exception) -> str:
@@ -153,6 +183,12 @@ def _of_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loa
     settings = path.parent.parent / "config.yaml"
     try:
         config = TrainConfig.model_validate(yaml.safe_load(settings.read_text(encoding="utf-8")))
+        if not is_remote(config.data) and not (folder := expand(config.data) / TOKENIZER).is_dir():
+            raise EncoderError(
+                f"{path} needs the tokenizer of its run's shards, and data = {config.data!r} of {settings} names no "
+                f"folder with one here ({folder.absolute()}): bring the shards there, or score the run's "
+                f"{EXPORT} folder, which has its tokenizer with it"
+            )
         tokenizer = _tokenizer_of(config.data)
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
@@ -160,11 +196,13 @@ def _of_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loa
         encoder = build_encoder(config, tokenizer)
         checkpoint.read_state(path)
         checkpoint.load_encoder(path, encoder)
-    except (OSError, ValueError, ValidationError) as error:
+    except EncoderError:
+        raise
+    except (*DAMAGE, ValidationError) as error:
         raise EncoderError(
             f"{path} cannot be loaded; it needs its run's config.yaml and shards: {_told(error)}"
         ) from error
-    return encoder.eval(), tokenizer, None
+    return encoder.eval(), tokenizer, None, ()
 
 
 def _tokenizer_of(data: str) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.lock import LOCK
 from common.scores import ScoreLine, append_score, read_scores, scoring
 from common.storage import hash_json
 from evaluation.encoder import EncoderError, load_encoder
@@ -17,7 +18,6 @@ from evaluation.senteval.plan import Choice
 from pipeline.session import SessionConfig
 from trainer import checkpoint
 from trainer.checkpoint import CHECKPOINTS, CheckpointError
-from trainer.lock import LOCK
 from trainer.run import SUMMARY
 
 FOLDER = "scores"

@@ -42,8 +42,9 @@ Record = Document | Failure
 class Part(Strict):
     """A stretch of one file that is read by one task. It depends on the input and the settings alone."""
 
-    format: Literal["jsonl", "text", "stream", "tar", "parquet", "arrow", "python", "topics"]
-    """stream: a whole file, of which the content and the name tell what it is (pipeline/readers/files.py)."""
+    format: Literal["jsonl", "text", "stream", "tar", "parquet", "arrow", "python", "topics", "lost"]
+    """stream: a whole file, of which the content and the name tell what it is (pipeline/readers/files.py). lost: a
+    folder, a link or a file that could not be read when files were looked for; it gives one failure."""
     path: str
     """Absolute local path, or an address with a protocol."""
     source: str
@@ -59,14 +60,15 @@ class Part(Strict):
 
 
 class FilesCorpus(Strict):
-    """JSONL, plain text, Parquet, Arrow, CSV and TSV files; compressed (gz, xz, zst, bz2); tar archives of them."""
+    """JSONL, plain text, Markdown, Parquet, Arrow, CSV, TSV; compressed (gz, xz, zst, bz2); tar archives of them."""
 
     kind: Literal["files"]
     paths: list[str] = Field(min_length=1)
-    """Files, folders (searched recursively, hidden names left out) or globs: local, or s3:// gs:// hf:// and so on."""
+    """Files, folders (searched recursively, hidden names left out) or globs: local, or s3:// gs:// hf:// and so on.
+    Other files in folders are counted by the ending of their names, in the plan, the manifest and the report."""
     format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
     """auto goes by the name, then by the content. text: one document a line; text_file: one document a file. A .txt is
-    read as text, but as text_file when it is the member of an archive, as in OpenWebText."""
+    read as text, but as text_file when it is the member of an archive, as in OpenWebText; .md is read as text_file."""
     text_field: str = "text"
     """Key or column that holds the text in JSONL, Parquet, Arrow and CSV."""
     max_document_mib: float = MAX_DOCUMENT_MIB
@@ -99,7 +101,9 @@ class Input:
     source: str
     num_bytes: int
     searched: bool
-    """Found in a folder or by a glob, where files of no known format are passed over."""
+    """Found in a folder or by a glob, where files of no known format are passed over, and counted."""
+    lost: bool = False
+    """A folder, a link or a file that cannot be read."""
 
 
 def document_id(normalised: bytes) -> bytes:

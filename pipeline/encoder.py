@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline.bytelevel import ByteLevelBPE, parse
+from pipeline.wordpiece import WordTable
 
-EngineName = Literal["tiktoken", "tokenizers"]
+EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
 Ids = NDArray[np.uint32]
 
 _PIECE_CHARACTERS = 1_000_000
@@ -28,7 +29,8 @@ class Encoder:
 
     Args:
         backend: the tokenizer; this encoder's own from now on.
-        engine: what applies it; tiktoken only where `pipeline.engine.choose_engine` found that ids are the same.
+        engine: what applies it; another one than `tokenizers` only where `pipeline.engine.choose_engine` found that
+            ids are the same.
         parsed: `parse` of the tokenizer, where that is at hand.
 
     Attributes:
@@ -52,7 +54,11 @@ class Encoder:
             and parsed["normalizer"] is None
             and not any(token["rstrip"] or " " in token["content"] for token in parsed["added_tokens"])
         )
-        self._fast = ByteLevelBPE(parsed) if engine == "tiktoken" else None
+        self._fast: ByteLevelBPE | WordTable | None = None
+        if engine == "tiktoken":
+            self._fast = ByteLevelBPE(parsed)
+        elif engine == "wordpiece":
+            self._fast = WordTable(backend, parsed)
 
     @classmethod
     def load(cls, folder: Path, engine: EngineName = "tokenizers") -> "Encoder":

@@ -4,13 +4,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from common.config import Strict, describe
 from common.storage import hash_json
 from pipeline.corpus import Failure
 from pipeline.ledger import LedgerFile
+from pipeline.readers.skipped import Skip
 from pipeline.schema import SCHEMA_VERSION
+from pipeline.stamp import Stamp
 from pipeline.tokenization import TokenizerInfo
 from pipeline.windows import Geometry, ShortDocuments
 
@@ -76,6 +78,8 @@ class Sidecar(Strict):
     failures: list[Failure]
     shards: list[Shard]
     ledger: LedgerFile
+    stamp: Stamp | None = None
+    """The state of the inputs when they were read; None where an earlier version did not note it."""
 
 
 class Manifest(Strict):
@@ -98,6 +102,8 @@ class Manifest(Strict):
     """The resolved settings that decide what the shards hold."""
     config_hash: str
     versions: dict[str, str]
+    skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
+    """Files that a search of folders met and did not read, by kind; not in the file where there are none."""
 
     @property
     def short_documents(self) -> ShortDocuments:
@@ -130,7 +136,12 @@ def sum_counts(counts: list[Counts]) -> Counts:
 
 
 def build_manifest(
-    sidecars: list[Sidecar], tokenizer: TokenizerInfo, geometry: Geometry, config: dict[str, Any], config_hash: str
+    sidecars: list[Sidecar],
+    tokenizer: TokenizerInfo,
+    geometry: Geometry,
+    config: dict[str, Any],
+    config_hash: str,
+    skipped: dict[str, Skip] | None = None,
 ) -> Manifest:
     """The manifest of all units' sidecars, given in plan order.
 
@@ -169,6 +180,7 @@ def build_manifest(
         config=config,
         config_hash=config_hash,
         versions={name: version(name) for name in ("pyarrow", "ray", "tokenizers")},
+        skipped=skipped or {},
     )
 
 

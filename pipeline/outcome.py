@@ -1,11 +1,13 @@
 """What a preparation came to, in words."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from pipeline.config import PipelineConfig
 from pipeline.filters import EMPTY, TOO_SHORT, limit_in_words
 from pipeline.manifest import Counts, Manifest, Sidecar
+from pipeline.readers.names import SUFFIXES, bare_suffix
 
 _EXAMPLES = 10
 
@@ -37,6 +39,29 @@ def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
     )
 
 
+def lines_hint(
+    read: int, dropped: Mapping[str, int], corpus: Mapping[str, Any], sources: Iterable[str | None]
+) -> str | None:
+    """Advice where most documents are empty or short and lines of text files are documents; None elsewhere.
+
+    Args:
+        read: documents in all.
+        dropped: documents by reason.
+        corpus: settings of the corpus, as JSON.
+        sources: names of the files.
+    """
+    num_short = dropped.get(EMPTY, 0) + dropped.get(TOO_SHORT, 0)
+    chosen = corpus.get("format")
+    if 2 * num_short <= read or chosen not in ("auto", "text"):
+        return None
+    if chosen == "auto" and not any(SUFFIXES.get(bare_suffix(source or "")) == "text" for source in sources):
+        return None
+    return (
+        f"{num_short:,} of {read:,} documents are empty or too short, and each line of a .txt is a document; where "
+        "a file is one document, set corpus.format=text_file"
+    )
+
+
 def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: PipelineConfig) -> str | None:
     """What failed, in words, when it is more than the settings allow."""
     failed = sum(counts.failed.values())
@@ -60,5 +85,11 @@ def summary(manifest: Manifest, output: str) -> str:
     return (
         f"{output}: {totals['read']:,} documents read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
         f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} tokens in "
-        f"{len(manifest.shards)} shards"
+        f"{len(manifest.shards)} shards{_not_read(manifest)}"
     )
+
+
+def _not_read(manifest: Manifest) -> str:
+    """What a search of folders did not take, in words."""
+    kinds = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
+    return kinds and f"; not read: {kinds}"

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from common.config import Strict
-from common.storage import write_text
+from common.lock import LOCK
+from common.storage import hash_json, write_text
 from pipeline.choosing.config import fingerprints
 from pipeline.choosing.evaluation_sets import INDEX
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
@@ -17,7 +18,9 @@ from pipeline.estimate import ESTIMATE
 from pipeline.ledger import LEDGERS
 from pipeline.manifest import MANIFEST, TOKENIZER
 from pipeline.progress import BEATS, PROGRESS
+from pipeline.readers.skipped import Skip
 from pipeline.rejected import REJECTED
+from pipeline.stamp import Stamp
 from pipeline.units import Unit, hash_unit
 from pipeline.worker import CANDIDATES
 
@@ -35,9 +38,13 @@ class Plan(Strict):
     """Hash of other files that decide what is chosen, by setting."""
     sources: dict[str, str]
     """First source of each unit, by unit name: what to tell a person when inputs changed."""
+    stamps: dict[str, Stamp] = Field(default_factory=dict)
+    """The state of each unit's inputs, by unit name; empty where an earlier version wrote the plan."""
+    skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
+    """Files that are not read, by kind; of no influence on whether a folder can be continued."""
 
 
-def plan_of(config: PipelineConfig, units: Sequence[Unit]) -> Plan:
+def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> Plan:
     """The plan of these settings over these inputs."""
     return Plan(
         config=identity(config),
@@ -45,7 +52,14 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit]) -> Plan:
         units={unit.name: hash_unit(unit) for unit in units},
         files=fingerprints(config.choosing),
         sources={unit.name: unit.parts[0].source for unit in units},
+        stamps={unit.name: unit.stamp for unit in units if unit.stamp},
+        skipped=skipped or {},
     )
+
+
+def hash_plan(plan: Plan) -> str:
+    """SHA-256 of what a plan makes, from inputs by name and size."""
+    return hash_json([plan.config_hash, plan.units, plan.files])
 
 
 def claim(folder: Path, plan: Plan) -> None:
@@ -60,15 +74,13 @@ def claim(folder: Path, plan: Plan) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Removes everything a preparation wrote, and the folder if nothing else is in it."""
+    """Removes everything a preparation wrote, but for its lock."""
     for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, BEATS):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("train-*.arrow"), *folder.glob("held-out-*.arrow")]:
         path.unlink()
     for name in (MANIFEST, PROGRESS, PLAN, ESTIMATE, INDEX, DUPLICATES):
         (folder / name).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[str]:
@@ -76,7 +88,7 @@ def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[st
     where = f"output = {config.output!r}"
     if folder.exists() and not folder.is_dir():
         return [f"{where} is a file; name a folder"]
-    if not folder.is_dir() or not any(not path.name.startswith(".") for path in folder.iterdir()):
+    if not folder.is_dir() or all(path.name.startswith(".") or path.name == LOCK for path in folder.iterdir()):
         return []
     try:
         other = Plan.model_validate_json((folder / PLAN).read_bytes())

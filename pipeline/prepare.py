@@ -3,29 +3,39 @@
 Can be killed at any moment: the same command continues, and the shards are the same to the byte.
 """
 
+import _thread
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import ConfigError, expand, load_config, print_config
+from common.credentials import refused_settings
+from common.lock import RunLock, RunLockedError
 from common.logs import get_logger, setup_logging
 from common.storage import write_aside, write_text
 from pipeline.choosing.config import problems as choosing_problems
 from pipeline.choosing.evaluation_sets import INDEX, build_index
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
-from pipeline.estimate import Estimate, estimate, load_estimate
+from pipeline.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
 from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_manifest, load_manifest, sum_counts
-from pipeline.outcome import nothing_kept, summary, too_many_failed
-from pipeline.output import Plan, claim, discard, output_problems, plan_of
+from pipeline.outcome import lines_hint, nothing_kept, summary, too_many_failed
+from pipeline.output import Plan, claim, discard, hash_plan, output_problems, plan_of
+from pipeline.progress import seconds_spent
+from pipeline.readers.skipped import Skipped, describe_skipped
+from pipeline.recheck import content_problems
 from pipeline.sample import output_tokenizer
 from pipeline.shards import check_shards
 from pipeline.stages import run_stages
 from pipeline.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
-from pipeline.units import Unit, plan_units
+from pipeline.units import Unit, mark_units, plan_units
 from pipeline.worker import CANDIDATES
+
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it; also when another host took the output folder over."""
 
 
 def problems(config: PipelineConfig) -> list[str]:
@@ -33,41 +43,73 @@ def problems(config: PipelineConfig) -> list[str]:
     return _examine(config)[2]
 
 
-def prepare(config: PipelineConfig) -> Manifest:
+def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
     """Prepares a corpus, or the rest of it when an earlier run was stopped.
+
+    Args:
+        config: settings.
+        verify_inputs: compare every byte of the inputs with what finished units were made from, also where their times
+            and a sample of their bytes are the same.
 
     Returns:
         The manifest, which is also written to the output folder when every unit is finished.
 
     Raises:
         ConfigError: problems of inputs, tokenizer or output folder, or a corpus of which no document is kept.
-        ShardError: too large a share of the documents could not be read, or totals that do not close.
+        ShardError: too large a share of the documents could not be read, totals that do not close, or an output folder
+            that cannot be written to.
+        RunLockedError: another command works on the output folder.
     """
-    units, plan, found = _examine(config)
+    units, plan, found = _examine(config, verify_inputs)
     if found or plan is None:
         raise ConfigError("prepare", found)
     folder = expand(config.output).absolute()
     if (folder / MANIFEST).exists() and not check_shards(folder):
         get_logger().info("%s is prepared already", folder)
         return load_manifest(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with RunLock(folder, _thread.interrupt_main):
+                if found := output_problems(folder, config, plan):  # another command may have been here meanwhile
+                    raise ConfigError("prepare", found)
+                return _make(config, folder, units, plan)
+        finally:
+            if not any(folder.iterdir()):
+                folder.rmdir()
+    except OSError as error:  # a full disk, a storage that is gone, a folder that is not ours to write to
+        raise ShardError(f"prepare: {error}. What is finished in {folder} stays; the same command continues") from error
+
+
+def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> Manifest:
+    """Does what is missing in a folder that no other command works on."""
     tokenizer = set_up(config, folder, units, plan)
     sidecars = run_stages(config, folder, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
+    sources = [part.source for unit in units for part in unit.parts]
+    hint = lines_hint(counts.read, counts.dropped, identity(config)["corpus"], sources)
     if nothing := nothing_kept(counts, config):
         discard(folder)
-        raise ConfigError("prepare", [nothing])
+        raise ConfigError("prepare", [nothing, hint] if hint else [nothing])
     if problem := too_many_failed(counts, sidecars, config):
         raise ShardError(problem)
-    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config))
+    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config), plan.skipped)
+    adopt_estimate(folder, hash_plan(plan))
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     shutil.rmtree(folder / CANDIDATES, ignore_errors=True)
+    if hint:
+        get_logger().warning(hint)
     return manifest
 
 
 def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> TokenizerInfo:
     """Claims the output folder and puts into it what every task needs: the tokenizer, the index of evaluation sets."""
-    folder.mkdir(parents=True, exist_ok=True)
     claim(folder, plan)
+    return _equip(config, folder, units)
+
+
+def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
+    """Puts into a folder what every task needs, unless it is there already."""
     if config.choosing.contamination and not (folder / INDEX).exists():
         with write_aside(folder / INDEX) as aside:
             build_index(config.choosing.contamination, aside)
@@ -75,27 +117,46 @@ def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Pl
 
 
 def plan_ahead(config: PipelineConfig) -> Estimate:
-    """Estimates what `prepare` would make, from a sample; written to the output folder for the final report to score.
+    """Estimates what `prepare` would make, from a sample; kept beside the output folder for the final report to score.
+
+    The output folder is only read: another command may be at work in it.
 
     Raises:
         ConfigError: problems of inputs, tokenizer or output folder.
+        ShardError: the sample cannot be worked on, for example because the disk is full.
     """
     units, plan, found = _examine(config)
     if found or plan is None:
         raise ConfigError("prepare", found)
     folder = expand(config.output).absolute()
-    return estimate(config, folder, units, set_up(config, folder, units, plan))
+    try:
+        with tempfile.TemporaryDirectory(prefix="declutr-plan-") as work:
+            if (folder / TOKENIZER).exists():
+                shutil.copytree(folder / TOKENIZER, Path(work, TOKENIZER))
+            if (folder / INDEX).exists():
+                shutil.copyfile(folder / INDEX, Path(work, INDEX))
+            made = estimate(config, Path(work), units, _equip(config, Path(work), units))
+    except OSError as error:
+        raise ShardError(f"--plan: {error}; nothing was written") from error
+    keep_estimate(made.model_copy(update={"plan_hash": hash_plan(plan)}), folder)
+    return made
 
 
-def _examine(config: PipelineConfig) -> tuple[list[Unit], Plan | None, list[str]]:
+def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], Plan | None, list[str]]:
     """Units, their plan when the inputs can be read, and every problem found on the way."""
-    units, found = plan_units(config.corpus, config.unit_mib)
+    if found := list(refused_settings(config.model_dump(mode="json"))):
+        return [], None, found
+    skipped = Skipped()
+    units, found = plan_units(config.corpus, config.unit_mib, skipped)
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     folder = expand(config.output)
     plan = None
     if not found:  # missing inputs would show up as changed inputs once more
-        plan = plan_of(config, units)
-        found += output_problems(folder, config, plan)
+        units = mark_units(units)
+        plan = plan_of(config, units, skipped.kinds())
+        for line in describe_skipped(plan.skipped):
+            get_logger().warning(line)
+        found += output_problems(folder, config, plan) or content_problems(folder, config, units, verify)
     if isinstance(config.tokenizer, PretrainedTokenizer) and not (folder / TOKENIZER).exists():
         try:
             load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
@@ -110,6 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="YAML file with a `prepare` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--plan", action="store_true", help="estimate documents, tokens, disk and time, then stop")
+    parser.add_argument(
+        "--verify-inputs",
+        action="store_true",
+        help="compare every byte of the inputs with what finished work was made from, not only times and samples",
+    )
     parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
@@ -121,13 +187,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.plan:
             sys.stdout.write("\n".join(plan_ahead(config).lines()) + "\n")
             return 0
-        manifest = prepare(config)
-    except (ConfigError, ShardError) as error:
+        manifest = prepare(config, arguments.verify_inputs)
+    except (ConfigError, ShardError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("prepare: stopped; what is finished stays, the same command continues\n")
+        return _INTERRUPTED
     sys.stdout.write(summary(manifest, config.output) + "\n")
     if estimate := load_estimate(expand(config.output)):
-        sys.stdout.write(estimate.score(manifest) + "\n")
+        sys.stdout.write(estimate.score(manifest, seconds_spent(expand(config.output))) + "\n")
     return 0
 
 

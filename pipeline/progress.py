@@ -1,5 +1,6 @@
 """How far a preparation is: a bar for people, the same numbers as JSON lines for programs."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -54,10 +55,11 @@ class Heartbeat:
         """Replaces this unit's last beat."""
         self._last = time.monotonic()
         path = self.folder / BEATS / self.unit
-        path.parent.mkdir(exist_ok=True)
         aside = path.with_name(f".{self.unit}.{os.getpid()}.tmp")
-        aside.write_text(done.model_dump_json())
-        aside.replace(path)
+        with contextlib.suppress(OSError):  # a full disk ends the unit where it writes what matters
+            path.parent.mkdir(exist_ok=True)
+            aside.write_text(done.model_dump_json())
+            aside.replace(path)
 
 
 class Progress:
@@ -72,7 +74,9 @@ class Progress:
 
     def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar]) -> None:
         self._folder, self._stage, self._total_bytes = folder, stage, total_bytes
-        self._log = (folder / PROGRESS).open("a", encoding="utf-8")
+        self._log = (folder / PROGRESS).open(
+            "ab", buffering=0
+        )  # what a full disk refuses is not tried again at the end
         self._finished = {sidecar.unit for sidecar in done}
         self._done = self._before = sum((_of_sidecar(sidecar) for sidecar in done), Done())
         self._started = time.monotonic()
@@ -128,8 +132,8 @@ class Progress:
             "total_input_bytes": self._total_bytes,
             "eta_seconds": round((self._total_bytes - now.num_bytes) / rate, 1) if rate > 0 else None,
         }
-        self._log.write(json.dumps(line) + "\n")
-        self._log.flush()
+        with contextlib.suppress(OSError):
+            self._log.write(json.dumps(line).encode() + b"\n")
         self._bar.set_postfix_str(
             f"{now.documents:,} documents, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of text",
             refresh=False,
@@ -148,6 +152,25 @@ class Progress:
         self._bar.close()
         self._log.close()
         shutil.rmtree(self._folder / BEATS, ignore_errors=True)
+
+
+def seconds_spent(folder: Path) -> float | None:
+    """Seconds of all stages, over all runs that worked on a folder; None where nothing was noted."""
+    try:
+        lines = (folder / PROGRESS).read_bytes().splitlines()
+    except FileNotFoundError:
+        return None
+    total, stage, last = 0.0, "", 0.0
+    for line in lines:
+        try:
+            told = json.loads(line)
+            now, seconds = str(told["stage"]), float(told["seconds"])
+        except (ValueError, TypeError, KeyError):  # cut off by a kill or a full disk
+            continue
+        if now != stage or seconds < last:  # another stage, or another run
+            total += last
+        stage, last = now, seconds
+    return total + last
 
 
 def _of_sidecar(sidecar: Sidecar) -> Done:

@@ -52,8 +52,24 @@ def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]
     if not (folder / TOKENIZER).exists():
         made = _make_tokenizer(config, units)
         with folder_aside(folder / TOKENIZER) as aside:
-            made.save_pretrained(str(aside))
+            _save(made, aside)
     return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), config.tokenizer.kind)
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    """Writes a tokenizer.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(
+            f"{folder.parent / TOKENIZER} cannot be written: {error}"
+        ) from error  # `tokenizers` raises it bare
 
 
 def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:

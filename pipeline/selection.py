@@ -18,7 +18,7 @@ from pipeline.ledger import LEDGERS, ledger_entries
 from pipeline.manifest import SPLITS, TOKENIZER, Sidecar
 from pipeline.rejected import REJECTED
 from pipeline.tokenization import TokenizerInfo
-from pipeline.unit_writer import UnitWriter
+from pipeline.unit_writer import UnitWriter, load_sidecar
 from pipeline.units import Unit
 from pipeline.worker import CANDIDATES
 
@@ -58,7 +58,8 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                 kept = f"{copy.kept_unit}:{copy.kept_ordinal} is kept, similarity {copy.similarity:.2f}"
                 text = decoder.decode(ids.tolist()).strip() if decoder else ""
                 writer.reject(replace(entry, fate=REASONS[copy.kind], row=None, detail=kept), text)
-    return writer.finish()
+    noted = load_sidecar(candidates, unit.name)
+    return writer.finish(noted.stamp if noted else None)
 
 
 def _tokens(shard: Path) -> Iterator[NDArray[np.uint32]]:

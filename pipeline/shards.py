@@ -10,11 +10,14 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from common.storage import hash_file
 from pipeline.ledger import LedgerFile
 from pipeline.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
 from pipeline.schema import SCHEMA_VERSION
+from pipeline.soundness import content_problem, memory_problem, schema_problem
+from pipeline.windows import Geometry, ShortDocuments
 
 _MOST_OPEN = 512  # each is a descriptor and a memory map, and a large corpus has more shards than a process may have
 
@@ -30,11 +33,27 @@ class _Listed(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class _Tokenizer(msgspec.Struct, frozen=True):
+    vocab_size: int
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    short_documents: ShortDocuments = "drop"
+
+
 class _Index(msgspec.Struct, frozen=True):
     """The part of a manifest that a reader needs: at 100,000 shards a tenth of the whole's time and memory."""
 
     schema_version: int
     shards: list[_Listed]
+    geometry: dict[str, int]
+    tokenizer: _Tokenizer
+    config: _Settings
+
+    def problem(self, rows: pa.RecordBatch | pa.Table) -> tuple[int, str] | None:
+        """As `content_problem`, with what this manifest says of all shards."""
+        geometry = Geometry.model_validate(self.geometry)
+        return content_problem(rows, geometry, self.config.short_documents, self.tokenizer.vocab_size)
 
 
 class ShardSet:
@@ -55,7 +74,8 @@ class ShardSet:
 
     def __init__(self, folder: Path, split: str, look: bool = True) -> None:
         self.folder = folder
-        listed = [shard for shard in _load_index(folder).shards if shard.split == split]
+        self._index = _load_index(folder)
+        listed = [shard for shard in self._index.shards if shard.split == split]
         self._shards = sorted(listed, key=lambda shard: shard.name)
         problems = [problem for shard in self._shards for problem in _size_problems(folder, shard)] if look else []
         if problems:
@@ -81,7 +101,7 @@ class ShardSet:
 
         Raises:
             IndexError: a number outside the split.
-            ShardError: a shard that is not what the manifest says.
+            ShardError: a shard that is not what the manifest says, or whose numbers point beyond its data.
         """
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= self.num_documents):
@@ -99,7 +119,12 @@ class ShardSet:
         # Gathered by record batch, hence in another order than asked.
         order = np.argsort(np.concatenate(asked), kind="stable")
         gathered = pa.Table.from_batches(pieces).combine_chunks()
-        return gathered.take(pa.array(order)).combine_chunks()
+        table = gathered.take(pa.array(order)).combine_chunks()
+        if found := self._index.problem(table):
+            at, problem = found
+            path = self.folder / self._shards[which[at]].name
+            raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
+        return table
 
     def _empty(self) -> pa.Table:
         if not self._shards:
@@ -129,13 +154,13 @@ def _load_index(folder: Path) -> _Index:
     """
     try:
         index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Index)
-    except (OSError, msgspec.DecodeError):
+        Geometry.model_validate(index.geometry)
+    except (OSError, msgspec.DecodeError, ValidationError):
         index = None
     if index is not None and index.schema_version == SCHEMA_VERSION:
         return index
     manifest = load_manifest(folder)
-    shards = [_Listed(shard.name, shard.split, shard.num_documents, shard.num_bytes) for shard in manifest.shards]
-    return _Index(manifest.schema_version, shards)
+    return msgspec.json.decode(manifest.model_dump_json(), type=_Index)
 
 
 class _OpenShard:
@@ -146,24 +171,46 @@ class _OpenShard:
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        except (pa.ArrowInvalid, OSError) as error:
+            if problem := schema_problem(reader.schema):
+                raise ShardError(f"{path} is not a shard: {problem}; prepare the folder again")
+        except (pa.ArrowException, OSError) as error:
             raise ShardError(f"{path} is not an Arrow file: {error}; prepare the folder again") from error
-        self.schema = reader.schema
+        self.schema, self._path = reader.schema, path
+        self._safe: set[int] = set()
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
         if self._starts[-1] != shard.num_documents:
             raise ShardError(f"{path}: {self._starts[-1]} documents, the manifest says {shard.num_documents}")
 
     def locate(self, rows: NDArray[np.int64]) -> Iterator[tuple[pa.RecordBatch, NDArray[np.int64], NDArray[np.int64]]]:
-        """For each record batch that holds some of the rows: the batch, positions in it, places in `rows`."""
+        """For each record batch that holds some of the rows: the batch, positions in it, places in `rows`.
+
+        Raises:
+            ShardError: a batch whose offsets point beyond its data.
+        """
         which = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(which):
             places = np.flatnonzero(which == number)
-            yield self._batches[number], rows[places] - self._starts[number], places
+            yield self._batch(int(number)), rows[places] - self._starts[number], places
 
-    def largest_token(self) -> int:
-        """The largest token id in the shard; -1 when it has no tokens."""
-        columns = [batch.column("tokens").flatten() for batch in self._batches]
-        return max((int(column.to_numpy().max()) for column in columns if len(column)), default=-1)
+    def _batch(self, number: int) -> pa.RecordBatch:
+        """A record batch of which every row may be read. Without a look at its offsets Arrow would leave its memory."""
+        batch = self._batches[number]
+        if number not in self._safe:
+            if problem := memory_problem(batch):
+                raise ShardError(_unsound(self._path, int(self._starts[number]), problem))
+            self._safe.add(number)
+        return batch
+
+    def problem(self, index: _Index) -> str | None:
+        """A line on the first unsound document; None where all are sound."""
+        for number, start in enumerate(self._starts[:-1]):
+            try:
+                found = index.problem(self._batch(number))
+            except ShardError as error:
+                return str(error)
+            if found:
+                return _unsound(self._path, int(start) + found[0], found[1])
+        return None
 
 
 def check_shards(folder: Path, full: bool = False) -> list[str]:
@@ -171,15 +218,16 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
 
     Args:
         folder: output of `prepare`.
-        full: also read every byte, to compare checksums and token ids; otherwise sizes and Arrow footers only, and
-            every byte of the shards that were written to after the manifest.
+        full: also read every byte, to compare checksums and see that all offsets, windows and token ids lie inside
+            what they point to; otherwise sizes and Arrow footers only, and every byte of the shards that were written
+            to after the manifest.
 
     Raises:
         ShardError: there is no manifest to compare with.
     """
     manifest = load_manifest(folder)
     written = (folder / MANIFEST).stat().st_mtime_ns
-    problems: list[str] = []
+    index, problems = _load_index(folder), list[str]()
     for shard in manifest.shards:
         found = _size_problems(folder, shard)
         if not found:
@@ -189,7 +237,7 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
                 found = [str(error)]
             else:
                 read = full or (folder / shard.name).stat().st_mtime_ns > written
-                found = _content_problems(folder, shard, opened, manifest.tokenizer.vocab_size) if read else []
+                found = _content_problems(folder, shard, opened, index) if read else []
         problems += found
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
@@ -208,12 +256,14 @@ def _size_problems(folder: Path, written: Shard | _Listed | LedgerFile) -> list[
     return [f"{path} is {state}: {size} bytes, the manifest says {written.num_bytes}; run `prepare` again to remake it"]
 
 
-def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, vocab_size: int) -> list[str]:
-    """Bytes or token ids that are not what the manifest says."""
-    problems = _hash_problems(folder, shard)
-    if (largest := opened.largest_token()) >= vocab_size:
-        problems.append(f"{folder / shard.name}: token id {largest} is beyond the vocabulary of {vocab_size} tokens")
-    return problems
+def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, index: _Index) -> list[str]:
+    """Bytes or numbers that are not what the manifest says."""
+    problem = opened.problem(index)
+    return [*_hash_problems(folder, shard), *([] if problem is None else [problem])]
+
+
+def _unsound(path: Path, row: int, problem: str) -> str:
+    return f"{path}: document {row}: {problem}; delete it and prepare again"
 
 
 def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:

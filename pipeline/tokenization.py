@@ -12,15 +12,15 @@ from common.config import ConfigError, Strict, expand
 from common.storage import hash_json
 
 SPECIAL_ROLES = ("bos", "eos", "cls", "sep", "pad", "mask", "unk")
-EngineSetting = Literal["auto", "tiktoken", "tokenizers"]
+EngineSetting = Literal["auto", "tiktoken", "wordpiece", "tokenizers"]
 
 
 class _AnyTokenizer(Strict):
     """What every kind of tokenizer has."""
 
     engine: EngineSetting = "auto"
-    """Which library turns text into ids: both give the same, so this has no influence on the shards. tiktoken is many
-    times faster and takes byte-level BPE only; auto uses it where it is shown to agree (pipeline/engine.py)."""
+    """What turns text into ids: all give the same, so this has no influence on the shards. tiktoken (byte-level BPE)
+    and wordpiece (as BERT has it) are several times faster; auto uses one where it agrees (pipeline/engine.py)."""
 
 
 class PretrainedTokenizer(_AnyTokenizer):

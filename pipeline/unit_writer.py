@@ -18,6 +18,7 @@ from pipeline.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
 from pipeline.progress import Done
 from pipeline.rejected import RejectedWriter
 from pipeline.schema import shard_schema
+from pipeline.stamp import Stamp
 from pipeline.tokenization import TokenizerInfo
 from pipeline.units import Unit, hash_unit
 from pipeline.writer import ShardWriter
@@ -95,8 +96,8 @@ class UnitWriter:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def finish(self) -> Sidecar:
-        """Writes the sidecar: the unit is finished.
+    def finish(self, stamp: Stamp | None = None) -> Sidecar:
+        """Writes the sidecar with the state of the inputs: the unit is finished.
 
         Raises:
             ShardError: the counts do not close.
@@ -119,6 +120,7 @@ class UnitWriter:
             failures=self._failures,
             shards=[shard for split in SPLITS for shard in self._shards[split].result()],
             ledger=self._ledger.result(),
+            stamp=stamp,
         )
         write_text(sidecar_path(self._folder, self._unit.name), sidecar.model_dump_json(indent=1) + "\n")
         return sidecar
@@ -129,11 +131,18 @@ def sidecar_path(folder: Path, unit: str) -> Path:
     return folder / "units" / f"{unit}.json"
 
 
+def load_sidecar(folder: Path, unit: str) -> Sidecar | None:
+    """The sidecar of a unit, whatever it is about; None where there is none that can be read."""
+    try:
+        return Sidecar.model_validate_json(sidecar_path(folder, unit).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
 def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sidecar | None:
     """The sidecar of a unit that needs no more work: same input, same settings, its files there in full size."""
-    try:
-        sidecar = Sidecar.model_validate_json(sidecar_path(folder, unit.name).read_bytes())
-    except (FileNotFoundError, ValidationError):
+    sidecar = load_sidecar(folder, unit.name)
+    if sidecar is None:
         return None
     same = sidecar.unit_hash == hash_unit(unit) and sidecar.config_hash == config_hash(config)
     sizes = {shard.name: shard.num_bytes for shard in sidecar.shards} | {sidecar.ledger.name: sidecar.ledger.num_bytes}

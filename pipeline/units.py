@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from pydantic import Field
+
 from common.config import Strict
 from common.storage import hash_json
 from pipeline.corpus import MIB as MIB
@@ -10,6 +12,8 @@ from pipeline.pydocs import PythonDocs, python_parts, read_module, read_topics
 from pipeline.readers.files import rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
+from pipeline.readers.skipped import Skipped
+from pipeline.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 
@@ -20,6 +24,13 @@ class Unit(Strict):
     name: str
     """Five or more digits, the unit's place in the plan."""
     parts: list[Part]
+    marks: dict[str, Mark | None] = Field(default_factory=dict)
+    """The state of its files when the plan was made, by path; empty where nobody asked (`mark_units`)."""
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """The state of its inputs when the plan was made."""
+        return stamp_of(self.parts, self.marks) if self.marks else None
 
     @property
     def num_bytes(self) -> int:
@@ -71,14 +82,22 @@ class Reading(Iterator[Record]):
             self._done += part.num_bytes
 
 
-def plan_units(corpus: Corpus, unit_mib: float) -> tuple[list[Unit], list[str]]:
+def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) -> tuple[list[Unit], list[str]]:
     """Groups the corpus into units of about `unit_mib` of uncompressed input.
+
+    Args:
+        corpus: settings.
+        unit_mib: of text in a unit.
+        skipped: counts what a search of folders met and did not take.
 
     Returns:
         The units, and what is wrong with the inputs: one line a problem.
     """
     unit_bytes = max(1, int(unit_mib * MIB))
-    parts, problems = (python_parts(), []) if isinstance(corpus, PythonDocs) else file_parts(corpus, unit_bytes)
+    if isinstance(corpus, PythonDocs):
+        parts, problems = python_parts(), []
+    else:
+        parts, problems = file_parts(corpus, unit_bytes, skipped)
     groups: list[list[Part]] = []
     held = 0
     for part in parts:
@@ -93,6 +112,28 @@ def plan_units(corpus: Corpus, unit_mib: float) -> tuple[list[Unit], list[str]]:
 def hash_unit(unit: Unit) -> str:
     """SHA-256 of what a unit reads, by the names and sizes of its parts rather than by where they lie."""
     return hash_json([part.model_dump(exclude={"path"}) for part in unit.parts])
+
+
+def mark_units(units: Sequence[Unit]) -> list[Unit]:
+    """The units with the marks of their files, each file looked at once."""
+    marks = mark_files(part for unit in units for part in unit.parts)
+    return [unit.model_copy(update={"marks": {part.path: marks[part.path] for part in unit.parts}}) for unit in units]
+
+
+def stamp_read(unit: Unit) -> Stamp | None:
+    """The stamp of a unit that was just read; None for one without marks.
+
+    Raises:
+        OSError: a file is not what it was when the plan was made. One that is gone was counted while reading.
+    """
+    if not unit.marks:
+        return None
+    digest = digest_parts(unit.parts)
+    now = mark_files(unit.parts)
+    for part in unit.parts:
+        if now[part.path] is not None and now[part.path] != unit.marks[part.path]:
+            raise OSError(f"{part.source} was changed while the corpus was being read; leave inputs alone meanwhile")
+    return stamp_of(unit.parts, unit.marks, digest)
 
 
 def read_unit(unit: Unit, corpus: Corpus) -> Reading:

@@ -25,7 +25,7 @@ from pipeline.progress import Heartbeat
 from pipeline.readers import Record
 from pipeline.tokenization import TokenizerInfo
 from pipeline.unit_writer import UnitWriter
-from pipeline.units import Unit, read_unit
+from pipeline.units import Unit, read_unit, stamp_read
 
 CANDIDATES = "candidates"
 """Folder in the output folder for what units leave while duplicates are still to be found."""
@@ -59,6 +59,7 @@ def write_unit(
         engine: what applies it; of no influence on the result.
 
     Raises:
+        OSError: an input was changed since the plan was made.
         ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not close.
     """
     target = stage_folder(folder, config)
@@ -78,7 +79,7 @@ def write_unit(
                 heartbeat.beat(writer.done(reading.bytes_read))
     if keys is not None:
         write_keys(target, unit.name, config.duplicates, keys.ids, keys.ordinals, keys.signatures)
-    return writer.finish()
+    return writer.finish(stamp_read(unit))
 
 
 class _Keys:

@@ -122,7 +122,8 @@ def read_state(path: Path, verify: bool = True) -> RunState:
     """
     name = STATE
     try:
-        state = RunState.model_validate(read_json(path / STATE))
+        state = RunState.model_validate(read_json(path / STATE), strict=True)
+        _check_state(path, state)
         for name, expected in state.files.items():
             size = (path / name).stat().st_size
             if size != state.sizes.get(name, size):
@@ -139,6 +140,20 @@ def read_state(path: Path, verify: bool = True) -> RunState:
     except (ValueError, ValidationError) as error:
         raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({error})") from error
     return state
+
+
+def _check_state(path: Path, state: RunState) -> None:
+    """Compares a state with the folder it lies in.
+
+    Raises:
+        CheckpointError: it is of another step, or gives no checksum of a file.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match and state.step != int(match[1]):
+        raise CheckpointError(f"{path}: {STATE} is damaged (it names step {state.step})")
+    unknown = {file.name for file in path.glob("*.safetensors")} - set(state.files)
+    if unknown or not state.files:
+        raise CheckpointError(f"{path}: {STATE} is damaged (no checksum of {', '.join(sorted(unknown)) or 'any file'})")
 
 
 def steps_in(folder: Path) -> list[int]:

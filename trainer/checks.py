@@ -1,12 +1,14 @@
 """What can be known to be wrong with a training run before Ray starts, all of it at once."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.config import ConfigError, flat_keys
+from common.logs import get_logger
+from common.records import DamagedError, read_record
 from common.remotefile import RemoteError
-from common.storage import read_json
 from pipeline.manifest import TOKENIZER, Manifest, ShardError, data_hash, load_manifest
 from pipeline.shards import check_shards
 from pipeline.tokenization import fingerprint, load_tokenizer
@@ -16,6 +18,7 @@ from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
+from trainer.state import read_origin
 
 DECISIVE = "decisive.json"
 
@@ -48,16 +51,54 @@ def refuse(found: list[str]) -> None:
 
 
 def _run_problems(config: TrainConfig, run: Path) -> list[str]:
-    """The folder holds a run of another configuration."""
-    if not (run / DECISIVE).is_file():
-        return []
-    changed = changes(read_json(run / DECISIVE), config.decisive())
+    """The folder holds a run of another configuration, or does not tell where it was forked."""
+    found = []
+    try:
+        read_origin(run)
+    except DamagedError as error:
+        found.append(f"run = {config.run}: {error}")
+    before = read_decisive(run)
+    if before is None:
+        return found + _other_checkpoints(config, run)
+    changed = changes(before, config.decisive())
     if not changed:
-        return []
+        return found
     return [
+        *found,
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
-        "begin one with this run's weights: --fork NEW_RUN"
+        "begin one with this run's weights: --fork NEW_RUN",
     ]
+
+
+def read_decisive(run: Path) -> dict[str, Any] | None:
+    """The configuration that decided a run's result; None where its file is missing or, which is logged, damaged."""
+    path = run / DECISIVE
+    if not path.is_file():
+        return None
+    try:
+        found = read_record(path, dict[str, Any])
+        if not isinstance(found.get("encoder"), dict):
+            raise DamagedError(f"{path} is damaged: it holds no configuration")
+    except DamagedError as error:
+        get_logger().warning("%s; the run's checkpoints are asked instead", error)
+        return None
+    return found
+
+
+def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
+    """Checkpoints of another configuration, where no file is left that names what differs."""
+    for step in checkpoint.steps_in(run / CHECKPOINTS):
+        path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
+        try:
+            other = checkpoint.read_state(path, verify=False).config_hash != config.hash()
+        except checkpoint.CheckpointError:  # passed over at the resume as well, which logs it
+            continue
+        if other:
+            return [
+                f"run = {config.run}: {path.name} is of another configuration, and {DECISIVE}, which would tell what "
+                "differs, is missing or damaged; name another folder"
+            ]
+    return []
 
 
 def _began_before(config: TrainConfig, run: Path) -> bool:

@@ -99,7 +99,7 @@ class TrainConfig(Strict):
         if self.validation.score == "followed" and is_remote(self.run):
             found.append(
                 f"validation.score = followed needs a folder as run, not {self.run}: who follows reads that folder. "
-                "Name one that both see, or score on held-out documents (recall_at_1, mrr)"
+                "Name one that both see, or score on held-out documents (distant_recall_at_1, distant_mrr)"
             )
         if found:
             raise ValueError("\n".join(found))

@@ -5,8 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from common.logs import get_logger
-from common.storage import folder_aside, read_json, write_json, write_text
+from common.records import DamagedError, convert_record, read_record
+from common.storage import folder_aside, hash_file, hash_json, set_aside, write_json, write_text
 from pipeline.manifest import load_manifest
 from trainer import checkpoint, ranking
 from trainer.cache import data_folder
@@ -24,7 +27,8 @@ SETTINGS = "declutr.json"
 def export(config: TrainConfig, run: Path) -> Path:
     """Writes `run/export` from the run's last or best checkpoint: weights, tokenizer, pooling, model card.
 
-    The best is that of the scores that are there now; where a follower has scored none, the last one.
+    The best is that of the scores that are there now; where a follower has scored none, the last one. A folder that is
+    there is left as it is when it was made from this very checkpoint and all of its files verify.
 
     Raises:
         CheckpointError: no checkpoint of the run verifies.
@@ -35,7 +39,7 @@ def export(config: TrainConfig, run: Path) -> Path:
     if found is None:
         raise checkpoint.CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = found
-    if target.exists() and read_json(target / SETTINGS)["step"] == state.step:
+    if target.exists() and _is_of(target, state):
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # of an export that was killed
         shutil.rmtree(left)
@@ -44,10 +48,83 @@ def export(config: TrainConfig, run: Path) -> Path:
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target, replace=True) as aside:
         write_encoder(encoder, tokenizer, aside)
-        settings = {"step": state.step, "pooling": config.encoder.pooling, "config": config.model_dump(mode="json")}
-        write_json(aside / SETTINGS, settings)
         write_text(aside / "README.md", model_card(config, state))
+        settings = {
+            "step": state.step,
+            "pooling": config.encoder.pooling,
+            "config": config.model_dump(mode="json"),
+            "checkpoint": _identity(state),
+            "files": {name: hash_file(aside / name) for name in sorted(_files(aside))},
+        }
+        write_json(aside / SETTINGS, settings | {"hash": hash_json(settings)})
+        if others := sorted(_files(target) - _files(aside)):
+            _keep(target, f"it holds {', '.join(others)} besides")
     return target
+
+
+class ExportSettings(msgspec.Struct, frozen=True):
+    """The part of an export's settings that is read back."""
+
+    step: int
+    """Of the checkpoint it was made from."""
+    pooling: str
+    checkpoint: str = ""
+    """Hash of that checkpoint's state, which holds the checksums of its files; empty in exports of older versions."""
+    files: dict[str, str] = {}
+    """SHA-256 of every other file of the folder."""
+
+
+def read_settings(folder: Path) -> ExportSettings:
+    """The settings of an exported encoder.
+
+    Raises:
+        DamagedError: they are not what `export` writes.
+        OSError: they are missing or cannot be read.
+    """
+    raw = read_record(folder / SETTINGS, dict[str, Any])
+    if raw.pop("hash", hash_json(raw)) != hash_json(raw):
+        raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
+    return convert_record(raw, ExportSettings, str(folder / SETTINGS))
+
+
+def _is_of(target: Path, state: RunState) -> bool:
+    """Whether the folder is the whole export of this checkpoint; one that was altered is kept under another name."""
+    try:
+        settings = read_settings(target)
+    except FileNotFoundError:
+        _keep(target, f"{SETTINGS} is missing")
+        return False
+    except DamagedError as error:
+        _keep(target, str(error))
+        return False
+    found = _files(target)
+    altered = [name for name, digest in settings.files.items() if name in found and hash_file(target / name) != digest]
+    missing = sorted(set(settings.files) - found)
+    if altered or missing:
+        told = [f"{name} is altered or truncated" for name in altered] + [f"{name} is missing" for name in missing]
+        _keep(target, ", ".join(told))
+        return False
+    if settings.checkpoint != _identity(state):
+        source = "another checkpoint" if settings.checkpoint else "a checkpoint that it does not name"
+        get_logger().info("%s was made from %s: exporting again", target, source)
+        return False
+    return True
+
+
+def _keep(target: Path, why: str) -> None:
+    """Makes room for a new export; somebody may have put work of their own into the old one."""
+    get_logger().warning("%s: %s; exporting again, what was there is kept as %s", target, why, set_aside(target))
+
+
+def _identity(state: RunState) -> str:
+    """Hash of a checkpoint: the checksums of its files, its step, and the configuration and data it comes from."""
+    return hash_json([state.step, state.config_hash, state.data_hash, state.files])
+
+
+def _files(folder: Path) -> set[str]:
+    """Names of the files of an export, but for the settings."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix() for path in paths} - {SETTINGS}
 
 
 def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:

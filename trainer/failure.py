@@ -84,6 +84,25 @@ def blame_nodes(failure: Failure, pulses: Sequence[dict[str, Any]]) -> Failure:
     return replace(failure, summary=_died(who, len(there), _GONE))
 
 
+def oom_kills() -> int:
+    """The number of processes that the kernel of this host has killed for lack of memory, in all containers."""
+    try:
+        counters = Path("/proc/vmstat").read_text().split()
+    except FileNotFoundError:  # not Linux
+        return 0
+    return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0
+
+
+def blame_memory(failure: Failure, kills_before: int) -> Failure:
+    """The same failure, with the number of processes of this host that were killed for memory meanwhile."""
+    kills = oom_kills() - kills_before
+    if kills <= 0:
+        return failure
+    cause = f"the kernel killed {kills} process{'es' if kills > 1 else ''} of this host for lack of memory"
+    remedy = "lower microbatch_tokens or scaling.workers, or raise the container's memory limit"
+    return replace(failure, summary=f"{failure.summary}; {cause}: {remedy}")
+
+
 def _answers(node: dict[str, Any]) -> bool:
     """Does anybody listen where a node's raylet did?"""
     try:

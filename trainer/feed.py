@@ -92,7 +92,10 @@ class Feed:
             documents: n rows of the shards.
             epochs: `(n,)` epoch in which each is read.
         """
-        spans = self.sample(documents, epochs)
+        return self.pack(documents, epochs, self.sample(documents, epochs))
+
+    def pack(self, documents: pa.Table, epochs: I64, spans: Spans) -> SpanBatch:
+        """The same for spans of these documents that were drawn already."""
         tokens, offsets = ragged(documents.column("tokens"))
         anchors, positives = spans.anchors[spans.present], spans.positives[spans.present].reshape(-1, 2)
         copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives

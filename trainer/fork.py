@@ -14,20 +14,19 @@ from torch.nn import Module
 
 from common.address import is_remote
 from common.config import ConfigError, expand
-from common.storage import folder_aside, read_json, write_json, write_text
+from common.storage import folder_aside, write_json, write_text
 from pipeline.manifest import data_hash, load_manifest
 from pipeline.shards import ShardSet
 from trainer import checkpoint
 from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
-from trainer.checks import DECISIVE, changes, problems, refuse
+from trainer.checks import DECISIVE, changes, problems, read_decisive, refuse
 from trainer.config import TrainConfig
 from trainer.metrics import METRICS, read_metrics
 from trainer.objectives import Declutr
 from trainer.parts import build_encoder, load_tokenizer, total_steps
 from trainer.plan import Plan
-
-FORK = "fork.json"
+from trainer.state import FORK, read_origin
 
 
 def fork(config: TrainConfig, new_run: str) -> TrainConfig:
@@ -42,6 +41,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
 
     Raises:
         ConfigError: the old run has no checkpoint, the new folder holds something else, or shapes differ.
+        DamagedError: `fork.json` of the new folder is not what a fork writes.
     """
     if is_remote(config.run) or is_remote(new_run):
         raise ConfigError(
@@ -49,7 +49,8 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         )
     old, new = expand(config.run).absolute(), expand(new_run).absolute()
     forked = config.model_copy(update={"run": new_run})
-    if (new / FORK).is_file() and read_json(new / FORK)["from"] == str(old):
+    origin = read_origin(new)
+    if origin is not None and origin.folder == str(old):
         return forked
     if new.exists():
         raise ConfigError("train", [f"--fork {new_run}: exists already and is no fork of {config.run}"])
@@ -86,7 +87,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         write_json(folder / "state.json", renewed.model_dump(mode="json"))
         lines = [line for line in read_metrics(old) if line["step"] <= state.step]
         write_text(aside / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
-        before = read_json(old / DECISIVE) if (old / DECISIVE).is_file() else {}
+        before = read_decisive(old) or {}
         write_json(aside / DECISIVE, config.decisive())
         write_json(aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, config.decisive())})
     return forked

@@ -2,20 +2,24 @@
 
 Arrow's clients cannot write on a condition. So of two commands that begin within the same moment on two hosts both may
 begin; the one whose name was written over finds out when it renews, and ends. A holder that cannot renew for a minute
-may lose its run to another in the same way. On one host `trainer/lock.py` comes first, and has no such gap.
+may lose its run to another in the same way. On one host `common/lock.py` comes first, and has no such gap.
+
+Only the store's clock is asked: the age of the object is the time between its last change and that of an object that is
+written to be compared with it, so hosts whose clocks differ judge alike.
 """
 
-import json
+import math
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+
+import msgspec
 
 from common.address import child
+from common.lock import LOCK, Holder, RunLockedError, lives, read_holder, refusal, this_process
 from common.logs import get_logger
-from common.remotefile import Patience, read_file, remove_file, write_file
-from trainer.lock import LOCK, RunLockedError, lives, refusal, this_process
+from common.remotefile import Patience, modified, read_file, remove_file, write_file
 
 _BEAT_SECONDS = 10.0
 _ONCE = Patience(total_seconds=0.0)
@@ -43,7 +47,7 @@ class Lease:
 
     def __enter__(self) -> "Lease":
         holder = self._read(Patience())
-        if holder is not None and lives(holder, lambda: time.time() - holder["beat"]):
+        if holder is not None and lives(holder, self._age_seconds):
             raise RunLockedError(
                 f"{refusal(self._address, holder)}; wait for it (a minute, if its host is gone) or name another address"
             )
@@ -72,11 +76,21 @@ class Lease:
 
     def _mine(self) -> bool:
         holder = self._read(_ONCE)
-        return holder is not None and holder["token"] == self._holder["token"]
+        return holder is not None and holder.token == self._holder.token
 
-    def _read(self, patience: Patience) -> dict[str, Any] | None:
-        raw = read_file(self._url, patience)
-        return None if raw is None else json.loads(raw)
+    def _read(self, patience: Patience) -> Holder | None:
+        return read_holder(read_file(self._url, patience) or b"", self._url)
 
     def _write(self, patience: Patience) -> None:
-        write_file(self._url, json.dumps(self._holder | {"beat": time.time()}).encode(), patience)
+        content = msgspec.structs.asdict(self._holder) | {"beat": time.time()}
+        write_file(self._url, msgspec.json.encode(content), patience)
+
+    def _age_seconds(self) -> float:
+        """Seconds since the lease was renewed, on the store's clock; infinite where it was given up meanwhile."""
+        clock = child(self._address, f".{LOCK}.{self._holder.token}")
+        write_file(clock, b"{}", Patience())
+        try:
+            now, renewed = modified(clock), modified(self._url)
+        finally:
+            remove_file(clock, _ONCE)
+        return math.inf if now is None or renewed is None else now - renewed

@@ -14,13 +14,14 @@ import torch
 
 from common.journal import Journal
 from common.logs import get_logger
-from common.storage import write_text
+from common.storage import set_aside, write_text
 from trainer import board
 from trainer.step import StepMetrics
 
 METRICS = "metrics.jsonl"
 _BACK_OFF_SECONDS = 1.0
 _LAST_SECONDS = 10.0
+_SHOWN_LINES = 5
 
 
 @dataclass
@@ -72,7 +73,11 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, after_step: int) -> None:
-        kept = [line for line in read_metrics(folder) if line["step"] <= after_step]
+        lines, damaged = _read_lines(folder / METRICS)
+        if damaged:
+            words = "%s: damaged, left out of it; the whole file is kept as %s"
+            get_logger().warning(words, _places(folder / METRICS, damaged), set_aside(folder / METRICS))
+        kept = [line for line in lines if line["step"] <= after_step]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._lines = Journal(folder / METRICS)
         path = board.board_path(folder)
@@ -150,12 +155,45 @@ def _or_none(value: Any) -> Any:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Every whole line of a run's metrics; a last line cut off by a kill is left out."""
-    path = folder / METRICS
+    """Every whole line of a run's metrics, damaged ones left out, which is logged; so is a last line cut off by a kill.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    lines, damaged = _read_lines(folder / METRICS)
+    if damaged:
+        get_logger().warning("%s: damaged, passed over", _places(folder / METRICS, damaged))
+    return lines
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The lines that are whole, and the numbers of those that are damaged, from 1 on."""
     if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+        return [], []
+    lines, damaged = [], []
+    for number, raw in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        line = _decoded(raw)
+        if line is not None:
+            lines.append(line)
+        elif raw:
+            damaged.append(number)
+    return lines, damaged
+
+
+def _places(path: Path, numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN_LINES])) + (", ..." if len(numbers) > _SHOWN_LINES else "")
+    return f"{path}, line{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def _decoded(raw: bytes) -> dict[str, Any] | None:
+    """A line of metrics; None where it is damaged."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int
+    numbers = (value for name, value in line.items() if name != "kind") if whole else ()
+    return line if whole and all(value is None or isinstance(value, int | float) for value in numbers) else None
 
 
 def read_last_step(path: Path, tail_bytes: int = 8192) -> dict[str, Any] | None:
@@ -167,7 +205,7 @@ def read_last_step(path: Path, tail_bytes: int = 8192) -> dict[str, Any] | None:
         lines = stream.read().split(b"\n")
     # the first piece may begin inside a line, the last is empty or not yet whole
     for raw in reversed(lines[1:-1] if len(lines) > 2 else lines[:-1]):
-        line: dict[str, Any] = json.loads(raw)
-        if line["kind"] == "step":
+        line = _decoded(raw)
+        if line is not None and line["kind"] == "step":
             return line
     return None

@@ -1,7 +1,7 @@
 """Which weights of a run are the best, by the score that was chosen, and since when. No Ray.
 
-The score is `recall_at_1` or `mrr` on held-out documents, which the workers measure, or `followed`: what a process
-beside the run has given its checkpoints (common/scores.py). Everything here follows from files, so a run that is
+The score is one that the workers measure on held-out documents, or `followed`: what a process alongside the run has
+given its checkpoints (common/scores.py). Everything here follows from files, so a run that is
 continued decides as one that was never stopped.
 """
 
@@ -11,13 +11,11 @@ from pathlib import Path
 
 from common.logs import get_logger
 from common.scores import comparable, read_scores, read_scoring
-from common.storage import read_json
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointError
-from trainer.fork import FORK
 from trainer.gather import Wish
 from trainer.metrics import read_metrics
-from trainer.state import RunState
+from trainer.state import RunState, read_origin
 from trainer.validation import ValidationConfig
 
 FOLLOWED = "followed"
@@ -81,13 +79,16 @@ def history(run: Path, score: str, step: int) -> dict[int, float]:
         run: its folder.
         score: `validation.score`.
         step: later scores belong to steps that will be taken again.
+
+    Raises:
+        DamagedError: `fork.json` is not what a fork writes.
     """
     if score == FOLLOWED:  # of weights that were made twice, those that were scored last
         found = {at: value for (at, _), value in comparable(read_scores(run)).items() if at <= step}
     else:
-        begun = read_json(run / FORK)["step"] if (run / FORK).is_file() else 0
+        begun = origin.step if (origin := read_origin(run)) else 0
         lines = [line for line in read_metrics(run) if line["kind"] == "validation" and begun < line["step"] <= step]
-        found = {line["step"]: line[score] for line in lines if line[score] is not None}
+        found = {line["step"]: line[score] for line in lines if line.get(score) is not None}
     return dict(sorted(found.items()))
 
 

@@ -6,21 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from common.address import is_remote
 from common.config import expand, print_config
+from common.lock import RunLock
 from common.logs import get_logger
+from common.records import DamagedError, Record, read_record
 from common.scores import SCORES
-from common.storage import read_json, write_json, write_text
+from common.storage import write_json, write_text
 from pipeline.shards import ShardSet
 from trainer import checkpoint
+from trainer.begun import as_begun
 from trainer.cache import data_folder, run_folder
-from trainer.checkpoint import CHECKPOINTS
+from trainer.checkpoint import CHECKPOINTS, CheckpointError
 from trainer.checks import DECISIVE, problems, refuse
 from trainer.config import TrainConfig
-from trainer.export import EXPORT, SETTINGS, export
+from trainer.export import EXPORT, export, read_settings
 from trainer.failure import FAILURES
 from trainer.lease import Lease
-from trainer.lock import RunLock
 from trainer.metrics import read_metrics
 from trainer.parts import total_steps
 from trainer.plan import Plan
@@ -31,7 +35,8 @@ from trainer.store import RunStore, store_of
 from trainer.supervisor import Supervisor
 
 SUMMARY = "summary.json"
-_FILES = ("config.yaml", DECISIVE, "seconds.json", FAILURES, SUMMARY)  # of a run, written by its driver
+SECONDS = "seconds.json"
+_FILES = ("config.yaml", DECISIVE, SECONDS, FAILURES, SUMMARY)  # of a run, written by its driver
 
 
 def run_training(
@@ -59,6 +64,7 @@ def run_training(
     with contextlib.ExitStack() as stack:
         if is_remote(config.run):  # what is there must be here before it can be judged
             _hold(config, signals, stack)
+        config = _keep_score(config)
         refuse(problems(config))
         marks["checks"] = time.time()
         if ray_is_there:
@@ -67,6 +73,17 @@ def run_training(
         if not is_remote(config.run):
             _hold(config, signals, stack)
         return _train(config, run_folder(config), signals, marks)
+
+
+def _keep_score(config: TrainConfig) -> TrainConfig:
+    """The configuration with the score that the run began with; a score that is not today's default is logged."""
+    begun = as_begun(config, run_folder(config))
+    if begun.validation.score != config.validation.score:
+        get_logger().info(
+            "%s: began with validation.score = %s and keeps it; a new run has %s by default",
+            *(config.run, begun.validation.score, config.validation.score),
+        )
+    return begun
 
 
 def _hold(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:
@@ -91,6 +108,10 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
+    if latest is not None and done > steps:
+        raise CheckpointError(
+            f"{latest[0]}: step {done} lies beyond the run's last step {steps}; delete this checkpoint"
+        )
     early = ended_early(run, config, done) if done < steps else None
     if early:
         get_logger().info("%s: finished already, early: %s; a larger patience goes on", config.run, early["why"])
@@ -127,9 +148,9 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         "steps": done,
         "ended": "early" if early else "last step",
         **(early or {}),
-        "seconds": read_json(run / "seconds.json") if (run / "seconds.json").is_file() else 0.0,
+        "seconds": _seconds(run),
         "export": str(folder) if store is None else store.send_folder(EXPORT),
-        "exported_step": read_json(folder / SETTINGS)["step"],
+        "exported_step": read_settings(folder).step,
         "first_scores": _scores(validations[0]) if validations else {},
         "last_scores": _scores(validations[-1]) if validations else {},
     }
@@ -159,19 +180,47 @@ def located(config: TrainConfig) -> TrainConfig:
 
 def ended_early(run: Path, config: TrainConfig, done: int) -> dict[str, Any] | None:
     """Why and with what patience a run has ended early; None: it has not, or shall have more patience now."""
-    before, patience = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}, config.validation.patience
-    if before.get("ended") != "early" or before["steps"] != done or patience is None or patience > before["patience"]:
+    before = _read(run / SUMMARY, _Ended)
+    patience = config.validation.patience
+    if before is None or before.ended != "early" or before.steps != done:
         return None
-    return {key: before[key] for key in ("why", "patience")}
+    if patience is None or patience > before.patience:
+        return None
+    return {"why": before.why, "patience": before.patience}
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    """The part of a summary that is read back."""
+
+    ended: str
+    steps: int
+    why: str = ""
+    patience: int = 0
+
+
+def _read(path: Path, kind: type[Record]) -> Record | None:
+    """A file that the run can do without; None where it is missing or, which is logged, damaged."""
+    try:
+        return read_record(path, kind)
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        get_logger().warning("%s; going on without it", error)
+        return None
 
 
 def _scores(line: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name not in ("kind", "step", "time")}
 
 
+def _seconds(run: Path) -> float:
+    """Seconds that all commands of a run have trained."""
+    return _read(run / SECONDS, float) or 0.0
+
+
 def _add_seconds(run: Path, seconds: float) -> None:
-    path = run / "seconds.json"
+    path = run / SECONDS
     try:
-        write_json(path, round((read_json(path) if path.is_file() else 0.0) + seconds, 3))
+        write_json(path, round(_seconds(run) + seconds, 3))
     except OSError as error:  # why the run ended is what must be said
         get_logger().warning("%s cannot be written (%s)", path, error.strerror)

@@ -90,11 +90,11 @@ class Draws:
     positive_starts: F64
 
 
-def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64) -> Draws:
+def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose: str = "spans") -> Draws:
     """Draws for documents with these keys `(n,)` in these epochs `(n,)`; anchor a's draws do not depend on A."""
     num_documents, num_anchors, num_positives = len(keys), config.num_anchors, config.num_positives
     per_anchor = _PER_ANCHOR + num_positives * _PER_POSITIVE
-    drawn = seeding.words(seed, "spans", keys, epochs.astype(np.uint64), num_anchors * per_anchor)
+    drawn = seeding.words(seed, purpose, keys, epochs.astype(np.uint64), num_anchors * per_anchor)
     uniform = seeding.unit(drawn).reshape(num_documents, num_anchors, per_anchor)
     positive = uniform[..., _PER_ANCHOR:].reshape(num_documents, num_anchors, num_positives, _PER_POSITIVE)
     return Draws(
@@ -156,6 +156,19 @@ def place(
         positives=np.stack([positive, positive + positive_length], axis=-1) * present[..., None, None],
         present=present,
     )
+
+
+def pair_lengths(
+    config: SpanConfig, draws: Draws, windows: I64, window_offsets: I64, short_documents: ShortDocuments = "drop"
+) -> tuple[I64, I64]:
+    """Tokens of each document's first anchor and of its first positive, `(n,)` each, by the laws of all spans.
+
+    Raises:
+        ValueError: windows shorter than `min_tokens`.
+    """
+    longest = _longest(config, windows, window_offsets, short_documents)
+    anchor = _scale(draws.anchor_lengths[:, 0], config.min_tokens, longest)
+    return anchor, _scale(draws.positive_lengths[:, 0, 0], config.min_tokens, longest)
 
 
 def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_documents: ShortDocuments) -> I64:

@@ -20,7 +20,7 @@ from pipeline.session import start_ray
 from trainer.bulletin import EVERY_SECONDS, Bulletin, Reader
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
-from trainer.failure import FAILURES, Failure, blame_nodes, describe
+from trainer.failure import FAILURES, Failure, blame_memory, blame_nodes, describe, oom_kills
 from trainer.group import build_group, kill_worker
 from trainer.metrics import METRICS, read_last_step
 from trainer.pulse import Stopwatch, describe_start
@@ -83,12 +83,13 @@ class Supervisor:
         while True:
             self._watchdog = Watchdog(self.config.scaling.hang_seconds, self.config.scaling.slow_factor)
             self._hang = ""
+            kills_before = oom_kills()
             outcome = self._start_once()
             if outcome is None:
                 return self.steps
             self._stopwatch = Stopwatch({"failure": time.time()})
             if isinstance(outcome, Failure):
-                self._go_on_after(outcome)
+                self._go_on_after(blame_memory(outcome, kills_before))
             elif outcome.get("given_up"):
                 raise TrainingFailedError(f"{outcome['given_up']}. What was saved before is in {self._checkpoints}")
             elif outcome.get("early"):

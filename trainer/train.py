@@ -112,11 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     early = None if arguments.print_config or arguments.fork else _EarlyRay(arguments.config, arguments.overrides)
     if early:
         early.begin()
+    from common.lock import RunLockedError
+    from common.records import DamagedError
     from pipeline.shards import ShardError
     from trainer.checkpoint import CheckpointError
     from trainer.config import TrainConfig
     from trainer.fork import fork
-    from trainer.lock import RunLockedError
     from trainer.run import run_training
     from trainer.supervisor import RunStoppedError, TrainingFailedError
 
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.fork:
             config = fork(config, arguments.fork)
         summary = run_training(config, _began(), early.wait if early else None)
-    except (ConfigError, ShardError, CheckpointError, TrainingFailedError, RunLockedError) as error:
+    except (ConfigError, ShardError, CheckpointError, DamagedError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except OSError as error:  # a full disk, a storage that is gone

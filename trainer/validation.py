@@ -1,25 +1,29 @@
 """Held-out scores of an encoder: same-document span retrieval, alignment, uniformity, effective rank.
 
-Legend: N held-out documents, H embedding size.
+Retrieval is scored twice: between spans that touch, and between distant ones (trainer/distant.py). Legend: N held-out
+documents, H embedding size.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
 from common.config import Strict
 from pipeline.shards import ShardSet
-from trainer.feed import Feed
+from trainer.distant import DISTANT, place_distant
+from trainer.feed import Feed, document_keys, ragged
 from trainer.gather import World
 from trainer.model import Encoder
 from trainer.plan import permute
-from trainer.spans import SpanConfig
+from trainer.spans import SpanConfig, Spans, draw, pair_lengths
 
 # Held-out spans are drawn in an "epoch" that training never reaches, so they are the same at every validation.
 _EPOCH = 2**32 - 1
@@ -32,9 +36,10 @@ class ValidationConfig(Strict):
     """Also before the first and after the last step; 0: never."""
     max_documents: int = Field(default=400, ge=2)
     """Held-out documents that are scored, at most."""
-    score: Literal["recall_at_1", "mrr", "followed"] = "recall_at_1"
-    """What "best" means. followed: the score that `declutr evaluate --follow RUN`, beside the training, gives; for
-    runs in folders."""
+    score: Literal["distant_recall_at_1", "distant_mrr", "recall_at_1", "mrr", "followed"] = "distant_recall_at_1"
+    """What "best" means. distant_...: a span finds the one of its own document that is `spans.max_tokens` or more away;
+    without: the one that touches it. followed: the score that `declutr evaluate --follow RUN` gives, alongside the
+    training, for runs in folders. A run that began when `recall_at_1` was the default keeps that score."""
     patience: int | None = Field(default=None, gt=0)
     """End the run when so many scores in a row are no better than the best, and export that one; null: never. With
     `followed` only checkpoints that were scored count. It may be changed while a run is under way."""
@@ -73,6 +78,41 @@ def effective_rank(embeddings: Tensor) -> float:
     return float(torch.special.entr(shares).sum().exp())
 
 
+class HeldOut(NamedTuple):
+    """Embeddings of the held-out documents' spans, each `(N, H)` in float64 on the CPU.
+
+    Attributes:
+        anchors: of one span of each document.
+        positives: of the span that touches it.
+        distant_anchors: of another span of each document.
+        distant_positives: of the span far from that one.
+        reached: `(N,)` 1 where the two are as far apart as they should be, 0 where the document is too short.
+    """
+
+    anchors: Tensor
+    positives: Tensor
+    distant_anchors: Tensor
+    distant_positives: Tensor
+    reached: Tensor
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers are finite."""
+        return all(bool(numbers.isfinite().all()) for numbers in self)
+
+    def scores(self) -> dict[str, float]:
+        """All held-out scores; `distant_share` is the share of documents whose distant spans are far enough apart."""
+        distant = retrieval(self.distant_anchors, self.distant_positives)
+        return {
+            **retrieval(self.anchors, self.positives),
+            **{f"distant_{name}": value for name, value in distant.items()},
+            "distant_share": float(self.reached.mean()),
+            "alignment": alignment(self.anchors, self.positives),
+            "uniformity": uniformity(self.anchors),
+            "effective_rank": effective_rank(self.anchors),
+        }
+
+
 @dataclass(frozen=True)
 class Validator:
     """Scores an encoder on held-out documents, shared among the workers.
@@ -93,17 +133,13 @@ class Validator:
     device: torch.device
     chunk_documents: int = 64
 
-    def score(self, encoder: Encoder) -> dict[str, float]:
-        """Scores of the pooled embeddings, as exported: without projection, masks and dropout."""
-        return score_pairs(*self.embed(encoder))
-
-    def embed(self, encoder: Encoder) -> tuple[Tensor, Tensor]:
-        """Embeddings `(N, H)` of the anchors and of the positives, on every worker, on the CPU in float64."""
+    def embed(self, encoder: Encoder) -> HeldOut:
+        """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
         was_training = encoder.training
         encoder.eval()
         total = len(self.rows)
         start, end = total * self.world.rank // self.world.size, total * (self.world.rank + 1) // self.world.size
-        parts = [torch.empty(0, 2 * encoder.hidden_size, device=self.device)]
+        parts = [torch.empty(0, 4 * encoder.hidden_size + 1, device=self.device)]
         forwards = -(-(end - start) // self.chunk_documents)
         if encoder.sharded:  # an exchange each: as many on every worker, the last ones empty
             forwards = self.world.largest(forwards)
@@ -111,23 +147,28 @@ class Validator:
             for number in range(forwards):
                 first = start + number * self.chunk_documents
                 rows = self.rows[first : min(end, first + self.chunk_documents)]
-                batch = self.feed.batch(self.shards.take(rows), np.full(len(rows), _EPOCH, np.int64))
-                pair = encoder.embed(batch.to(self.device)).view(2, len(rows), encoder.hidden_size)
-                parts.append(torch.cat([pair[0], pair[1]], dim=1))
-            pairs = self.world.gather(torch.cat(parts), start, total)
+                parts.append(self._embed(encoder, self.shards.take(rows)))
+            table = self.world.gather(torch.cat(parts), start, total)
         encoder.train(was_training)
-        anchors, positives = pairs.double().cpu().chunk(2, dim=1)
-        return anchors, positives
+        *pairs, reached = table.double().cpu().split([encoder.hidden_size] * 4 + [1], dim=1)
+        return HeldOut._make([*pairs, reached.squeeze(1)])
 
+    def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
+        """`(n, 4 H + 1)`: the rows of `HeldOut`. Two forwards, so that one alone decides the memory that is needed."""
+        epochs = np.full(len(documents), _EPOCH, np.int64)
+        distant, reached = self.sample_distant(documents)
+        batches = self.feed.batch(documents, epochs), self.feed.pack(documents, epochs, distant)
+        pairs = [encoder.embed(batch.to(self.device)).view(2, len(documents), encoder.hidden_size) for batch in batches]
+        far = torch.from_numpy(reached).to(pairs[0])[:, None]
+        return torch.cat([*pairs[0], *pairs[1], far], dim=1)
 
-def score_pairs(anchors: Tensor, positives: Tensor) -> dict[str, float]:
-    """All held-out scores of `(N, H)` anchors and their positives."""
-    return {
-        **retrieval(anchors, positives),
-        "alignment": alignment(anchors, positives),
-        "uniformity": uniformity(anchors),
-        "effective_rank": effective_rank(anchors),
-    }
+    def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
+        """Distant spans of these documents; `(n,)` whether they are far enough apart."""
+        feed = self.feed
+        windows, offsets = ragged(documents.column("windows"))
+        draws = draw(feed.spans, feed.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT)
+        lengths = pair_lengths(feed.spans, draws, windows.astype(np.int64), offsets, feed.short_documents)
+        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, feed.spans.max_tokens)
 
 
 def build_validator(
@@ -141,7 +182,8 @@ def build_validator(
 ) -> Validator:
     """A validator over at most `max_documents` held-out documents, chosen by the run's seed.
 
-    Query and target are an anchor and a positive that touches it without overlap, so that no token is shared.
+    The touching pair is an anchor and a positive beside it, the distant pair two spans as `place_distant` puts them: no
+    place of the document is in both spans of a pair.
     """
     pair = SpanConfig(
         num_anchors=1,

@@ -29,7 +29,7 @@ from trainer.state import RunState
 from trainer.step import NonFiniteLossError, StepMetrics, Stepper
 from trainer.store import after_save
 from trainer.stream import Ahead, batches
-from trainer.validation import Validator, score_pairs
+from trainer.validation import Validator
 
 
 def never() -> bool:
@@ -223,13 +223,13 @@ class Worker:
             NonFiniteLossError: on every rank alike.
         """
         with self.pulse.doing("validating"):
-            anchors, positives = validator.embed(self.stepper.encoder)
-        if not (anchors.isfinite().all() and positives.isfinite().all()):
+            held_out = validator.embed(self.stepper.encoder)
+        if not held_out.finite:
             raise NonFiniteLossError(
                 f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
                 "or precision: fp32"
             )
-        scores = score_pairs(anchors, positives)
+        scores = held_out.scores()
         if metrics:
             metrics.scores(step, scores)
             self.patience.measured(step, scores)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,13 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status, 1 when a transfer failed, data are refused or an encoder has no scores."""
-    given = _parser().parse_intermixed_args(arguments)
+    """Runs it; returns the exit status, 1 when a transfer failed, data are refused or unusable, or scores lack."""
+    parser = _parser()
+    given = parser.parse_intermixed_args(arguments)
+    if given.mteb:
+        return _evaluate_mteb(given)
+    if not (given.data or given.download):
+        parser.error("one of the arguments --data --download --mteb is required")
     from evaluation.senteval.checking import inspect
     from evaluation.senteval.overview import overview
     from evaluation.senteval.plan import choose_tasks
@@ -37,9 +43,10 @@ def run(arguments: list[str]) -> int:
     inspections = [inspect(find(name), data, given.allow_unchecked) for name in names]
     print("\n".join(overview(inspections)), flush=True)
     failed |= any(inspection.standing == "refused" for inspection in inspections)
+    failed |= not any(inspection.usable for inspection in inspections)
     if given.follow:
         return _follow(given, inspections, _choice(given, names))
-    if given.encoders:
+    if given.encoders or given.pretrained:
         failed |= not _evaluate(given, inspections, _choice(given, names))
     return int(failed)
 
@@ -51,15 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, run, checkpoint, model name or folder, "
                         "word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = parser.add_mutually_exclusive_group()
     where.add_argument("--data", type=Path, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=Path, help="fetch what is missing into this folder first")
     parser.add_argument("--mirror", help="address that has the same files, instead of the public ones")
     parser.add_argument("--allow-unchecked", action="store_true", help="own data: mark what differs, do not refuse it")
     parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer), by commas")
+    parser.add_argument("--mteb", metavar="TASK[,TASK]", help="tasks of MTEB instead (pip install 'declutr-ray[mteb]')")
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
     parser.add_argument("--output", type=Path, default=Path("scores"), help="folder of results and tables (scores)")
+    parser.add_argument("--pretrained", metavar="ENCODER", help="the tables' column Δ is the difference to it (what an "
+                        "export says it started from); it is scored too")  # fmt: skip
     parser.add_argument("--follow", type=Path, metavar="RUN", help="score a run's checkpoints while it trains")
     parser.add_argument("--once", action="store_true", help="with --follow: score what is there and stop")
     parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: between two looks (10)")
@@ -98,30 +108,72 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     from evaluation.tables.write import write_tables
     from pipeline.session import SessionConfig
 
+    if not any(inspection.usable for inspection in inspections):
+        sys.stderr.write("nothing is scored: there are no usable data of the chosen tasks\n")
+        return False
     session = SessionConfig(num_cpus=given.cpus, address=given.address)
-    evaluated, failures, vocabulary = [], [], None
-    for name in given.encoders:
-        if Path(name).is_file() and vocabulary is None:  # of a file of word vectors, only what occurs is read
-            from evaluation.encoders.words import words_of
-
-            texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
-            vocabulary = {word for text in texts for word in words_of(text)}
+    texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
+    vocabulary = {word for text in texts for word in text.split()}  # of word vectors, only what occurs is read
+    evaluated, failed = [], []
+    names = dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])])
+    for name in names:
         try:
             trust = given.trust_remote_code
-            encoder = load_encoder(name, device=given.device, vocabulary=vocabulary, trust_remote_code=trust)
-            evaluated.append(evaluate(encoder, inspections, choice, given.output, session, _say))
+            encoder = load_encoder(
+                name, device=given.device, vocabulary=vocabulary, tokenized=True, trust_remote_code=trust
+            )
+            if unused := getattr(encoder, "unused", ()):
+                _say(f"{name}: parts of its files that no embedding is made of are left out: {', '.join(unused)}")
+            found = evaluate(encoder, inspections, choice, given.output, session, _say)
         except EncoderError as error:
-            failures.append(str(error))
-            sys.stderr.write(f"{error}\n")
+            failed.append(name)
+            sys.stderr.write(f"not scored: {error}\n")
             continue
+        if given.pretrained:
+            found = replace(found, pretrained=given.pretrained)
+        evaluated.append(found)
+        if not any(report.results for report in found.reports.values()):
+            failed.append(name)
+            sys.stderr.write(f"not scored: {name}: no task has a score; the table says why\n")
         shown = write_tables(evaluated, given.output)  # after each: what is there can be looked at
     if evaluated:
         print(
             f"\n{shown}\n{given.output / 'scores.html'} shows it beside published numbers; scores.md, scores.json too"
         )
-    if failures:
-        sys.stderr.write("".join(f"not scored: {failure}\n" for failure in failures))
-    return not failures
+    if failed and len(names) > 1:
+        sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
+    return not failed
+
+
+def _evaluate_mteb(given: argparse.Namespace) -> int:
+    """Scores all encoders on MTEB's tasks; 1 when one could not be scored."""
+    from importlib.util import find_spec
+
+    from evaluation.encoder import EncoderError, load_encoder
+    from evaluation.encoders.hub import stay_offline_unless_it_answers
+
+    if find_spec("mteb") is None:
+        sys.stderr.write("--mteb needs MTEB: pip install 'declutr-ray[mteb]'\n")
+        return 1
+    stay_offline_unless_it_answers()  # before MTEB's own libraries look
+    from evaluation.mteb import choose_mteb, score_mteb, write_mteb
+
+    scores: dict[str, dict[str, float]] = {}
+    try:
+        tasks = choose_mteb(given.mteb.split(","))
+    except EncoderError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    for name in given.encoders:
+        try:
+            scores[name] = score_mteb(load_encoder(name, device=given.device), tasks, given.output, _say)
+        except EncoderError as error:
+            sys.stderr.write(f"not scored: {error}\n")
+            continue
+        write_mteb(scores, given.output)
+    if scores:
+        print(f"{given.output / 'mteb.json'} has the main scores, {given.output / 'mteb'} all of MTEB's figures")
+    return int(not scores or len(scores) < len(given.encoders))
 
 
 def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "Choice") -> int:
@@ -143,7 +195,7 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
     finally:
         torch.set_num_threads(threads)
     print(f"{given.follow}: {number} checkpoints scored")
-    return 0
+    return int(not number and bool(follower.pending()))
 
 
 def _say(line: str) -> None:

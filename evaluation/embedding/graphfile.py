@@ -43,10 +43,12 @@ def graph_vectors(path: Path, size: int) -> NDArray[np.float32]:
     wrong = EmbedError(f"{path} is cut off, altered, or no graph of `declutr index`; build the index again")
     try:
         raw: Bytes = np.memmap(path, np.uint8, "r")
-        rows, row_bytes = _SIZES.unpack_from(memoryview(raw))
+        rows, row_bytes = _SIZES.unpack(raw[: _SIZES.size].tobytes())
         end = _SIZES.size + rows * row_bytes
-        magic, major, kinds, present, deleted, numbers, multi, rest = _HEAD.unpack_from(memoryview(raw), end)
-        start = _START.unpack_from(memoryview(raw), end + _HEAD.size)
+        magic, major, kinds, present, deleted, numbers, multi, rest = _HEAD.unpack(
+            raw[end : end + _HEAD.size].tobytes()
+        )
+        start = _START.unpack(raw[end + _HEAD.size :][: _START.size].tobytes())
     except (ValueError, struct.error) as error:  # an empty file, or a short one
         raise wrong from error
     if (magic, major, kinds, row_bytes, numbers) != (b"usearch", 2, _KINDS, 4 * size, size):

@@ -22,6 +22,7 @@ from evaluation.embedding.output import Note, assemble, note_path, read_note, wr
 from evaluation.embedding.units import UnitSidecar, corpus_of, embed_unit, finished
 from evaluation.encoder import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
+from pipeline.readers.skipped import Skipped, describe_skipped
 from pipeline.units import Unit, hash_unit, plan_units
 
 SMALL_MIB = 16
@@ -150,7 +151,8 @@ def plan(config: EmbedConfig) -> list[Unit]:
         problems.append(f"--output {config.output}: must end in .npy or .parquet")
     if config.output.suffix == ".npy" and (config.id_field or config.skip_bad):
         problems.append("ids and left-out rows need an --output that ends in .parquet: an .npy has only places")
-    units, found = plan_units(corpus_of(config, config.text_field), config.unit_mib or 1)
+    skipped = Skipped()
+    units, found = plan_units(corpus_of(config, config.text_field), config.unit_mib or 1, skipped)
     if config.unit_mib is None and len(units) > _MAX_UNITS:
         mib = sum(unit.weight for unit in units) / _MIB / _MAX_UNITS
         units, found = plan_units(corpus_of(config, config.text_field), mib)
@@ -163,6 +165,8 @@ def plan(config: EmbedConfig) -> list[Unit]:
         problems.append(problem)
     if problems:
         raise EmbedError("\n".join(problems))
+    for line in describe_skipped(skipped.kinds()):
+        get_logger().warning(line)
     return units
 
 

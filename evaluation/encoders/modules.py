@@ -9,13 +9,15 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import hf_hub_download
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.storage import read_json
+from evaluation.encoders.hub import hub_address, hub_answers
 from evaluation.encoders.protocol import EncoderError
+from evaluation.encoders.weights import DAMAGE
 
 Pooling = Literal["mean", "cls", "max"]
 _FLAGS = {
@@ -33,6 +35,9 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.GELU": nn.GELU,
     "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
 }
+
+
+_OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
 class Normalize(nn.Module):
@@ -74,12 +79,21 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
         pooling: overrides the one it declares.
 
     Raises:
-        EncoderError: a module, a pooling or an option that is not computed here, or a lookup that failed.
+        EncoderError: a module, a pooling or an option that is not computed here, a file that is damaged or missing, or
+            a lookup that failed.
     """
     path = _file(name, "modules.json")
     if path is None:
+        if left := [file for file in _OF_MODULES if Path(name).is_dir() and (Path(name) / file).is_file()]:
+            raise EncoderError(
+                f"{name}: has {left[0]} of sentence-transformers and no modules.json, which says what follows the "
+                "transformer; it was copied or downloaded in part"
+            )
         return None
-    modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in read_json(path)]
+    try:
+        modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in read_json(path)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise EncoderError(f"{path} is damaged or half downloaded ({error!r})") from error
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= {"Dense", "Normalize", "Dropout"}:
         raise EncoderError(
@@ -97,7 +111,7 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
     options = _json(name, "config_sentence_transformers.json")
     chosen = options.get("default_prompt_name")
     prompt = (options.get("prompts") or {}).get(chosen, "") if chosen else ""
-    pooled = _json(name, _inside(modules[1][1], "config.json"))
+    pooled = _json(name, _inside(modules[1][1], "config.json"), required=True)
     if prompt and not pooled.get("include_prompt", True):
         raise EncoderError(f"{name}: leaves its prompt {prompt!r} out of the pooling, which is not computed here")
     return Recipe(
@@ -124,20 +138,23 @@ def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
 
 
 def _dense(name: str, folder: str) -> tuple[nn.Module, int]:
-    settings = _json(name, _inside(folder, "config.json"))
+    settings = _json(name, _inside(folder, "config.json"), required=True)
     activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
     plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
     plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
     if activation not in _ACTIVATIONS or settings.get("use_residual") or not plain:
         raise EncoderError(f"{name}: its dense layer {folder} ({activation}) is of a kind that is not computed here")
-    layer = nn.Linear(settings["in_features"], settings["out_features"], bias=settings.get("bias", True))
-    if path := _file(name, _inside(folder, "model.safetensors")):
-        weights = load_file(path)
-    elif path := _file(name, _inside(folder, "pytorch_model.bin")):
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-    else:
+    path = _file(name, _inside(folder, "model.safetensors")) or _file(name, _inside(folder, "pytorch_model.bin"))
+    if path is None:
         raise EncoderError(f"{name}: its dense layer {folder} has no weights")
-    layer.load_state_dict({key.removeprefix("linear."): value.float() for key, value in weights.items()})
+    try:
+        layer = nn.Linear(settings["in_features"], settings["out_features"], bias=settings.get("bias", True))
+        pickled = path.suffix == ".bin"
+        weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
+        layer.load_state_dict({key.removeprefix("linear."): value.float() for key, value in weights.items()})
+    except DAMAGE as error:
+        told = " ".join(str(error).split())
+        raise EncoderError(f"{path}: does not hold the weights that its config.json names ({told})") from error
     return nn.Sequential(layer, _ACTIVATIONS[activation]()), int(settings["out_features"])
 
 
@@ -145,9 +162,16 @@ def _inside(folder: str, file: str) -> str:
     return f"{folder}/{file}" if folder else file
 
 
-def _json(name: str, file: str) -> dict[str, Any]:
+def _json(name: str, file: str, required: bool = False) -> dict[str, Any]:
     path = _file(name, file)
-    found: dict[str, Any] = read_json(path) if path else {}
+    if path is None and required:
+        raise EncoderError(f"{name}: {file} is missing; it was copied or downloaded in part")
+    try:
+        found = read_json(path) if path else {}
+    except ValueError as error:
+        raise EncoderError(f"{path} is damaged or half downloaded ({error})") from error
+    if not isinstance(found, dict):
+        raise EncoderError(f"{path} is damaged: it holds a {type(found).__name__}, no settings")
     return found
 
 
@@ -156,12 +180,16 @@ def _file(name: str, file: str) -> Path | None:
     if Path(name).exists():
         path = Path(name) / file
         return path if path.is_file() else None
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # the hub's names are NAME and OWNER/NAME
+        raise EncoderError(f"{name} cannot be loaded: there is no such folder")
     try:
-        return Path(hf_hub_download(name, file))
+        return Path(hf_hub_download(name, file, local_files_only=not hub_answers()))
     except LocalEntryNotFoundError as error:
+        if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # asked for earlier, and the hub had none
+            return None
         raise EncoderError(
-            f"{name} cannot be loaded: no such folder here, and whether the hub has its {file} cannot be asked. "
-            "Without a network, download it to a folder and name that"
+            f"{name} cannot be loaded: there is no such folder here, and whether the hub has its {file} cannot be "
+            f"asked: {hub_address()} does not answer. Without a network, download it to a folder and name that"
         ) from error
     except EntryNotFoundError:
         return None

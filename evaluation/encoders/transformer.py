@@ -43,6 +43,8 @@ class TransformerEncoder:
         after: what follows pooling: dense layers, normalisation.
         prompt: put before every text.
         embedding_size: numbers in an embedding; None: the transformer's hidden size.
+        pretrained: name of the encoder that it was trained on from, where its settings say so.
+        unused: parts of its files that take no part in an embedding (heads), with their numbers of weights.
     """
 
     name: str
@@ -53,6 +55,8 @@ class TransformerEncoder:
     after: nn.Sequential = field(default_factory=nn.Sequential)
     prompt: str = ""
     embedding_size: int | None = None
+    unused: tuple[str, ...] = ()
+    pretrained: str = ""
 
     @property
     def size(self) -> int:

@@ -72,71 +72,80 @@ class HashedWords:
 class WordVectors:
     """The mean of the vectors of a text's words, in the text format of fastText and GloVe.
 
-    A word that the file lacks is looked up in lower case, and left out when that is lacking too.
+    In plain texts, words are found by `words_of`; one that the file lacks is looked up in lower case, and left out when
+    that is lacking too; the first of a word's lines counts. Tokenized texts are handled as by `examples/bow.py` of
+    SentEval: split at white space, each word looked up as it is written, in the last of its lines.
 
     Args:
-        path: one word a line and its numbers after it, separated by spaces; perhaps a first line with the number of
-            words and of dimensions; perhaps compressed by gzip.
+        path: one word a line and its numbers after it, separated by spaces or tabs; perhaps a first line with the
+            number of words and of dimensions; perhaps compressed by gzip.
         vocabulary: None: every word of the file is held in memory. Otherwise only these, and them in lower case.
+        tokenized: see above.
 
     Raises:
         EncoderError: no such file, a line of another length, no word of the vocabulary in the file.
     """
 
-    def __init__(self, path: Path, vocabulary: Collection[str] | None = None) -> None:
+    def __init__(self, path: Path, vocabulary: Collection[str] | None = None, tokenized: bool = False) -> None:
         self.name = str(path)
+        self._tokenized = tokenized
         wanted = None if vocabulary is None else {form for word in vocabulary for form in (word, word.lower())}
         self._places: dict[str, int] = {}
-        chunks = []
+        chunks, number = [], 0
         try:
             for words, vectors in _read(path, wanted):
                 chunks.append(vectors)
-                for word in words:
-                    self._places[word] = len(self._places)
+                found = {word: place for place, word in enumerate(words, number)}
+                self._places = self._places | found if tokenized else found | self._places
+                number += len(words)
         except (OSError, EOFError) as error:
             raise EncoderError(f"{path}: cannot be read as word vectors: {error}") from error
         if not chunks:
             raise EncoderError(f"{path}: holds no word vector{'' if wanted is None else ' of the words asked for'}")
         self._vectors = np.concatenate(chunks)
         self.size = self._vectors.shape[1]
-        self.fingerprint = hash_json({"kind": "word-vectors", "version": 1, "file": hash_file(path)})
+        made_of = {"kind": "word-vectors", "version": 1, "file": hash_file(path)}
+        self.fingerprint = hash_json(made_of | ({"words": "white space"} if tokenized else {}))
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)`."""
         embeddings = np.zeros((len(texts), self.size), np.float32)
         for place, text in enumerate(texts):
-            found = [self._places.get(word, self._places.get(word.lower(), -1)) for word in words_of(text)]
-            rows = [row for row in found if row >= 0]
+            rows = self._rows(text)
             if rows:
                 embeddings[place] = self._vectors[rows].mean(axis=0, dtype=np.float64)
         return embeddings
 
+    def _rows(self, text: str) -> list[int]:
+        if self._tokenized:
+            found = [self._places.get(word, -1) for word in text.split()]
+        else:
+            found = [self._places.get(word, self._places.get(word.lower(), -1)) for word in words_of(text)]
+        return [row for row in found if row >= 0]
+
 
 def _read(path: Path, wanted: set[str] | None) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
-    """Words, each once, with their vectors `(words, size)`, a bounded number at a time."""
-    seen: set[str] = set()
+    """Words with their vectors `(words, size)`, in file order, a bounded number at a time."""
     words: list[str] = []
     rows: list[list[bytes]] = []
-    size = 0
+    size, separator = 0, b""
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
-            first, _, rest = line.rstrip().partition(b" ")
-            if number == 1:
-                parts = rest.split()
-                if len(parts) == 1 and first.isdigit() and parts[0].isdigit():
-                    size = int(parts[0])
-                    continue
+            if number == 1 and len(head := line.split()) == 2 and head[0].isdigit() and head[1].isdigit():
+                size = int(head[1])
+                continue
+            separator = separator or (b"\t" if b"\t" in line else b" ")
+            first, _, rest = line.rstrip().partition(separator)
             if not size:
                 size = len(rest.split())
             word = first.decode("utf-8", "replace")
-            if (wanted is not None and word not in wanted) or word in seen:
+            if wanted is not None and word not in wanted:
                 continue
             values = rest.split()
             if len(values) > size:  # some files have words with spaces in them, which no text of ours is split into
                 continue
             if len(values) < size:
                 raise EncoderError(f"{path}, line {number}: {len(values)} numbers where {size} are due; is it cut off?")
-            seen.add(word)
             words.append(word)
             rows.append(values)
             if len(rows) == _WORDS_PER_FILE_CHUNK:

@@ -23,9 +23,9 @@ class Grouping:
 
     def __init__(self, sources: Sequence[str]) -> None:
         self._steps = 1
-        beginnings = Counter(_cut(source, 1) for source in sources)
-        for steps in range(2, max((_num_steps(source) for source in sources), default=1) + 1):
-            finer = Counter(_cut(source, steps) for source in sources)
+        beginnings = Counter(cut(source, 1) for source in sources)
+        for steps in range(2, max((num_steps(source) for source in sources), default=1) + 1):
+            finer = Counter(cut(source, steps) for source in sources)
             if len(finer) > MAX_GROUPS:
                 break
             self._steps, beginnings = steps, finer
@@ -36,14 +36,15 @@ class Grouping:
 
     def number(self, source: str) -> int:
         """Place of a source's group in `names`; their number for the others, also for sources not seen before."""
-        return self._numbers.get(_cut(source, self._steps), len(self.names))
+        return self._numbers.get(cut(source, self._steps), len(self.names))
 
 
-def _num_steps(source: str) -> int:
+def num_steps(source: str) -> int:
+    """Steps of a source: folders, and what is in the last one."""
     return len(_STEP.findall(source)) + 1
 
 
-def _cut(source: str, steps: int) -> str:
+def cut(source: str, steps: int) -> str:
     """The source up to its step of that number."""
     places = [found.start() for found in _STEP.finditer(source)]
     return source[: places[steps - 1]] if len(places) >= steps else source

@@ -9,12 +9,14 @@ import numpy as np
 from evaluation.report.charts import Bar, Bars, Histogram, Mark, Role, Series
 from evaluation.report.clusters import Clusters, find_clusters
 from evaluation.report.examples import Example, kept_examples, rejected_examples
+from evaluation.report.folders import group_sources
 from evaluation.report.markup import share
 from evaluation.report.survey import NUM_BINS, Survey, survey
 from evaluation.report.tally import Tallies, Tally
 from pipeline.estimate import Estimate, load_estimate
 from pipeline.filters import TOO_SHORT
 from pipeline.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
+from pipeline.progress import seconds_spent
 from pipeline.shards import check_shards
 
 _SHOWN_NAMES = 20
@@ -32,6 +34,8 @@ class Content:
     kept: list[Example]
     rejected: dict[str, list[Example]]
     estimate: Estimate | None
+    seconds: float | None
+    """That the preparation took, over all of its runs."""
     fates: dict[str, Tally]
     """Documents by fate."""
 
@@ -57,8 +61,14 @@ class Content:
         return sorted(told, key=lambda item: (-item[2].read, item[0]))
 
     def sources(self) -> list[tuple[str, Tally]]:
-        """The top-level sources with the most kept tokens, and the rest as one when there are more."""
-        return _with_rest(self.found.sources)
+        """The sources with the most kept tokens, by folder where there are many, and the rest as one."""
+        found = self.found.sources
+        groups = group_sources({name or "": tally for name, tally in found.all().items()}, _SHOWN_NAMES)
+        ranked = sorted(groups.items(), key=lambda item: (-item[1].kept_tokens, -item[1].text_bytes, item[0]))
+        rest, num_left = Tally(), found.num_left + len(ranked[_SHOWN_NAMES:])
+        for tally in (found.rest, *(tally for _, tally in ranked[_SHOWN_NAMES:])):
+            rest.add(tally)
+        return ranked[:_SHOWN_NAMES] + ([(f"({num_left:,} others)", rest)] if num_left else [])
 
     def languages(self) -> list[tuple[str, Tally]]:
         """Languages by kept tokens; none when they were not asked for."""
@@ -92,6 +102,7 @@ def gather(folder: Path) -> Content:
         kept=kept_examples(folder, manifest),
         rejected=rejected_examples(folder, found),
         estimate=load_estimate(folder),
+        seconds=seconds_spent(folder),
         fates={str(fate): tally for fate, tally in found.fates.all().items()},
     )
 

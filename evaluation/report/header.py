@@ -1,9 +1,14 @@
 """The head of the page: what this is, the totals, what stands out, and what it was made from."""
 
+import math
+
 import yaml
 
+from common.credentials import redact
 from evaluation.report.content import Content
 from evaluation.report.markup import Html, details, in_mib, join, share, tag
+from pipeline.outcome import lines_hint
+from pipeline.readers.skipped import describe_skipped
 
 _PREVIEW = 12
 
@@ -72,6 +77,7 @@ def _facts(content: Content) -> Html:
 def _glance(content: Content) -> list[str]:
     """What a person who decides on training should not overlook."""
     totals, kept = content.manifest.totals, content.kept_tally
+    corpus = content.manifest.config.get("corpus", {})
     lines = [
         f"{share(totals['kept'], totals['read'])} of the documents and "
         f"{share(kept.text_bytes, totals['text_bytes'])} of the text are kept."
@@ -97,13 +103,16 @@ def _glance(content: Content) -> list[str]:
         )
     if totals["failed"]:
         lines.append(f"{totals['failed']:,} documents could not be read: see the places below before training.")
+    if hint := lines_hint(totals["read"], content.manifest.dropped, corpus, content.found.sources.all()):
+        lines.append(f"{hint}.")
+    lines += [f"{line}." for line in describe_skipped(content.manifest.skipped)]
     return lines
 
 
 def _settings(content: Content) -> Html:
     """Settings, hashes and versions, closed at first."""
     manifest = content.manifest
-    settings = yaml.safe_dump(manifest.config, sort_keys=False, allow_unicode=True)
+    settings = redact(yaml.safe_dump(manifest.config, sort_keys=False, allow_unicode=True, width=math.inf))
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
     return details(
         "Settings and versions",

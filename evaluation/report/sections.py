@@ -14,6 +14,13 @@ from pipeline.filters import TOO_SHORT
 from pipeline.ledger import Entry
 from pipeline.manifest import SPLITS
 
+_COMPARED = {
+    "documents": "documents read",
+    "kept": "documents kept",
+    "num tokens": "tokens kept",
+    "text bytes": "bytes of text",
+    "shard bytes": "bytes of shards",
+}
 _NOTHING = Html("")
 _SHOWN_SETS = 40
 _SHOWN_FAILURES = 10
@@ -157,8 +164,8 @@ def contamination(content: Content) -> Html:
 
 
 def sources(content: Content) -> Html:
-    """Tokens and text by top-level source."""
-    return _tallies(content, "Top-level sources by tokens kept", "source", content.sources())
+    """Tokens and text by source: files and archives, or their folders where there are many."""
+    return _tallies(content, "Sources by tokens kept", "source", content.sources())
 
 
 def languages(content: Content) -> Html:
@@ -216,15 +223,9 @@ def estimate(content: Content) -> Html:
     expected, manifest = content.estimate, content.manifest
     if expected is None:
         return _NOTHING
-    pairs = [
-        ("documents read", expected.documents, manifest.totals["read"]),
-        ("documents kept", expected.kept, manifest.totals["kept"]),
-        ("tokens kept", expected.num_tokens, manifest.totals["num_tokens"]),
-        ("bytes of text", expected.text_bytes, manifest.totals["text_bytes"]),
-        ("bytes of shards", expected.shard_bytes, sum(shard.num_bytes for shard in manifest.shards)),
-    ]
     rows: list[list[object]] = [
-        [name, told, came, f"{told / came - 1:+.1%}" if came else "–"] for name, told, came in pairs
+        [_COMPARED.get(name, name), told, came, f"{told / came - 1:+.1%}" if came else "–"]
+        for name, told, came in expected.against(manifest, content.seconds)
     ]
     read = f"Estimated from {in_mib(expected.sampled_bytes)} of {in_mib(expected.input_bytes)} of input."
     return join(tag("p", read), table("Estimate and outcome", ["", "estimated", "came out", "difference"], rows))

@@ -1,6 +1,6 @@
 """What the ledgers of a prepared corpus add up to, read once, batch by batch: counts, lengths, sources, languages.
 
-Memory grows with the number of duplicates (16 bytes each) and, up to a limit, of top-level sources.
+Memory grows with the number of duplicates (16 bytes each) and, up to a limit, of sources.
 """
 
 import re

@@ -1,13 +1,15 @@
-"""Is this the published set? Rows, classes, labels, encoding, duplicates, swapped files; before any score."""
+"""Is this the published set? Bytes, rows, classes, labels, sentences, encoding, duplicates; before any score."""
 
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from evaluation.senteval.alterations import check_rows
 from evaluation.senteval.data import DataError, MissingDataError, Split, TaskData
 from evaluation.senteval.findings import Finding, Inspection, worst_first
 from evaluation.senteval.loading import load
-from evaluation.senteval.published import Published, PublishedSplit, label_digest, label_names, published
+from evaluation.senteval.published import Published, PublishedSplit, published
+from evaluation.senteval.rows import digests_of, same_sentences
 from evaluation.senteval.tasks import Task
 from evaluation.senteval.wording import check_duplicates, check_encoding
 
@@ -31,29 +33,48 @@ def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspecti
         return Inspection(task, "missing", (Finding("refuse", str(error)),))
     except DataError as error:
         return Inspection(task, "refused", (Finding("refuse", str(error), error.faked),))
-    findings = check(data)
-    if not any(finding.level == "refuse" for finding in findings):
-        figures = published()[task.name]
-        return Inspection(task, "identical" if _identical(data, figures) else "published", findings, data)
-    return Inspection(task, "unpublished" if allow_unchecked else "refused", findings, data)
+    findings, same_rows = _examine(data)
+    if any(finding.level == "refuse" for finding in findings):
+        return Inspection(task, "unpublished" if allow_unchecked else "refused", findings, data)
+    if _identical(data, published()[task.name]):
+        return Inspection(task, "identical", findings, data)
+    return Inspection(task, "published" if same_rows else "altered", findings, data)
 
 
 def check(data: TaskData) -> tuple[Finding, ...]:
     """Everything that there is to say of the data, the worst first."""
+    return _examine(data)[0]
+
+
+def _examine(data: TaskData) -> tuple[tuple[Finding, ...], bool]:
+    """All findings, and whether every row, scored or not, was shown to be the published one."""
     figures = published()[data.task.name]
-    findings = list(_swapped(data))
+    findings, same_rows = list(_swapped(data)), True
     if not _identical(data, figures):
-        findings += [*_counts(data, figures), *_labels(data, figures), *check_encoding(data, figures)]
-        if figures.files and not any(finding.level == "refuse" for finding in findings):
-            others = sum(data.files[name] != digest for name, digest in figures.files.items())
-            findings.append(
-                Finding("info", f"{others} of {len(figures.files)} files differ in some bytes from known ones")
-            )
+        others = list(_counts(data, figures)) or list(
+            check_rows(data, figures, _majority(data) if data.classes else "")
+        )
+        findings += [*_bytes(data, figures), *others]
+        same_rows = not others
+        known = {name: expected.digests for name, expected in figures.splits.items()}
+        if not all(same_sentences(digests_of(data, data.splits[name]), known[name]) for name in known):
+            findings += check_encoding(data, figures)
     findings += check_duplicates(data)
     if data.num_empty:
         findings.append(Finding("info", f"{data.num_empty} lines without a word; a full stop is embedded for them"))
     findings += [Finding("warn", note) for note in data.notes]
-    return worst_first(findings)
+    return worst_first(findings), same_rows
+
+
+def _bytes(data: TaskData, figures: Published) -> Iterator[Finding]:
+    """Files that are not the published ones, whatever the difference."""
+    if not figures.files:
+        yield Finding("warn", f"{data.task.label}: no hash of the published files is known here to compare them with")
+        return
+    other = [name.rpartition("/")[2] for name, digest in figures.files.items() if data.files[name] != digest]
+    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+    yield Finding("warn", f"{len(other)} of {len(figures.files)} files are not byte for byte the published ones: "
+                  f"{', '.join(other[:3])}{more}")  # fmt: skip
 
 
 def _identical(data: TaskData, figures: Published) -> bool:
@@ -105,30 +126,6 @@ def _counts(data: TaskData, figures: Published) -> Iterator[Finding]:
             yield Finding(
                 "refuse", f"{data.task.label}: classes are not balanced, as published ones are", _majority(data)
             )
-
-
-def _labels(data: TaskData, figures: Published) -> Iterator[Finding]:
-    """Label sequences; only where the numbers are right, since they explain themselves otherwise."""
-    known = {
-        split.labels: f"{task} {name}"
-        for task, other in published().items()
-        for name, split in other.splits.items()
-        if split.labels
-    }
-    for name, expected in figures.splits.items():
-        split = data.splits[name]
-        if not expected.labels or len(split) != expected.rows:
-            continue
-        digest = label_digest(label_names(data, split))
-        if digest == expected.labels:
-            continue
-        theirs = (
-            f"they are those of {known[digest]}" if digest in known else "rows were reordered, or the file is another's"
-        )
-        chance = _majority(data) if data.classes else "a correlation near 0, whatever the encoder"
-        yield Finding(
-            "refuse", f"{data.task.label} {name}: right number of labels, not the published ones: {theirs}", chance
-        )
 
 
 def _class_counts(data: TaskData, split: Split) -> dict[str, int]:

@@ -40,17 +40,23 @@ class Split:
         second: R sentences beside them, or None where a row is one sentence.
         labels: `(R,)`; int64 classes from 0, or float64 gold scores. Retrieval: `(R,)` index of the caption's image.
         order: `(R,)` int64; row i is the `order[i]`-th scored row of the files.
-        num_unscored: rows of the files without a gold score, which are left out.
+        unscored: rows of the files without a gold score, which are left out: place among all rows of the file from 0,
+            and both sentences.
     """
 
     first: tuple[str, ...]
     second: tuple[str, ...] | None
     labels: NDArray[np.int64] | NDArray[np.float64]
     order: NDArray[np.int64]
-    num_unscored: int = 0
+    unscored: tuple[tuple[int, str, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.first)
+
+    @property
+    def num_unscored(self) -> int:
+        """Rows of the files without a gold score."""
+        return len(self.unscored)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What a check of a task's data says: a line each, with what a score on such data would have faked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,7 +8,13 @@ from evaluation.senteval.data import TaskData
 from evaluation.senteval.tasks import Task
 
 Level = Literal["refuse", "warn", "info"]
-Standing = Literal["identical", "published", "unpublished", "refused", "missing"]
+Standing = Literal["identical", "published", "altered", "unpublished", "refused", "missing"]
+MARKS: Mapping[Standing, str] = {
+    "published": "the published rows in files with other bytes",
+    "altered": "not the published files; comparable with no published number",
+    "unpublished": "not the published data; comparable with no published number",
+}
+"""Why a score is marked, by its data's standing."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,10 @@ class Inspection:
 
     Attributes:
         task: whose.
-        standing: identical: every file is the published one, byte for byte; published: rows, classes and label sequence
-            are; unpublished: they are not, and the user said to go on; refused; missing: nothing is there.
+        standing: identical: every file is the published one, byte for byte; published: every row is, scored or not, and
+            some other bytes are not (line ends); altered: rows, classes and labels are in number, and sentences differ
+            or cannot be verified; unpublished: even these differ, and the user said to go on; refused; missing: nothing
+            is there. Only scores of identical data are not marked.
         findings: the worst first.
         data: None where there are none or they could not be read. Refused data are here too: to look at.
     """
@@ -48,12 +57,12 @@ class Inspection:
     @property
     def usable(self) -> bool:
         """Whether a score may be computed."""
-        return self.standing in ("identical", "published", "unpublished")
+        return self.standing in ("identical", *MARKS)
 
     @property
     def mark(self) -> str:
         """What stands beside a score in a table: "" or why it is not comparable with published ones."""
-        return "unpublished data" if self.standing == "unpublished" else ""
+        return MARKS.get(self.standing, "")
 
     @property
     def reason(self) -> str:

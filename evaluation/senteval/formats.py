@@ -24,14 +24,14 @@ class Rows:
         first: words of each row's sentence.
         second: words of the sentence beside it; empty where a row is one sentence.
         labels: class number, class name (probing) or gold score of each row.
-        num_unscored: rows left out because they have no gold score.
+        unscored: rows left out because they have no gold score: place in the file from 0, and words of both sentences.
         notes: what is odd in the files.
     """
 
     first: list[Words] = field(default_factory=list)
     second: list[Words] = field(default_factory=list)
     labels: list[int] | list[str] | list[float] = field(default_factory=list)
-    num_unscored: int = 0
+    unscored: list[tuple[int, Words, Words]] = field(default_factory=list)
     notes: tuple[str, ...] = ()
 
 
@@ -147,7 +147,9 @@ def read_sts(sentences: Path, scores: Path) -> Rows:
         first=[pair[0] for pair, _ in scored],
         second=[pair[1] for pair, _ in scored],
         labels=[score for _, score in scored],
-        num_unscored=len(pairs) - len(scored),
+        unscored=[
+            (place, *pair) for place, (pair, score) in enumerate(zip(pairs, numbers, strict=True)) if score is None
+        ],
     )
 
 
@@ -205,5 +207,5 @@ def _same_length(lengths: dict[Path, int]) -> None:
     where = next(iter(lengths)).parent
     raise DataError(
         f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file is of another set",
-        faked="pairs would have other pairs' labels: chance (the largest class, a correlation near 0)",
+        faked="pairs would have other pairs' labels: scores at chance (the largest class) or a lower correlation",
     )

@@ -44,6 +44,7 @@ class Evaluated:
         geometry: alignment and uniformity on STS-B; empty where that was not asked for.
         warnings: of the encoder as a whole: collapsed, mostly zero.
         seconds: that its units took, one after another.
+        pretrained: name of the encoder that it started from; "" where that is not known.
     """
 
     encoder: str
@@ -53,6 +54,7 @@ class Evaluated:
     geometry: Mapping[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
+    pretrained: str = ""
 
 
 def evaluate(
@@ -147,6 +149,7 @@ def assemble(
         geometry=dict(geometry.scores) if geometry else {},
         warnings=warnings,
         seconds=round(sum(unit.seconds for unit in units.values()), 3),
+        pretrained=getattr(encoder, "pretrained", ""),
     )
 
 

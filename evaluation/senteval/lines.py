@@ -57,6 +57,10 @@ def parse_lines(path: Path, lines: list[str], parse: Callable[[str], Parsed], sk
         try:
             parsed.append(parse(line))
         except (ValueError, KeyError, IndexError) as error:
+            if not line.strip():
+                raise DataError(
+                    f"{path}, line {number} is blank: a row is lost there, or the line was added"
+                ) from error
             shown = line if len(line) <= 60 else f"{line[:60]}..."
             what = "is cut short" if isinstance(error, IndexError) else f"cannot be read ({error})"
             raise DataError(f"{path}, line {number} {what}: {shown!r}") from error

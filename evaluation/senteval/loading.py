@@ -11,6 +11,7 @@ from evaluation.senteval import formats
 from evaluation.senteval.data import EMPTY, DataError, MissingDataError, Split, TaskData
 from evaluation.senteval.formats import Rows
 from evaluation.senteval.lines import git_sha1
+from evaluation.senteval.misplaced import where_else
 from evaluation.senteval.retrieval_files import SPLITS, read_retrieval, retrieval_paths
 from evaluation.senteval.tasks import Task
 
@@ -90,7 +91,9 @@ def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
         kind = MissingDataError if len(missing) == len(paths) else DataError
         faked = f"one over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise kind(f"{folder / task.folder}: no {', '.join(missing[:3])}{more}", faked=faked)
+        found = where_else(task, folder, tuple(name for name in task_files(task) if not (folder / name).is_file()))
+        told = f"{folder / task.folder}: no {', '.join(missing[:3])}{more}"
+        raise kind(f"{told}; {found}" if found else told, faked=faked)
     features: dict[str, NDArray[np.float32]] = {}
     rows = _read(task, folder / task.folder, features)
     classes = _CLASSES.get(task.name, ())
@@ -158,7 +161,7 @@ def _in_official_order(task: Task, rows: Rows, classes: tuple[str, ...], split: 
         second=tuple(" ".join(rows.second[row]) or EMPTY for row in order) if rows.second else None,
         labels=labels[order],
         order=order.astype(np.int64),
-        num_unscored=rows.num_unscored,
+        unscored=tuple((place, " ".join(one) or EMPTY, " ".join(two) or EMPTY) for place, one, two in rows.unscored),
     )
 
 

@@ -10,7 +10,8 @@ from evaluation.senteval.sources import Sources
 
 _SAID = {
     "identical": "the published files, byte for byte",
-    "published": "rows, classes and labels as published",
+    "published": "every row as published, other bytes: scores are marked",
+    "altered": "NOT the published files: scores are marked",
     "unpublished": "NOT the published set: scores are marked and comparable with none",
     "refused": "REFUSED",
     "missing": "missing",

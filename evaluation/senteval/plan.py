@@ -95,7 +95,7 @@ def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
     Raises:
         UnknownTaskError: a name that is none of these.
     """
-    chosen = {name for word in words for name in SETS.get(word.lower()) or (find(word).name,)}
+    chosen = {name for word in words for name in SETS.get(word.lower()) or (find(word, SETS).name,)}
     return tuple(task.name for task in TASKS if task.name in chosen)
 
 

@@ -1,18 +1,15 @@
-"""What the published data hold: rows, classes, label sequences and git hashes, from `published.json`.
+"""What the published data hold: rows, classes, digests of all rows and git hashes, from `published.json`.
 
-The JSON says under "basis" where its figures come from. A digest of labels is over the labels in file order, so it does
-not change with the tokenisation, the line ends or the encoding of the sentences.
+The JSON says under "basis" where its figures come from. Digests of rows (`rows.py`) were made of files that have the
+hashes under "files".
 """
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
-import numpy as np
-
 from common.config import Strict
-from evaluation.senteval.data import Split, TaskData
+from evaluation.senteval.rows import Digests
 
 
 class PublishedSplit(Strict):
@@ -26,8 +23,8 @@ class PublishedSplit(Strict):
     """Rows without a gold score."""
     classes: Mapping[str, int] = {}
     """Rows of each class, by name; empty where unknown or where labels are scores."""
-    labels: str = ""
-    """Digest of the label sequence, or "" where the files were not at hand."""
+    digests: Digests | None = None
+    """Of all rows, scored or not; None where the files were not at hand."""
 
 
 class Published(Strict):
@@ -59,18 +56,6 @@ def published() -> Mapping[str, Published]:
 def bases() -> Mapping[str, str]:
     """Where the figures come from, in words."""
     return _document().basis
-
-
-def label_names(data: TaskData, split: Split) -> list[str]:
-    """Labels in file order: class names, or scores as Python writes them."""
-    labels = np.empty_like(split.labels)
-    labels[split.order] = split.labels
-    return [data.classes[int(label)] if data.classes else repr(float(label)) for label in labels]
-
-
-def label_digest(names: Iterable[str]) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of the names, one a line."""
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 @cache

@@ -46,8 +46,8 @@ class TaskResult:
 
     @property
     def comparable(self) -> bool:
-        """Whether published numbers may stand beside it."""
-        return self.standing in ("identical", "published")
+        """Whether published numbers may stand beside it without a mark."""
+        return self.standing == "identical"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ Names are SentEval's own (`senteval/engine.py` of facebookresearch/SentEval, com
 DeCLUTR papers' tables.
 """
 
+import difflib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,13 +102,32 @@ class UnknownTaskError(ValueError):
     """A name that is no task's."""
 
 
-def find(name: str) -> Task:
+def find(name: str, others: Collection[str] = ()) -> Task:
     """The task of that name or label, in any case.
 
+    Args:
+        name: of the task.
+        others: names that the caller knows besides (sets of tasks), for the suggestion.
+
     Raises:
-        UnknownTaskError: there is none; the message lists what there is.
+        UnknownTaskError: there is none; the message has the nearest name and lists what there is.
     """
     task = _BY_NAME.get(name.lower())
     if task is None:
-        raise UnknownTaskError(f"no task {name!r}; there are {', '.join(task.name for task in TASKS)}")
+        near = _nearest(name, others)
+        raise UnknownTaskError(
+            f"no task {name!r}; {f'did you mean {near}? There' if near else 'there'} are "
+            f"{', '.join(dict.fromkeys([*(task.name for task in TASKS), *others]))}"
+        )
     return task
+
+
+def _nearest(name: str, others: Collection[str]) -> str:
+    """The name or label most like `name`, whatever its case, hyphens and underscores; "" where none is."""
+    known = {_bare(one): one for task in TASKS for one in (task.name, task.label)} | {_bare(one): one for one in others}
+    found = difflib.get_close_matches(_bare(name), known, n=1, cutoff=0.75)
+    return known[found[0]] if found else ""
+
+
+def _bare(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())

@@ -34,10 +34,12 @@ class Cell:
     Attributes:
         value: None where there is none.
         marked: it is comparable with no published number (own data), or doubted.
+        signed: it is a difference.
     """
 
     value: float | None
     marked: bool = False
+    signed: bool = False
 
 
 @dataclass(frozen=True)

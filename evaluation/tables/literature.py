@@ -29,6 +29,8 @@ class PublishedModel(Strict):
     """How the subsets of STS12-16 are put together."""
     scores: Mapping[str, tuple[float, ...]]
     """Percent by task; for MRPC accuracy and F1 where both are printed."""
+    pretrained: str = ""
+    """Row of the same paper with the encoder that this one was trained on from; "" where it has none."""
     doubt: str = ""
     """Why some of these numbers are to be doubted."""
     doubted: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ def shown(cell: Cell, percent: bool = True) -> str:
     """A number as tables print it, a dash where there is none."""
     if cell.value is None:
         return "–"
-    return f"{cell.value:.{2 if percent else 3}f}{'*' if cell.marked else ''}"
+    return f"{cell.value:{'+' if cell.signed else ''}.{2 if percent else 3}f}{'*' if cell.marked else ''}"
 
 
 def _name(row: Row, told: Remarks) -> str:

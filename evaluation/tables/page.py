@@ -60,6 +60,6 @@ def _name(row: Row, told: Remarks) -> Html:
 
 def _cell(cell: Cell, row: Row, percent: bool) -> Html:
     bar = None
-    if percent and cell.value is not None:
+    if percent and cell.value is not None and not cell.signed:
         bar = draw_bar(max(cell.value, 0.0), 100.0, "dropped" if row.source else "kept")
     return tag("td", shown(cell, percent), *([bar] if bar else []), class_="number")

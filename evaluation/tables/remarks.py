@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from evaluation.senteval.findings import MARKS
 from evaluation.senteval.harness import Evaluated
 from evaluation.senteval.tasks import find
 from evaluation.tables.literature import PublishedModel
@@ -16,6 +17,7 @@ class Remarks:
         missing: tasks without a score, by encoder.
         marks: what `*` means here.
         warnings: of encoders and tasks.
+        differences: which encoder each is compared with in the column Δ.
         sources: papers, each with its number.
         numbers: number of each paper, for rows that come from it.
     """
@@ -25,10 +27,12 @@ class Remarks:
     warnings: tuple[str, ...]
     sources: tuple[str, ...]
     numbers: Mapping[str, int]
+    differences: tuple[str, ...] = ()
 
     def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Titles and lines of the kinds that have any."""
         kinds = (
+            ("Difference Δ", self.differences),
             ("Marked *", self.marks),
             ("Warnings", self.warnings),
             ("Not scored, and in no average", self.missing),
@@ -42,11 +46,12 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
     marks, warnings, missing = [], [], []
     for one in evaluated:
         warnings += [f"{one.encoder}: {warning}" for warning in one.warnings]
-        own = {
-            name for report in one.reports.values() for name, found in report.results.items() if not found.comparable
-        }
-        if own:
-            marks.append(f"{one.encoder}: {_labels(own)}: not the published data; comparable with no published number")
+        own: dict[str, dict[str, None]] = {}
+        for report in one.reports.values():
+            for name, found in report.results.items():
+                if not found.comparable:
+                    own.setdefault(MARKS[found.standing], {})[name] = None
+        marks += [f"{one.encoder}: {_labels(names)}: {why}" for why, names in own.items()]
         told: dict[str, dict[str, None]] = {}
         for report in one.reports.values():
             for name, result in report.results.items():
@@ -64,7 +69,17 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
             doubts.setdefault(f"{model.source}, {_labels(model.doubted)}: {model.doubt}", []).append(model.model)
     marks += [f"{', '.join(names)} in {doubt}" for doubt, names in doubts.items()]
     numbers = {source: number for number, source in enumerate(dict.fromkeys(one.source for one in published), start=1)}
-    return Remarks(tuple(missing), tuple(marks), tuple(warnings), _sources(published, numbers), numbers)
+    names = {one.encoder for one in evaluated}
+    differences = [
+        f"{one.encoder}: to {one.pretrained}"
+        + ("" if one.pretrained in names else ", which is not among the encoders of this call")
+        for one in evaluated
+        if one.pretrained and one.pretrained != one.encoder
+    ]
+    differences += [f"{model.model}, published: to {model.pretrained}" for model in published if model.pretrained]
+    return Remarks(
+        tuple(missing), tuple(marks), tuple(warnings), _sources(published, numbers), numbers, tuple(differences)
+    )
 
 
 def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from common.storage import write_json, write_text
 from evaluation.senteval.harness import Evaluated
-from evaluation.tables.blocks import compare
-from evaluation.tables.literature import literature
+from evaluation.tables.blocks import Block, compare
+from evaluation.tables.differences import with_differences
+from evaluation.tables.literature import PublishedModel, literature
 from evaluation.tables.markdown import markdown
 from evaluation.tables.page import page
 from evaluation.tables.remarks import remarks
@@ -16,7 +17,7 @@ from evaluation.tables.remarks import remarks
 def write_tables(evaluated: Sequence[Evaluated], folder: Path, beside_published: bool = True) -> str:
     """Writes all three and returns the Markdown of the encoders alone, for a terminal."""
     published = literature() if beside_published else ()
-    blocks, told = compare(evaluated, published), remarks(evaluated, published)
+    blocks, told = _blocks(evaluated, published), remarks(evaluated, published)
     write_text(folder / "scores.md", markdown(blocks, told))
     write_text(folder / "scores.html", page(blocks, told))
     encoders = [
@@ -26,6 +27,7 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path, beside_published:
             "size": one.size,
             "warnings": list(one.warnings),
             "seconds": one.seconds,
+            "pretrained": one.pretrained,
             "geometry": dict(one.geometry),
             "protocols": {protocol: report.to_json() for protocol, report in one.reports.items()},
         }
@@ -39,4 +41,11 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path, beside_published:
             "tables": [asdict(block) for block in blocks],
         },
     )
-    return markdown(compare(evaluated), remarks(evaluated, ()))
+    return markdown(_blocks(evaluated, ()), remarks(evaluated, ()))
+
+
+def _blocks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
+    """The tables with their difference columns."""
+    starts = {(one.encoder, ""): one.pretrained for one in evaluated}
+    starts |= {(model.model, model.source): model.pretrained for model in published}
+    return tuple(with_differences(block, starts) for block in compare(evaluated, published))

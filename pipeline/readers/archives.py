@@ -8,6 +8,11 @@ from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream
 
 _MAX_HEADER_BYTES = 1 << 20
 """A name or an extended header is longer than this only in a broken or malicious archive."""
+_MAX_NUMBER = 1 << 60
+"""A size above an exbibyte is damage, and no position beyond it can be computed with."""
+_MAX_DIGITS = 19
+_SPARSE = b"GNU.sparse."
+"""Keys of an extended header that tell of holes: the contents begin with a map of them, which is no text."""
 _REGULAR = b"0\x007"
 _FOLDER = b"5"
 _KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a FIFO"}
@@ -53,8 +58,15 @@ def is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
-def members(stream: ByteStream, stop: int) -> Iterator[Member]:
+def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Iterator[Member]:
     """Members whose header begins before `stop`, of a stream that stands at a header.
+
+    Archives that were put one behind the other are one, so that nothing behind the first end mark is lost.
+
+    Args:
+        stream: the archive.
+        stop: a position in it.
+        ends: takes the position behind each end mark.
 
     Raises:
         OSError: a damaged header; what follows cannot be found.
@@ -63,13 +75,19 @@ def members(stream: ByteStream, stop: int) -> Iterator[Member]:
     """
     name: str | None = None
     size: int | None = None
+    sparse = False
     start = stream.position
     while start < stop:
         header = stream.read_whole(BLOCK_BYTES)
         if len(header) < BLOCK_BYTES:
             raise EOFError("the archive ends without its end mark")
         if header.count(0) == BLOCK_BYTES:
-            return
+            if ends is not None:
+                ends.append(stream.position)
+            if not _skip_zeros(stream, start):
+                return
+            start = stream.position
+            continue
         _check(header)
         kind = header[156:157]
         length = _number(header[124:136])
@@ -79,26 +97,39 @@ def members(stream: ByteStream, stop: int) -> Iterator[Member]:
                 name = _text(payload)
             elif kind in (b"x", b"X"):
                 name, size = _extended(payload, name, size)
+                sparse = sparse or _SPARSE in payload
             continue
         length = length if size is None else size
         given = _name(header) if name is None else name
         contents = _Contents(stream, 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length)
         end = stream.position + _padded(contents.left)
-        yield Member(given, _kind(kind, given), start, ByteStream(contents.read))
+        yield Member(given, "a sparse file" if sparse else _kind(kind, given), start, ByteStream(contents.read))
         stream.skip(end - stream.position)
         name = size = None
+        sparse = False
         start = stream.position
 
 
 def find_members(stream: ByteStream) -> tuple["array[int]", int | None]:
     """Positions of the headers of all members, and of the end; None as the end of a broken archive."""
-    starts = array("q")
+    starts, ends = array("q"), [0]
     try:
-        for member in members(stream, 1 << 62):
+        for member in members(stream, 1 << 62, ends):
             starts.append(member.start)
     except READ_ERRORS:
         return starts, None
-    return starts, stream.position
+    return starts, ends[-1]
+
+
+def _skip_zeros(stream: ByteStream, start: int) -> bool:
+    """Moves the stream to the next block that is not of zeros, counted from `start`; False where there is none."""
+    while data := stream.read():
+        zeros = len(data) - len(data.lstrip(b"\0"))
+        if zeros < len(data):
+            found = stream.position - len(data) + zeros
+            stream.unread(data[max(0, zeros - (found - start) % BLOCK_BYTES) :])
+            return True
+    return False
 
 
 def _check(header: bytes) -> None:
@@ -109,9 +140,16 @@ def _check(header: bytes) -> None:
 
 
 def _number(field: bytes) -> int:
-    """An octal number, or a binary one where the first bit is set, as GNU writes sizes above 8 GiB."""
+    """An octal number, or a binary one where the first bit is set, as GNU writes sizes above 8 GiB.
+
+    Raises:
+        OSError: it is no number, or one that no archive can hold.
+    """
     if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
+        number = int.from_bytes(field[1:], "big")
+        if number > _MAX_NUMBER:
+            raise OSError(f"a damaged header (a number in it is above {_MAX_NUMBER})")
+        return number
     digits = field.split(b"\0", 1)[0].strip()
     if digits.strip(b"01234567"):
         raise OSError("a damaged header (a number in it is none)")
@@ -143,6 +181,8 @@ def _extended(payload: bytes, name: str | None, size: int | None) -> tuple[str |
         elif key == b"size":
             if not value[:-1].isdigit():
                 raise OSError("a damaged extended header (the size in it is none)")
+            if len(value) - 1 > _MAX_DIGITS or int(value) > _MAX_NUMBER:
+                raise OSError(f"a damaged extended header (the size in it is above {_MAX_NUMBER})")
             size = int(value)
         position += int(digits)
     return name, size

@@ -8,12 +8,13 @@ import pyarrow as pa
 from pipeline.corpus import END, MIB, Failure, FilesCorpus, Format, HubCorpus, Record
 from pipeline.readers.archives import Member, is_tar, members
 from pipeline.readers.delimited import read_delimited
+from pipeline.readers.encodings import as_utf8, encoding_of
 from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable
-from pipeline.readers.places import is_hidden
+from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix, is_hidden
 from pipeline.readers.streams import (
     BLOCK_BYTES,
-    COMPRESSED_SUFFIXES,
     READ_ERRORS,
+    Allowance,
     ByteStream,
     as_file,
     compression_of,
@@ -21,21 +22,6 @@ from pipeline.readers.streams import (
 )
 from pipeline.readers.tables import Rows, read_arrow_stream, read_parquet
 
-SUFFIXES: dict[str, Format] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".txt": "text",
-    ".text": "text",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".csv": "csv",
-    ".tsv": "tsv",
-}
-JSON_SUFFIX = ".json"
-"""JSON Lines by another name, where a file is asked for; in a searched folder it is more often a description."""
-TAR_SUFFIX = ".tar"
 MAX_DEPTH = 4
 """Archives in archives. Each may be compressed: OpenWebText is two deep."""
 _MIN_DOCUMENT_BYTES = 64
@@ -61,18 +47,6 @@ def rules_of(corpus: FilesCorpus | HubCorpus) -> Rules:
     return Rules(fixed, corpus.text_field, max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB)))
 
 
-def bare_suffix(name: str) -> str:
-    """The suffix that tells the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
-    stem, suffix = _split(name.rpartition("/")[2].lower())
-    return suffix if suffix not in COMPRESSED_SUFFIXES else COMPRESSED_SUFFIXES[suffix] or _split(stem)[1]
-
-
-def _split(name: str) -> tuple[str, str]:
-    """A file name before and from its last dot, without pathlib, which would be half the time of a small member."""
-    stem, _, ending = name.rpartition(".")
-    return (stem, f".{ending}") if stem else (name, "")
-
-
 def format_of(head: bytes, name: str, *, inside: bool) -> Format | None:
     """The format of uncompressed contents, unless they are an archive."""
     if head.startswith(_PARQUET):
@@ -85,7 +59,13 @@ def format_of(head: bytes, name: str, *, inside: bool) -> Format | None:
 
 
 def read_stream(
-    stream: ByteStream, source: str, rules: Rules, *, depth: int = 0, compressed: int = 0
+    stream: ByteStream,
+    source: str,
+    rules: Rules,
+    *,
+    depth: int = 0,
+    compressed: int = 0,
+    allowance: Allowance | None = None,
 ) -> Iterator[Record]:
     """The records of a stream that is a whole file.
 
@@ -95,7 +75,9 @@ def read_stream(
         rules: how to read.
         depth: how many archives it lies in.
         compressed: how many layers of compression were taken off since the last archive.
+        allowance: of the file that the stream lies in; none where the stream is the file.
     """
+    allowance = Allowance(stream) if allowance is None else allowance
     try:
         head = stream.peek(BLOCK_BYTES)
     except READ_ERRORS as error:
@@ -107,10 +89,10 @@ def read_stream(
         message = f"more than {MAX_DEPTH} archives or compressions in each other"
         yield Failure(reason="too_deep", source=source, offset=0, message=message)
     elif compression:
-        inner = decompressed(stream, compression)
-        yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1)
+        inner = decompressed(stream, compression, allowance)
+        yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1, allowance=allowance)
     elif archive:
-        yield from read_archive(stream, source, rules, END, depth=depth)
+        yield from read_archive(stream, source, rules, END, allowance, depth=depth)
     elif (known := rules.format or format_of(head, source, inside=depth > 0)) is None:
         message = "neither its name nor its content tells a format; corpus.format can"
         yield Failure(reason="unknown_format", source=source, offset=0, message=message)
@@ -118,16 +100,18 @@ def read_stream(
         yield from _read(stream, source, rules, known, head)
 
 
-def read_archive(stream: ByteStream, source: str, rules: Rules, stop: int, *, depth: int = 0) -> Iterator[Record]:
+def read_archive(
+    stream: ByteStream, source: str, rules: Rules, stop: int, allowance: Allowance, *, depth: int = 0
+) -> Iterator[Record]:
     """The records of the members whose headers begin before `stop`."""
     try:
         for member in members(stream, stop):
-            yield from _read_member(member, source, rules, depth)
+            yield from _read_member(member, source, rules, depth, allowance)
     except READ_ERRORS as error:
         yield unreadable(error, source, stream.position)
 
 
-def _read_member(member: Member, archive: str, rules: Rules, depth: int) -> Iterator[Record]:
+def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowance: Allowance) -> Iterator[Record]:
     """The records of one member; what is no file or has a dangerous name is a failure."""
     names = member.name.split("/")
     source = f"{archive}!{'/'.join(name for name in names if name not in ('', '.')) or member.name}"
@@ -137,11 +121,13 @@ def _read_member(member: Member, archive: str, rules: Rules, depth: int) -> Iter
     elif member.kind not in ("file", "folder"):
         yield Failure(reason="not_a_file", source=source, offset=0, message=f"{member.name!r} is {member.kind}")
     elif member.kind == "file" and not is_hidden(member.name):
-        yield from read_stream(member.data, source, rules, depth=depth + 1)
+        yield from read_stream(member.data, source, rules, depth=depth + 1, allowance=allowance)
 
 
 def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: bytes) -> Iterator[Record]:
     """The records of uncompressed contents of a known format."""
+    if known not in ("parquet", "arrow") and (encoding := encoding_of(head)):
+        stream = as_utf8(stream, encoding)
     match known:
         case "jsonl":
             yield from read_jsonl(stream, source, rules.text_field, rules.max_bytes)

@@ -6,10 +6,12 @@ from typing import Any
 
 from common.address import network_errors
 from pipeline.corpus import HubCorpus, Input
-from pipeline.readers.files import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix
+from pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
 
 _CONVERTED = "refs/convert/parquet"
 """Branch on which the Hub keeps a Parquet copy of datasets in other forms: CONFIG/SPLIT/0000.parquet."""
+_DATA = {*SUFFIXES, JSON_SUFFIX, TAR_SUFFIX} - MARKDOWN
+"""On the Hub, Markdown is the description of a dataset."""
 _SPLIT = re.compile(r"(?<![a-z])(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?![a-z])")
 _SAME_SPLIT = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 
@@ -50,11 +52,7 @@ def _listing(name: str, revision: str | None) -> tuple[str, Files, dict[str, Any
 
 def _choose(corpus: HubCorpus, files: Files, card: dict[str, Any]) -> tuple[Files, str | None]:
     """The data files of the split: as the README says, else as their names say; or a problem."""
-    data = {
-        name: size
-        for name, size in files.items()
-        if bare_suffix(name) in (*SUFFIXES, JSON_SUFFIX, TAR_SUFFIX) and not name.startswith(".")
-    }
+    data = {name: size for name, size in files.items() if bare_suffix(name) in _DATA and not name.startswith(".")}
     configs = card.get("configs")
     if isinstance(configs, list) and configs:
         return _declared(corpus, data, configs)

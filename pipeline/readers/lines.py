@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from pipeline.corpus import END, Document, Failure, Record
-from pipeline.readers.pieces import Buffer, character_start, cut, decode
+from pipeline.readers.pieces import Buffer, character_start, cut, decode, is_wide, nul_bytes
 from pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, ByteStream
 
 MAX_HELD_BYTES = 1 << 29
@@ -123,7 +123,7 @@ def read_jsonl(stream: ByteStream, source: str, text_field: str, max_bytes: int,
                 except (ValueError, RecursionError):
                     yield _explained(bytes(raw), source, offset, text_field)
                 else:
-                    yield Document(text, source, offset)
+                    yield nul_bytes(source, offset) if is_wide(text) else Document(text, source, offset)
     except READ_ERRORS as error:
         yield unreadable(error, source, offset)
 
@@ -150,13 +150,16 @@ def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record
     if isinstance(record, Failure) or not record.text.strip():
         return record
     try:
-        value = json.loads(record.text)
+        value = json.loads(record.text, parse_int=float)  # Python would refuse a number of 5,000 digits
     except (ValueError, RecursionError) as error:
         return Failure(reason="invalid_json", source=source, offset=offset, message=str(error))
-    if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        return _no_text(source, offset, text_field, str(found))
-    text: str = value[text_field]
+    if not isinstance(value, dict):
+        return _no_text(source, offset, text_field, f"the line is {_kind(record.text.strip()[:1])}, not an object")
+    if text_field not in value:
+        return _no_text(source, offset, text_field, f"found {sorted(value)}")
+    text = value[text_field]
+    if not isinstance(text, str):
+        return _no_text(source, offset, text_field, f"it is {_kind(json.dumps(text)[:1])}")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # an escaped lone surrogate is JSON, but no Unicode text
@@ -164,8 +167,15 @@ def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record
     return Document(text, source, offset)
 
 
+def _kind(start: str) -> str:
+    """What JSON value begins with this character."""
+    return {"n": "null", "t": "true", "f": "false", "[": "a list", "{": "an object", '"': "a string"}.get(
+        start, "a number"
+    )
+
+
 def _no_text(source: str, offset: int, text_field: str, found: str) -> Failure:
-    message = f"no text under {text_field!r}; found {found}"[:200]
+    message = f"no text under {text_field!r}: {found}"[:200]
     return Failure(reason="no_text_field", source=source, offset=offset, message=message)
 
 
@@ -184,7 +194,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_by
         return
     string = memoryview(raw)
     if string[:1].tobytes() != b'"':
-        yield _no_text(source, offset, text_field, "something else")
+        yield _no_text(source, offset, text_field, f"it is {_kind(string[:1].tobytes().decode('latin-1'))}")
         return
     string = string[1:-1]
     first = _address(string) - _address(line)
@@ -194,7 +204,8 @@ def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_by
         length = len(window) if len(window) <= max_bytes else _json_cut(window, max_bytes)
         at = offset if start == 0 else offset + first + start
         try:
-            yield Document(msgspec.json.decode(b'"' + window[:length] + b'"', type=str), source, at)
+            text = msgspec.json.decode(b'"' + window[:length] + b'"', type=str)
+            yield nul_bytes(source, at) if is_wide(text) else Document(text, source, at)
         except ValueError as error:
             yield Failure(reason="invalid_utf8", source=source, offset=at, message=str(error))
         start += max(1, length)

@@ -1,16 +1,17 @@
 """One part, opened and read, with a measure of how far it is."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import pyarrow as pa
 
 from common.address import is_remote
-from pipeline.corpus import END, Part, Record
+from pipeline.corpus import END, Failure, Part, Record
 from pipeline.readers.files import Rules, read_archive, read_stream
 from pipeline.readers.lines import read_jsonl, read_text, unreadable
 from pipeline.readers.places import open_input, stream_of
-from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream, compression_of, decompressed
+from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Allowance, ByteStream, compression_of, decompressed
 from pipeline.readers.tables import Rows, read_arrow_batches, read_parquet
 
 
@@ -23,6 +24,9 @@ class Meter:
 
 def read_part(part: Part, rules: Rules, meter: Meter) -> Iterator[Record]:
     """Every document and failure of a part of a file, in order."""
+    if part.format == "lost":
+        yield Failure(reason="unreadable", source=part.source, offset=0, message=_why_lost(part.path))
+        return
     try:
         file = open_input(part.path)
     except READ_ERRORS as error:
@@ -40,6 +44,20 @@ def read_part(part: Part, rules: Rules, meter: Meter) -> Iterator[Record]:
                 yield from read_stream(stream, part.source, rules)
             case _:
                 yield from _read_range(part, file, rules, meter)
+
+
+def _why_lost(path: str) -> str:
+    """Why a place could not be read when files were looked for, as far as it can be told now."""
+    what = "folder" if os.path.isdir(path) else "link" if os.path.islink(path) else "file"  # noqa: PTH112, PTH114
+    try:
+        if what == "folder":
+            with os.scandir(path):
+                pass
+        else:
+            open_input(path).close()
+    except OSError as error:
+        return f"{error} (the {what} and everything in it is lost)"
+    return f"the {what} could not be read when files were looked for, and its contents are lost"
 
 
 def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:
@@ -66,16 +84,17 @@ def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterato
     """The members that begin in [start, stop) of the archive; what is compressed is read from its beginning."""
     try:
         stream = stream_of(file, part.path)
+        allowance = Allowance(stream)
         compression = compression_of(stream.peek(BLOCK_BYTES))
         if compression:
-            stream = decompressed(stream, compression)
+            stream = decompressed(stream, compression, allowance)
         stream.skip(part.start)
     except READ_ERRORS as error:
         yield unreadable(error, part.source, part.start)
         return
     scale = part.num_bytes / (part.stop - part.start) if part.stop != END else 1.0
     meter.measure = lambda: scale * (stream.position - part.start)
-    yield from read_archive(stream, part.source, rules, part.stop)
+    yield from read_archive(stream, part.source, rules, part.stop, allowance)
 
 
 def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:

@@ -7,16 +7,34 @@ from pipeline.corpus import Document, Failure, Record
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")
 _CONTINUATION_BYTES = 3
+_WIDE_SHARE = 4
+"""A string is wide when one of so many characters is NUL."""
 
 
 def decode(raw: Buffer, source: str, offset: int) -> Record:
-    """A document of these bytes, unless they are not UTF-8. A byte order mark at the beginning of a file is no text."""
+    """A document of these bytes, unless they are not UTF-8 or hold NUL bytes, which no text does.
+
+    A byte order mark at the beginning of a file is no text.
+    """
     try:
         text = str(raw, "utf-8")
     except UnicodeDecodeError as error:
         message = f"byte {error.start} of the document: {error.reason}"
         return Failure(reason="invalid_utf8", source=source, offset=offset, message=message)
+    if "\0" in text:
+        return nul_bytes(source, offset)
     return Document(text.removeprefix("\ufeff") if offset == 0 else text, source, offset)
+
+
+def nul_bytes(source: str, offset: int) -> Failure:
+    """The failure of a document with NUL bytes."""
+    message = "NUL bytes: UTF-16 or UTF-32 without a byte order mark (convert it to UTF-8), or no text at all"
+    return Failure(reason="nul_bytes", source=source, offset=offset, message=message)
+
+
+def is_wide(text: str) -> bool:
+    """Whether a string holds so many NUL characters that it was UTF-16 or UTF-32 which somebody took for UTF-8."""
+    return "\0" in text and text.count("\0") * _WIDE_SHARE >= len(text)
 
 
 def cut(window: bytes | bytearray, max_bytes: int) -> int:

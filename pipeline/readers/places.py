@@ -1,6 +1,10 @@
 """Where files lie: this machine, S3 and Google Storage through pyarrow, every other protocol through fsspec."""
 
+import errno
+import fnmatch
 import glob
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -8,45 +12,114 @@ from typing import Any, BinaryIO, cast
 from common.address import address_of, filesystem, is_remote, network_errors
 from common.config import expand
 from pipeline.corpus import Input
+from pipeline.readers.names import is_hidden
+from pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
 from pipeline.readers.streams import CHUNK_BYTES, ByteStream
 
 _REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
 
 
-def find_inputs(given: str) -> Iterator[Input]:
-    """Files that one entry of `corpus.paths` stands for, in the order of their names; none where there is none.
+def find_inputs(given: str, skipped: Skipped) -> Iterator[Input]:
+    """Files that one entry of `corpus.paths` stands for; none where there is none.
+
+    What cannot be read is among them, marked as lost. What is neither a file nor searched is counted in `skipped`.
 
     Raises:
         OSError: the place does not answer, or refuses.
     """
-    return _find_remote(given) if is_remote(given) else _find_local(given)
+    return _find_remote(given) if is_remote(given) else _find_local(given, skipped)
 
 
-def _find_local(given: str) -> Iterator[Input]:
+def _find_local(given: str, skipped: Skipped) -> Iterator[Input]:
     root = expand(given)
     if root.is_file():
         yield _local(root, root.name, searched=False)
     elif root.is_dir():
-        for path in sorted(root.rglob("*")):
-            relative = path.relative_to(root)
-            if not is_hidden(relative.as_posix()) and path.is_file():
-                yield _local(path, relative.as_posix(), searched=True)
+        yield from _search(root, skipped)
     elif glob.has_magic(str(root)):
         num_plain = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))
-        plain = Path(*root.parts[:num_plain])
-        for path in sorted(plain.glob(str(Path(*root.parts[num_plain:])))):
-            relative = path.relative_to(plain)
-            if not is_hidden(relative.as_posix()) and path.is_file():
-                yield _local(path, relative.as_posix(), searched=True)
+        yield from _match(Path(*root.parts[:num_plain]), root.parts[num_plain:], skipped)
+
+
+def _search(root: Path, skipped: Skipped) -> Iterator[Input]:
+    """Everything below a folder. Links to folders are not followed: they may lead back."""
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as found:
+                entries = list(found)
+        except OSError:
+            if folder == root:
+                raise
+            yield _lost(folder, folder.relative_to(root).as_posix())
+            continue
+        for entry in entries:
+            path = folder / entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+            else:
+                yield from _met(path, path.relative_to(root).as_posix(), LINKED_FOLDER, skipped)
+
+
+def _match(plain: Path, parts: tuple[str, ...], skipped: Skipped) -> Iterator[Input]:
+    """Everything below a folder that matches a pattern, given as its components. Only `**` does not follow links."""
+    lost: list[Path] = []
+    found = [plain]
+    for number, part in enumerate(parts):
+        folders = [path for path in found if path.is_dir()] if number else found
+        steps = [path for folder in folders for path in _step(folder, part, lost)]
+        found = [path for path in dict.fromkeys(steps) if not is_hidden(path.relative_to(plain).as_posix())]
+    if plain in lost:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(plain))
+    for path in dict.fromkeys(lost):
+        yield _lost(path, path.relative_to(plain).as_posix())
+    if parts[-1] != "**":
+        for path in sorted(found):
+            if "**" not in parts or not path.is_dir():
+                yield from _met(path, path.relative_to(plain).as_posix(), FOLDER, skipped)
+
+
+def _step(folder: Path, part: str, lost: list[Path]) -> Iterator[Path]:
+    """What matches one component of a pattern in a folder; folders that cannot be searched are added to `lost`."""
+    try:
+        if part == "**":
+            yield folder
+            for parent, names, _ in os.walk(folder, onerror=lambda error: lost.append(Path(error.filename))):
+                names[:] = [name for name in names if not name.startswith(".")]
+                yield from (Path(parent, name) for name in names if not Path(parent, name).is_symlink())
+        elif glob.has_magic(part):
+            yield from (path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, part))
+        else:
+            (folder / part).lstat()
+            yield folder / part
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError:
+        lost.append(folder)
+
+
+def _met(path: Path, relative: str, folder_kind: str, skipped: Skipped) -> Iterator[Input]:
+    """What a search met and does not search further."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        yield _lost(path, relative)
+        return
+    if stat.S_ISREG(mode):
+        yield _local(path, relative, searched=True)
+    else:
+        skipped.add(folder_kind if stat.S_ISDIR(mode) else SPECIAL, relative)
 
 
 def _local(path: Path, source: str, *, searched: bool) -> Input:
     return Input(str(path.resolve()), source, path.stat().st_size, searched)
 
 
-def is_hidden(relative: str) -> bool:
-    """Whether a name on the way from the input root starts with a dot."""
-    return any(name.startswith(".") and name not in (".", "..") for name in relative.split("/"))
+def _lost(path: Path, source: str) -> Input:
+    return Input(str(path.absolute()), source, 0, searched=True, lost=True)
 
 
 def _find_remote(given: str) -> Iterator[Input]:

@@ -1,25 +1,29 @@
 """Which files a corpus stands for, and the parts they are cut into: from names, sizes, heads and directories alone."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.address import is_remote
-from common.config import expand
 from pipeline.corpus import END, FilesCorpus, HubCorpus, Input, Part
 from pipeline.readers.archives import find_members, is_tar
-from pipeline.readers.files import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, Rules, bare_suffix, format_of, rules_of
+from pipeline.readers.encodings import encoding_of
+from pipeline.readers.files import Rules, format_of, rules_of
 from pipeline.readers.hub import hub_inputs
-from pipeline.readers.places import find_inputs, open_input, stream_of
+from pipeline.readers.inputs import corpus_files
+from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix
+from pipeline.readers.places import open_input, stream_of
+from pipeline.readers.skipped import UNREADABLE, Skipped, advice_on
 from pipeline.readers.streams import (
     BLOCK_BYTES,
-    COMPRESSED_SUFFIXES,
     READ_ERRORS,
+    Allowance,
     ByteStream,
     compression_of,
     decompressed,
@@ -33,31 +37,58 @@ MAX_ARCHIVE_PARTS = 64
 _THREADS = 32
 _HEAD_BYTES = 4096
 _PEEKED_BYTES = 1 << 14
+_SHOWN_PROBLEMS = 20
 
-Cut = tuple[list[Part], str | None]
+
+class Cut(NamedTuple):
+    """What one file comes to."""
+
+    parts: list[Part]
+    problem: str | None = None
+    """What is wrong with the file. With parts it is a failure, which reading counts; without, the corpus is refused."""
+    skipped: bool = False
+    """The file was met by a search and is of no known format."""
 
 
-def file_parts(corpus: FilesCorpus | HubCorpus, part_bytes: int) -> tuple[list[Part], list[str]]:
+def file_parts(
+    corpus: FilesCorpus | HubCorpus, part_bytes: int, skipped: Skipped | None = None
+) -> tuple[list[Part], list[str]]:
     """Cuts the corpus into parts of about `part_bytes`, in an order that depends on names alone.
+
+    Args:
+        corpus: settings.
+        part_bytes: of text in a part.
+        skipped: counts what a search met and did not take.
 
     Returns:
         The parts, and what is wrong with the inputs: one line a problem.
     """
+    skipped = Skipped() if skipped is None else skipped
     rules = rules_of(corpus)
     if isinstance(corpus, HubCorpus):
         found, problems = hub_inputs(corpus)
     else:
-        found, problems = _files(corpus)
+        found, problems = corpus_files(corpus, skipped)
     unique = {file.path: file for file in reversed(found)}
     sources = Counter(file.source for file in unique.values())
     files = [
-        file if sources[file.source] == 1 else Input(file.path, file.path, file.num_bytes, file.searched)
+        file if sources[file.source] == 1 else replace(file, source=file.path)
         for file in sorted(unique.values(), key=lambda file: (file.source, file.path))
     ]
     parts: list[Part] = []
-    for file_cut, problem in _cut_all(files, rules, part_bytes):
-        parts += file_cut
-        problems += [problem] if problem else []
+    failing: list[str] = []
+    num_good = 0
+    for file, cut in zip(files, _cut_all(files, rules, part_bytes), strict=True):
+        parts += cut.parts
+        num_good += bool(cut.parts) and cut.problem is None
+        if cut.skipped:
+            skipped.add_file(file.source)
+        elif cut.problem:
+            (failing if cut.parts else problems).append(cut.problem)
+        if file.lost or (cut.problem and cut.parts and cut.parts[0].format == "lost"):
+            skipped.add(UNREADABLE, file.source)
+    if failing and not num_good:  # nothing can be read: most likely a setting is wrong
+        problems += failing[:_SHOWN_PROBLEMS]
     if not parts and files and not problems:
         problems.append(
             f"corpus.paths: no file found is named like {' '.join(SUFFIXES)} or is an archive of such files"
@@ -65,45 +96,7 @@ def file_parts(corpus: FilesCorpus | HubCorpus, part_bytes: int) -> tuple[list[P
     return parts, list(dict.fromkeys(problems))
 
 
-def _files(corpus: FilesCorpus) -> tuple[list[Input], list[str]]:
-    """The files of all entries of `paths`."""
-    found: list[Input] = []
-    problems: list[str] = []
-    for given in corpus.paths:
-        try:
-            matches = list(find_inputs(given))
-        except OSError as error:
-            problems.append(f"corpus.paths: {given!r} cannot be listed: {error}")
-            continue
-        unnamed = [file for file in matches if not _is_unicode(file.source)]
-        problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
-        if not matches:
-            where = given if is_remote(given) else expand(given).absolute()
-            problems.append(f"corpus.paths: {given!r} matches no file; looked at {where}")
-        usable = [
-            file for file in matches if not file.searched or corpus.format != "auto" or _is_candidate(file.source)
-        ]
-        if matches and not usable:
-            problems.append(
-                f"corpus.paths: {given!r} holds no file named like {' '.join(SUFFIXES)} or an archive of them"
-            )
-        found += usable
-    return found, problems
-
-
-def _is_unicode(name: str) -> bool:
-    """Whether a name can be written down; file systems allow any bytes."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
-
-
-def _is_candidate(name: str) -> bool:
-    """Whether a file of a searched folder may be one of ours: by its name, or compressed, where its content tells."""
-    suffix = bare_suffix(name)
-    compressed = any(name.lower().endswith(ending) for ending in COMPRESSED_SUFFIXES)
-    return suffix in SUFFIXES or suffix == TAR_SUFFIX or compressed
-
-
-def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterator[Cut]:
+def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterable[Cut]:
     """The parts of each file, in order. Far away, many files are looked at together."""
     if not any(is_remote(file.path) for file in files):
         for file in files:
@@ -115,6 +108,8 @@ def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterator[Cut]
 
 def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
     """The parts of one file, or what is wrong with it. Damage inside is not looked for here: reading records it."""
+    if file.lost:
+        return _lost(file, "it cannot be read")
     try:
         with open_input(file.path) as opened:
             head = opened.read(_HEAD_BYTES)
@@ -125,28 +120,36 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 stream = stream_of(opened, file.path)
                 if not is_remote(file.path):  # from header to header; far away, reading on is quicker
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
-                return _cut_archive(file, stream, part_bytes, 1), None
+                return Cut(_cut_archive(file, stream, part_bytes, 1))
             known = rules.format or format_of(head, file.source, inside=False)
             if known is None or (file.searched and rules.format is None and bare_suffix(file.source) == JSON_SUFFIX):
-                return [], _unknown(file)
-            if known in ("jsonl", "text"):
-                return _ranges(file, known, part_bytes), None
+                return _unknown(file)
+            if known in ("jsonl", "text") and encoding_of(head) is None:
+                return Cut(_ranges(file, known, part_bytes))
             if known == "parquet":
                 return _cut_parquet(file, opened, rules.text_field, part_bytes)
             if known == "arrow" and head.startswith(b"ARROW1"):
                 return _cut_arrow(file, opened, rules.text_field, part_bytes)
-            return [_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)], None
+            return Cut([_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
     except OSError as error:
-        return [], f"corpus.paths: {file.path} cannot be read: {error}"
+        if file.searched and not is_remote(file.path):
+            return _lost(file, str(error))
+        return Cut([], f"corpus.paths: {file.path} cannot be read: {error}")
 
 
-def _unknown(file: Input) -> str | None:
-    """The problem of a file that was named but cannot be read; one that was merely met is passed over."""
+def _lost(file: Input, why: str) -> Cut:
+    """One failure, and a problem where nothing else can be read."""
+    return Cut([_part(file, "lost", 0, 0, 0, 0)], f"corpus.paths: {file.path} cannot be read: {why}")
+
+
+def _unknown(file: Input) -> Cut:
+    """The problem of a file that was named but cannot be read; one that was merely met is skipped."""
     if file.searched:
-        return None
-    return (
+        return Cut([], skipped=True)
+    return Cut(
+        [],
         f"corpus.paths: cannot tell the format of {file.path!r} by its name; set corpus.format to jsonl, text, "
-        "text_file, parquet, arrow, csv or tsv"
+        f"text_file, parquet, arrow, csv or tsv{advice_on(file.source)}",
     )
 
 
@@ -157,18 +160,19 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     suffix = bare_suffix(file.source)
     named = rules.format is not None or suffix in SUFFIXES or suffix in (TAR_SUFFIX, JSON_SUFFIX)
     if named and weight <= part_bytes:
-        return whole, None
+        return Cut(whole)
     opened.seek(0)
     beginning = ByteStream(opened.read, 0, _PEEKED_BYTES)
     try:
-        head = decompressed(beginning, compression, BLOCK_BYTES).peek(BLOCK_BYTES)
+        head = decompressed(beginning, compression, Allowance(beginning), BLOCK_BYTES).peek(BLOCK_BYTES)
     except READ_ERRORS:
-        return whole, None
+        return Cut(whole)
     if is_tar(head) and weight > part_bytes:
-        inner = decompressed(stream_of(opened, file.path), compression)
-        return _cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS), None
+        whole_file = stream_of(opened, file.path)
+        inner = decompressed(whole_file, compression, Allowance(whole_file))
+        return Cut(_cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS))
     nested = is_tar(head) or compression_of(head) is not None
-    return (whole, None) if named or nested or format_of(head, file.source, inside=False) else ([], _unknown(file))
+    return Cut(whole) if named or nested or format_of(head, file.source, inside=False) else _unknown(file)
 
 
 def _cut_archive(file: Input, stream: ByteStream, part_bytes: int, max_parts: int) -> list[Part]:
@@ -209,14 +213,20 @@ def _cut_parquet(file: Input, opened: BinaryIO, text_field: str, part_bytes: int
             problem = column_problem(table.schema_arrow, text_field)
             paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     except TABLE_ERRORS:
-        return [_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)], None
+        return Cut([_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)])
     if problem:
-        return [], f"corpus.text_field = {text_field!r}: {file.path}: {problem}"
+        return _without_text(file, "parquet", text_field, problem)
     column = paths.index(text_field)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     weights = [max(0, group.column(column).total_uncompressed_size) for group in groups]
     sizes = [max(0, group.total_byte_size) for group in groups]
-    return _grouped(file, "parquet", weights, sizes, part_bytes), None
+    return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
+
+
+def _without_text(file: Input, known: str, text_field: str, problem: str) -> Cut:
+    """A table without the column of texts: a failure for each row."""
+    part = _part(file, known, 0, END if known == "parquet" else file.num_bytes, file.num_bytes, 0)
+    return Cut([part], f"corpus.text_field = {text_field!r}: {file.path}: {problem}")
 
 
 def _cut_arrow(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -> Cut:
@@ -226,11 +236,11 @@ def _cut_arrow(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) 
         problem = column_problem(reader.schema, text_field)
         count = reader.num_record_batches
     except TABLE_ERRORS:
-        return [_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)], None
+        return Cut([_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
     if problem:
-        return [], f"corpus.text_field = {text_field!r}: {file.path}: {problem}"
+        return _without_text(file, "stream", text_field, problem)
     sizes = [file.num_bytes // max(1, count)] * count
-    return _grouped(file, "arrow", sizes, sizes, part_bytes), None
+    return Cut(_grouped(file, "arrow", sizes, sizes, part_bytes))
 
 
 def _grouped(file: Input, known: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:

@@ -1,4 +1,4 @@
-"""Streams of bytes with a position, and the uncompressed stream of a compressed one. Memory is bounded throughout."""
+"""Streams of bytes with a position, and the uncompressed stream of a compressed one. Memory and length are bounded."""
 
 import bz2
 import io
@@ -15,10 +15,18 @@ BLOCK_BYTES = 512
 XZ_MEMORY_BYTES = 256 << 20
 """Four times what `xz -9` needs: a header that asks for more is refused."""
 
+FREE_BYTES = 1 << 29
+"""A file may decompress to this much, however small it is."""
+MAX_RATIO = 1000
+"""Beyond that, its layers together may give so many times the bytes that were read of it. Text is 3 to 200 times its
+compressed size; one layer of gzip gives at most 1,032 times."""
+
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
 """What reading damaged or vanished files raises: system and network, early ends, gzip, xz, Parquet/Arrow/zstd."""
 
 _COMPRESSED_BYTES = 1 << 16
+_ZSTD_BYTES = 1 << 16
+"""Asked for at a time: Arrow gives nothing of a stretch of zstd data in which it meets damage."""
 _MAGIC = (
     ("gz", b"\x1f\x8b\x08"),
     ("xz", b"\xfd7zXZ\x00"),
@@ -119,12 +127,53 @@ def compression_of(head: bytes) -> str | None:
     return "bz2" if head.startswith(b"BZh") and head[4:10] in _BZ2 else None
 
 
-def decompressed(source: ByteStream, compression: str, chunk_bytes: int = CHUNK_BYTES) -> ByteStream:
-    """The uncompressed stream. Several compressed streams one after the other are one, as for the tools themselves."""
+class Allowance:
+    """How much all layers of compression of one file may give together.
+
+    Args:
+        file: the file itself, whose position tells how much was read of it.
+    """
+
+    def __init__(self, file: ByteStream) -> None:
+        self._file = file
+        self._given = 0
+
+    def spend(self, num_bytes: int) -> None:
+        """Notes uncompressed bytes.
+
+        Raises:
+            OSError: it is more than text can give.
+        """
+        self._given += num_bytes
+        if self._given > FREE_BYTES + MAX_RATIO * self._file.position:
+            raise OSError(
+                f"{self._file.position} bytes decompress to more than {MAX_RATIO} times as many and "
+                f"{FREE_BYTES >> 20} MiB, which no text does"
+            )
+
+
+def decompressed(
+    source: ByteStream, compression: str, allowance: Allowance, chunk_bytes: int = CHUNK_BYTES
+) -> ByteStream:
+    """The uncompressed stream. Several compressed streams one after the other are one, as for the tools themselves.
+
+    Args:
+        source: compressed bytes.
+        compression: as `compression_of` gives it.
+        allowance: of the file that all this lies in; the stream breaks off with OSError where it is exceeded.
+        chunk_bytes: how much is uncompressed at a time.
+    """
     if compression == "zst":
-        file = pa.CompressedInputStream(pa.PythonFile(as_file(source), mode="r"), "zstd")
-        return ByteStream(file.read, 0, chunk_bytes)
-    return ByteStream(_Members(source, compression).read, 0, chunk_bytes)
+        below, most = pa.CompressedInputStream(pa.PythonFile(as_file(source), mode="r"), "zstd").read, _ZSTD_BYTES
+    else:
+        below, most = _Members(source, compression).read, chunk_bytes
+
+    def read(num_bytes: int) -> bytes:
+        data: bytes = below(min(num_bytes, most))
+        allowance.spend(len(data))
+        return data
+
+    return ByteStream(read, 0, chunk_bytes)
 
 
 class _Members:

@@ -14,8 +14,12 @@ from pipeline.readers.streams import READ_ERRORS
 TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)
 """The last where the name of a column is damaged."""
 
-_BATCH_BYTES = 16 * MIB
-_MAX_ROWS = 1024
+_DICTIONARY_ROWS = 32
+"""A batch of a dictionary column has the whole dictionary, so that some rows share it."""
+_BUFFER_BYTES = 8 * MIB
+"""Of a column of a Parquet file that is read at a time; else it would be all of the column in a row group."""
+MAX_LOST_ROWS = 1_000_000
+"""Rows of one table that cannot be read are a failure each, up to so many: a damaged number of rows can be anything."""
 
 
 def is_text(column: pa.DataType) -> bool:
@@ -42,31 +46,40 @@ class Rows:
 def read_parquet(
     file: str | BinaryIO | pa.NativeFile, source: str, text_field: str, max_bytes: int, groups: range | None, rows: Rows
 ) -> Iterator[Record]:
-    """The rows of some row groups, or of all. One that cannot be read is a failure, and the next one is read."""
+    """The rows of some row groups, or of all. Where one breaks off, each row that is left of it is a failure.
+
+    Texts are decoded one by one, because no size that the file claims is believed: memory holds a page and a text, or
+    a dictionary and a few texts.
+    """
     try:
-        with pq.ParquetFile(file) as table:
+        with pq.ParquetFile(file, buffer_size=_BUFFER_BYTES) as table:
             metadata = table.metadata
-            if problem := column_problem(table.schema_arrow, text_field):
-                yield Failure(reason="no_text_field", source=source, offset=0, message=problem)
-                return
-            groups = range(metadata.num_row_groups) if groups is None else groups
             # Damaged numbers of rows can be negative.
             sizes = [max(0, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
+            groups = range(len(sizes)) if groups is None else groups
+            if groups.stop > len(sizes):
+                raise EOFError(f"the file has {len(sizes)} row groups, not {groups.stop}: it was changed")
             first = sum(sizes[: groups.start])
             rows.total = sum(sizes[groups.start : groups.stop])
+            if problem := column_problem(table.schema_arrow, text_field):
+                yield from lost_rows("no_text_field", source, first, rows.total, problem)
+                return
+            is_dictionary = pa.types.is_dictionary(table.schema_arrow.field(text_field).type)
             for group in groups:
-                mean = max(1, metadata.row_group(group).total_byte_size // max(1, sizes[group]))
-                batch_rows = int(min(_MAX_ROWS, max(1, _BATCH_BYTES // mean)))
-                row = first
+                row, end = first, first + sizes[group]
                 try:
-                    for batch in table.iter_batches(batch_rows, [group], [text_field], use_threads=False):
+                    for batch in table.iter_batches(
+                        _DICTIONARY_ROWS if is_dictionary else 1, [group], [text_field], use_threads=False
+                    ):
                         yield from column_records(batch.column(0), source, row, max_bytes)
                         row += batch.num_rows
                         rows.done += batch.num_rows
+                    if row < end:
+                        raise EOFError(f"it holds {row - first} of {end - first} rows")
                 except TABLE_ERRORS as error:
                     message = f"{error} (the rest of row group {group} of {source} is lost)"
-                    yield Failure(reason="unreadable", source=source, offset=row, message=message)
-                first += sizes[group]
+                    yield from lost_rows("unreadable", source, row, end - row, message)
+                first = end
     except TABLE_ERRORS as error:
         yield unreadable(error, source, 0)
 
@@ -79,13 +92,14 @@ def read_arrow_batches(
     rows.total = len(batches)
     try:
         reader = pa.ipc.open_file(file)
-        if problem := column_problem(reader.schema, text_field):
-            yield Failure(reason="no_text_field", source=source, offset=0, message=problem)
-            return
+        if batches.stop > reader.num_record_batches:
+            raise EOFError(
+                f"the file has {reader.num_record_batches} record batches, not {batches.stop}: it was changed"
+            )
         row = sum(reader.get_batch(number).num_rows for number in range(batches.start))
         for number in batches:
             batch = reader.get_batch(number)
-            yield from column_records(batch.column(text_field), source, row, max_bytes)
+            yield from _batch_records(batch, source, text_field, row, max_bytes)
             row += batch.num_rows
             rows.done += 1
     except TABLE_ERRORS as error:
@@ -97,34 +111,65 @@ def read_arrow_stream(file: Any, source: str, text_field: str, max_bytes: int) -
     row = 0
     try:
         with pa.ipc.open_stream(file) as reader:
-            if problem := column_problem(reader.schema, text_field):
-                yield Failure(reason="no_text_field", source=source, offset=0, message=problem)
-                return
             for batch in reader:
-                yield from column_records(batch.column(text_field), source, row, max_bytes)
+                yield from _batch_records(batch, source, text_field, row, max_bytes)
                 row += batch.num_rows
+            if row == 0 and (problem := column_problem(reader.schema, text_field)):
+                yield from lost_rows("no_text_field", source, 0, 1, problem)
     except TABLE_ERRORS as error:
         yield unreadable(error, source, row)
+
+
+def _batch_records(
+    batch: pa.RecordBatch, source: str, text_field: str, first_row: int, max_bytes: int
+) -> Iterator[Record]:
+    """The documents of a record batch; failures, where it has no column of texts."""
+    if problem := column_problem(batch.schema, text_field):
+        if batch.num_rows:
+            yield from lost_rows("no_text_field", source, first_row, batch.num_rows, problem)
+    else:
+        yield from column_records(batch.column(text_field), source, first_row, max_bytes)
+
+
+def lost_rows(reason: str, source: str, first_row: int, count: int, message: str) -> Iterator[Failure]:
+    """A failure for each of these rows: at least one, at most `MAX_LOST_ROWS`; the last one tells how many more."""
+    count = max(1, count)
+    last = first_row + min(count, MAX_LOST_ROWS) - 1
+    for row in range(first_row, last + 1):
+        more = f"; {count - MAX_LOST_ROWS} more rows are lost, too" if row == last and count > MAX_LOST_ROWS else ""
+        yield Failure(reason=reason, source=source, offset=row, message=message + more)
 
 
 def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int) -> Iterator[Record]:
     """The documents of a column, with the number of the row; null is a failure.
 
     Raises:
-        pa.ArrowException: the column's offsets point outside its data.
+        pa.ArrowException: the column's offsets or indices point outside its data.
     """
     if pa.types.is_dictionary(column.type):
-        column.validate(full=True)
-        column = column.dictionary_decode()
-    # As bytes, because one text that is not UTF-8 must not spoil the others. Checked in full, because offsets in a
-    # damaged file would otherwise be followed wherever they point.
-    column = column.view(_BYTES[column.type]) if column.type in _BYTES else column
-    column.validate(full=True)
-    for row, value in enumerate(column, first_row):
-        if value.is_valid:
+        # Never decoded: a dictionary of a few large texts stands for any number of rows.
+        texts = _as_bytes(column.dictionary)
+        pa.DictionaryArray.from_arrays(column.indices, texts, safe=False).validate(full=True)
+        places = column.indices.to_pylist()
+        values = (None if place is None else texts[place] for place in places)
+    else:
+        values = iter(_as_bytes(column))
+    for row, value in enumerate(values, first_row):
+        if value is not None and value.is_valid:
             yield from documents(value.as_buffer(), source, row, max_bytes)
         else:
-            yield Failure(reason="no_text_field", source=source, offset=row, message="null text")
+            yield Failure(reason="no_text_field", source=source, offset=row, message="the text is null")
+
+
+def _as_bytes(column: pa.Array) -> pa.Array:
+    """Texts as bytes, because one text that is not UTF-8 must not spoil the others.
+
+    Raises:
+        pa.ArrowException: offsets, which in a damaged file would be followed wherever they point.
+    """
+    column = column.view(_BYTES[column.type]) if column.type in _BYTES else column
+    column.validate(full=True)
+    return column
 
 
 _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}

@@ -9,7 +9,7 @@ from benchmarks import encoders, evaluate
 from common.storage import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN = [("encoders_*.json", "README.md"), ("evaluate_*.json", "docs/senteval.md")]
+SHOWN = [("encoders*_*.json", "README.md"), ("evaluate_*.json", "docs/senteval.md")]
 SCORES = {("untrained", 0): 50, ("untrained", 1): 52, ("mlm_only", 0): 49, ("mlm_only", 1): 49}
 SCORES |= {("declutr", 0): 60, ("declutr", 1): 66, ("hashed_words", 0): 55, ("hashed_words", 1): 55}
 
@@ -37,6 +37,30 @@ def test_mean_and_spread_of_every_task_and_average():
     assert len(lines) == 7
 
 
+def test_held_out_scores_of_touching_and_of_distant_passages():
+    def one(kind, seed, last):
+        scores = {
+            "recall_at_1": {"first": 0.04, "last": last},
+            "distant_recall_at_1": {"first": 0.02, "last": last / 2},
+        }
+        return {"encoder": kind, "seed": seed, **scores}
+
+    trained = [one("mlm_only", 0, 0.03), one("declutr", 0, 0.1), one("mlm_only", 1, 0.05), one("declutr", 1, 0.2)]
+    found = encoders.held_out(trained)
+    assert found["distant_recall_at_1"] == {"untrained": [0.02] * 2, "mlm_only": [0.015, 0.025], "declutr": [0.05, 0.1]}
+    head, _, touching, distant = encoders.held_out_table(found)
+    assert head == "| found first among held-out documents, % | untrained | MLM only | DeCLUTR |"
+    assert touching == "| the passage that touches it (`recall_at_1`) | 4.0 ± 0.0 | 4.0 ± 1.4 | 15.0 ± 7.1 |"
+    assert distant.endswith("(`distant_recall_at_1`) | 2.0 ± 0.0 | 2.0 ± 0.7 | 7.5 ± 3.5 |")
+
+
+def test_a_run_of_an_older_version_is_named():
+    older = {"run": "runs/declutr-0", "steps": 1, "seconds": 1.0}
+    scores = {"first_scores": {"recall_at_1": 0.1}, "last_scores": {"recall_at_1": 0.2}}
+    with pytest.raises(SystemExit, match=r"runs/declutr-0: .* without \['distant_recall_at_1'\]; name another --work"):
+        encoders._of_run(older | scores)
+
+
 def test_a_mean_of_fewer_seeds_is_no_mean():
     with pytest.raises(ValueError, match="TREC: no score of declutr 1"):
         encoders.summarise(*scored(left_out=("declutr", 1)))
@@ -57,10 +81,16 @@ def test_what_ended_well_is_not_run_again(tmp_path):
     assert count.read_text() == "abc"
 
 
+def shown(figures):
+    """The tables of a result; an older one lists a single held-out score, a short one has no tasks."""
+    yield from encoders.table(figures) if "tasks" in figures else ()
+    yield from encoders.held_out_table(figures["held_out"]) if "recall_at_1" in figures["held_out"] else ()
+
+
 @pytest.mark.parametrize(("files", "document"), SHOWN)
 def test_documents_show_the_tables_of_the_files(files, document):
     text = (ROOT / document).read_text()
     for path in (ROOT / "benchmarks" / "results").glob(files):
         figures = read_json(path)
-        lines = encoders.table(figures) if files.startswith("encoders") else evaluate.table(figures["tasks"])
+        lines = shown(figures) if files.startswith("encoders") else evaluate.table(figures["tasks"])
         assert [line for line in lines if line not in text] == [], path.name

@@ -8,6 +8,7 @@ from folders import encoder_folder
 from sentevalsets import write_sets
 
 from evaluation.cli import main
+from evaluation.encoder import load_encoder
 
 TASKS = "SST2,STS12,STS-B"
 
@@ -38,18 +39,54 @@ def test_two_encoders_give_one_table(scored):
     assert {"sts-mean", "sts-wmean", "sts-all", "downstream", "transfer", "geometry"} == set(tables)
     own = [row for row in tables["downstream"]["rows"] if not row["source"]]
     assert len(own) == 2
-    assert tables["downstream"]["columns"] == ["SST2", "STS-B"]
-    assert all(cell["marked"] for row in own for cell in row["cells"])  # these are not the published data
+    assert tables["downstream"]["columns"] == ["SST2", "STS-B", "Δ mean"]  # of published rows
+    assert all(cell["marked"] for row in own for cell in row["cells"][:-1])  # these are not the published data
     assert "not the published data" in (scored / "scores.md").read_text()
 
 
-def test_what_cannot_be_scored_is_said_and_the_rest_is_scored(folder, tmp_path, capsys):
-    assert evaluate(folder, tmp_path, "hashed-words:0", "hashed-words:8") == 1
+def test_what_cannot_be_scored_is_said_once_and_the_rest_is_scored(folder, tmp_path, capsys):
+    broken = encoder_folder(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert evaluate(folder, tmp_path / "out", "hashed-words:0", str(broken), "hashed-words:8") == 1
     shown = capsys.readouterr()
-    assert "hashed-words:SIZE" in shown.err
+    assert shown.err.count("hashed-words:SIZE") == 1
+    assert shown.err.count("is damaged or half downloaded") == 1
+    assert f"2 of 3 encoders were not scored: hashed-words:0, {broken}" in shown.err
     assert "**hashed-words:8**" in shown.out
-    assert main(["evaluate", "hashed-words:8", "--data", str(folder), "--tasks", "STS11"]) == 1
-    assert "no task 'STS11'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoders", [[], ["hashed-words:8"]])
+def test_a_call_that_scores_nothing_fails(tmp_path, encoders, capsys):
+    (tmp_path / "data").mkdir()
+    given = ["evaluate", *encoders, "--data", str(tmp_path / "data"), "--output", str(tmp_path / "out")]
+    assert main([*given, "--tasks", "STS12,MR"]) == 1
+    assert ("nothing is scored" in capsys.readouterr().err) == bool(encoders)
+
+
+def test_tasks_that_give_no_score_are_no_success(tmp_path, capsys):
+    """Three rows a class are too few for the folds."""
+    data = write_sets(tmp_path / "data", rows=3)
+    given = ["--data", str(data), "--output", str(tmp_path / "out"), "--allow-unchecked", "--tasks", "MR"]
+    assert main(["evaluate", "hashed-words:8", *given]) == 1
+    assert "hashed-words:8: no task has a score" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("STSB", "STS-B"), ("sts_benchmark", "STSBenchmark"), ("SST-2", "SST2"), ("trasnfer", "transfer")],
+)
+def test_a_task_that_is_not_known_brings_a_suggestion(tmp_path, written, meant, capsys):
+    assert main(["evaluate", "hashed-words:8", "--data", str(tmp_path), "--tasks", f"MR,{written}"]) == 1
+    assert f"no task {written!r}; did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_word_vectors_take_the_words_of_the_data_as_they_stand(folder, tmp_path):
+    path = tmp_path / "words.vec"
+    path.write_text("".join(f"w{number} {number % 5} {number % 7}\n" for number in range(30)))
+    assert evaluate(folder, tmp_path / "out", str(path)) == 0
+    told = json.loads((tmp_path / "out/scores.json").read_text())
+    assert told["encoders"][0]["fingerprint"] == load_encoder(str(path), tokenized=True).fingerprint
 
 
 def test_other_data_are_not_scored_unasked(folder, tmp_path, capsys):

@@ -1,9 +1,14 @@
 """MTEB runs on an exported folder as it is: a task on local data, through MTEB's own loader and evaluator."""
 
+import json
+from importlib import import_module
+
 import numpy as np
 import pytest
 from folders import encoder_folder
+from scipy.stats import spearmanr
 
+from evaluation.cli import main
 from evaluation.encoder import load_encoder
 
 mteb = pytest.importorskip("mteb", reason="pip install declutr-ray[mteb]")
@@ -14,8 +19,9 @@ SECOND = ["ab cd cd", "seven six", "word 8 and more", "naïve", "cd ab", "four t
 GOLD = [4.0, 1.0, 3.5, 0.0, 5.0, 2.0]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_an_sts_task(tmp_path):
+@pytest.fixture
+def task(monkeypatch):
+    """A task that MTEB knows by its name, with its data here."""
     from mteb.abstasks import AbsTaskSTS
     from mteb.abstasks.task_metadata import TaskMetadata
 
@@ -46,13 +52,38 @@ def test_an_sts_task(tmp_path):
             self.dataset = datasets.DatasetDict({"test": datasets.Dataset.from_dict(rows)})
             self.data_loaded = True
 
+    monkeypatch.setitem(import_module("mteb.get_tasks")._TASKS_REGISTRY, "LocalSTS", Local)
+    return Local()
+
+
+def spearman(encoder):
+    first, second = (encoder.encode(texts) for texts in (FIRST, SECOND))
+    cosines = (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
+    return spearmanr(cosines, GOLD).statistic
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_sts_task_through_sentence_transformers(tmp_path, task):
     folder = encoder_folder(tmp_path / "export")
     from sentence_transformers import SentenceTransformer
 
     model = mteb.SentenceTransformerEncoderWrapper(SentenceTransformer(str(folder), device="cpu"))
-    result = mteb.evaluate(model, Local(), cache=None, show_progress_bar=False)
+    result = mteb.evaluate(model, task, cache=None, show_progress_bar=False)
     score = result.task_results[0].scores["test"][0]["cosine_spearman"]
-    first, second = (load_encoder(str(folder), device="cpu").encode(texts) for texts in (FIRST, SECOND))
-    cosines = (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
-    ranks = [np.argsort(np.argsort(values)) for values in (cosines, np.array(GOLD))]
-    assert score == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-6)
+    assert score == pytest.approx(spearman(load_encoder(str(folder), device="cpu")), abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command(tmp_path, task, capsys):
+    """As it is documented: `declutr evaluate ENCODER ... --mteb TASK`."""
+    folder, name = encoder_folder(tmp_path / "export"), task.metadata.name
+    given = ["--mteb", name, "--output", str(tmp_path / "scores")]
+    assert main(["evaluate", str(folder), "hashed-words:8", *given]) == 0
+    found = json.loads((tmp_path / "scores/mteb.json").read_text())["encoders"]
+    for encoder in (str(folder), "hashed-words:8"):
+        assert found[encoder] == {name: pytest.approx(100 * spearman(load_encoder(encoder, device="cpu")), abs=1e-3)}
+    assert f"{folder}: LocalSTS" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "gone"), "hashed-words:8", *given]) == 1
+    assert capsys.readouterr().err.count("not scored:") == 1
+    assert main(["evaluate", "hashed-words:8", "--mteb", "STSBenchmrk"]) == 1
+    assert "Did you mean: 'STSBenchmark'" in capsys.readouterr().err

@@ -26,14 +26,15 @@ def result(name, value, protocol="senteval", standing="identical", warnings=()):
     return TaskResult(name, protocol, scores, 10, standing, warnings)
 
 
-def evaluated(name="mine", **standings):
-    senteval = {task: result(task, 50, standing=standings.get(task, "identical")) for task in (*STS, *TRANSFER)}
+def evaluated(name="mine", score=50, pretrained="", **standings):
+    senteval = {task: result(task, score, standing=standings.get(task, "identical")) for task in (*STS, *TRANSFER)}
     simcse = {task: result(task, 60, "simcse", standings.get(task, "identical")) for task in (*STS, *TRANSFER)}
     reports = {
         "senteval": Report(name, "senteval", senteval, dict.fromkeys(("SNLI", *PROBING), "no data")),
         "simcse": Report(name, "simcse", simcse),
     }
-    return Evaluated(name, "f" * 64, 16, reports, {"alignment": 0.25, "uniformity": -2.0}, ("nearly collapsed",))
+    return Evaluated(name, "f" * 64, 16, reports, {"alignment": 0.25, "uniformity": -2.0}, ("nearly collapsed",),
+                     pretrained=pretrained)  # fmt: skip
 
 
 def by_name(blocks):
@@ -95,6 +96,35 @@ def test_doubted_and_unpublished_numbers_are_marked():
     told = "\n".join(remarks([evaluated(MR="unpublished")], literature()).marks)
     assert "mine: MR: not the published data" in told
     assert "5000 of 5020" in told
+
+
+def test_differences_to_the_pretrained_encoder(tmp_path):
+    """Of the published rows they are those that follow from the paper's Avg. column: 75.98 - 72.80, 75.32 - 73.48."""
+    everything = {task: result(task, 50) for task in STS} | {
+        task: TaskResult(task, "senteval", {"acc": 50.0, "f1": 50.0}, 10, "identical")
+        for task in (*TRANSFER, *PROBING, "SST5", "SNLI", "SICKEntailment")
+    }
+    recalls = {f"{way}_r{k}": 50.0 for way in ("i2t", "t2i") for k in (1, 5, 10)}
+    everything["ImageCaptionRetrieval"] = TaskResult("ImageCaptionRetrieval", "senteval", recalls, 10, "identical")
+    whole = Evaluated("whole", "f" * 64, 16, {"senteval": Report("whole", "senteval", everything)})
+    write_tables([whole], tmp_path / "all")
+    (block,) = [b for b in json.loads((tmp_path / "all/scores.json").read_text())["tables"] if b["name"] == "averages"]
+    assert block["columns"][-1] == "Δ mean of the two"
+    found = {row["label"]: row["cells"][-1]["value"] for row in block["rows"]}
+    assert found["DeCLUTR-base"] == pytest.approx(3.18, abs=0.011)
+    assert found["DeCLUTR-small"] == pytest.approx(1.84, abs=0.011)
+    assert found["Sentence Transformers"] == pytest.approx(-2.40, abs=0.011)
+    assert found["Transformer-base"] is found["GloVe"] is found["whole"] is None
+
+    shown = write_tables([evaluated("start", 40), evaluated("mine", 50, "start", MR="altered")], tmp_path / "two")
+    assert "Δ mean" in shown
+    mine = next(line for line in shown.splitlines() if line.startswith("| **mine**"))
+    assert mine.endswith("| +10.00 |")
+    assert any(line.startswith("| **mine**") and line.endswith("+10.00* |") for line in shown.splitlines())  # with MR
+    assert "mine: to start" in shown
+    assert "+10.00" in (tmp_path / "two/scores.html").read_text()
+    assert "Δ" not in write_tables([evaluated("start", 40)], tmp_path / "one")
+    assert "Δ" not in write_tables([evaluated("mine", 40, "gone")], tmp_path / "one").partition("## Difference")[0]
 
 
 def test_markdown_cannot_be_led_astray_by_a_name():

@@ -6,14 +6,18 @@ import sys
 
 import pytest
 import tinyruns as runs
+import torch
 import yaml
 from folders import encoder_folder
+from sentevalsets import write_sets
 
 from common.config import ConfigError, load_config
 from evaluation.cli import main
 from evaluation.encoder import EncoderError, load_encoder
 from pipeline.config import PipelineConfig
+from trainer.checkpoint import ENCODER
 from trainer.config import TrainConfig
+from trainer.tensorfile import write_tensors
 
 CODE = """
 from pathlib import Path
@@ -74,10 +78,11 @@ def their_index(tmp_path, theirs):
 
 @pytest.fixture
 def their_run(tmp_path, theirs):
-    """A run whose settings say the same; its checkpoint is empty, and its code would run before that is seen."""
+    """A run whose settings say the same; its checkpoint has no weights, and its code would run before that is seen."""
     run, data = tmp_path / "run", tmp_path / "data"
     (run / "checkpoints/step-00000001").mkdir(parents=True)
-    state = {"step": 1, "documents": 1, "world_size": 1, "config_hash": "", "data_hash": "", "files": {}, "sizes": {}}
+    files = {ENCODER: write_tensors(run / "checkpoints/step-00000001" / ENCODER, {"x": torch.zeros(1)})}
+    state = {"step": 1, "documents": 1, "world_size": 1, "config_hash": "", "data_hash": "", "files": files}
     (run / "checkpoints/step-00000001/state.json").write_text(json.dumps(state | {"scores": {}, "skipped": 0}))
     (data / "tokenizer").mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -101,10 +106,22 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
             ["export-onnx", str(folder), "--output", str(tmp_path / "onnx")] for folder in (theirs, their_run)
         ],
         "evaluate": [
-            ["evaluate", str(folder), "--data", str(tmp_path), "--output", str(tmp_path / "scores")]
+            [
+                "evaluate",
+                str(folder),
+                "--data",
+                str(tmp_path / "sets"),
+                "--output",
+                str(tmp_path / "scores"),
+                "--tasks",
+                "STS12",
+                "--allow-unchecked",
+            ]
             for folder in (theirs, their_run)
         ],
     }
+    if command == "evaluate":
+        write_sets(tmp_path / "sets", rows=16)
     for arguments in commands[command]:
         assert main(arguments) == 1
         assert not marker.exists(), arguments

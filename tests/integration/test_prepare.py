@@ -5,10 +5,12 @@ import json
 import pytest
 import ray
 import yaml
+from volumes import small_volume
 
 from common.config import ConfigError
 from common.storage import hash_file
 from pipeline.config import PipelineConfig
+from pipeline.manifest import ShardError
 from pipeline.prepare import main, prepare
 from pipeline.session import start_ray
 from pipeline.shards import ShardSet, check_shards, load_manifest
@@ -129,6 +131,18 @@ def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_disk_that_fills_up_ends_in_words_and_the_same_command_continues(corpus, tmp_path, prepared):
+    with small_volume(tmp_path / "volume", 2) as volume:
+        config = config_of(corpus, volume.path / "out")
+        volume.fill(leave_bytes=400_000)
+        with pytest.raises(ShardError, match=r"No space left on device.*the same command continues"):
+            prepare(config)
+        assert not (volume.path / "out" / "manifest.json").exists()
+        volume.drain()
+        prepare(config)
+        assert contents(volume.path / "out") == contents(prepared[0])
+
+
 def write_config(folder, config):
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({"prepare": config.model_dump(mode="json")}))
@@ -141,3 +155,25 @@ def test_the_command_prints_one_line(corpus, tmp_path, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert "1,501 documents read" in line
     assert "0 held out" in line
+
+
+def test_a_replaced_file_is_found_after_copies_were_removed(corpus, tmp_path):
+    """The state of the inputs goes with a unit from its candidates to what is kept of them."""
+    (tmp_path / "in").mkdir()
+    for path in corpus.glob("[ab].jsonl"):
+        (tmp_path / "in" / path.name).write_bytes(path.read_bytes())
+    config = config_of(tmp_path / "in", tmp_path / "out")
+    manifest = prepare(config)
+    before = contents(tmp_path / "out")
+    changed = tmp_path / "in" / "a.jsonl"
+    changed.touch()
+    assert prepare(config, verify_inputs=True) == manifest
+    raw = bytearray(changed.read_bytes())
+    raw[200_000] ^= 1
+    changed.write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"1 of \d+ units changed although names and sizes are the same"):
+        prepare(config)
+    (tmp_path / "out" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="put the earlier files back"):
+        prepare(config)
+    assert contents(tmp_path / "out").items() <= before.items()

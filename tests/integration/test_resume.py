@@ -1,14 +1,19 @@
 """Which checkpoint a run continues from, and when it does not."""
 
+import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 import ray
 import tinyruns as runs
 
 from common.config import ConfigError
-from common.storage import hash_file
+from common.storage import hash_file, read_json, write_json
+from evaluation.checkpoints import rows
+from evaluation.describe import describe
 from pipeline.shards import load_manifest
+from trainer.begun import as_begun
 from trainer.checkpoint import CheckpointError, find_latest, read_state, steps_in
 from trainer.checks import problems
 from trainer.ranking import find_best
@@ -82,13 +87,14 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(copied, log, damage, mess
 
 def test_best_and_last_are_kept(finished):
     run = finished / "run"
-    scores = {step: line["recall_at_1"] for step, line in runs.steps_of(run, "validation").items() if step}
+    score = "distant_recall_at_1"
+    scores = {step: line[score] for step, line in runs.steps_of(run, "validation").items() if step}
     assert list(scores) == [2, 4, 6, 8]
     best = max(scores, key=lambda step: (scores[step], -step))
     assert steps_in(run / "checkpoints") == sorted({6, 8, best})
-    path, state = find_best(run / "checkpoints", "recall_at_1")
+    path, state = find_best(run / "checkpoints", score)
     assert (path.name, state.step) == (f"step-{best:08d}", best)
-    assert state.scores["recall_at_1"] == scores[best]
+    assert state.scores[score] == scores[best]
     assert state.documents == best * 8
 
 
@@ -101,6 +107,30 @@ def test_a_finished_run_is_left_as_it_is(data, copied, capsys):
     after = contents(copied)
     assert {name for name in after if after[name] != before.get(name)} <= {"config.yaml", "summary.json"}
     assert set(after) == set(before)
+
+
+def test_a_run_of_a_former_default_score_keeps_it(data, copied, log):
+    """Its files name `recall_at_1` and hold no distant scores; the same command finds it and exports its best."""
+    config = config_of(data, copied, export="best")
+    begun = config_of(data, copied, export="best", validation={"score": "recall_at_1"})
+    write_json(copied / "decisive.json", begun.decisive())
+    for path in copied.glob("checkpoints/*/state.json"):
+        state, best = read_json(path), path.parent.name == "step-00000006"
+        write_json(path, state | {"config_hash": begun.hash(), "scores": {"recall_at_1": float(best), "mrr": 0.5}})
+    lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
+    older = [{name: value for name, value in line.items() if not name.startswith("distant")} for line in lines]
+    (copied / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
+    assert problems(as_begun(config, copied)) == []
+    summary = train(config)
+    assert not ray.is_initialized()
+    assert summary["exported_step"] == 6
+    assert "distant_mrr" not in summary["last_scores"]
+    assert any("began with validation.score = recall_at_1 and keeps it" in line for line in log)
+    assert "score: recall_at_1" in (copied / "config.yaml").read_text()
+    assert [one["kept"] for one in map(asdict, rows(copied)) if one["step"] in (6, 8)] == [["last", "best"], ["last"]]
+    shown = "\n".join(describe(copied))
+    assert "held out after step 8: recall_at_1" in shown
+    assert "finished already" in "\n".join(log)
 
 
 def test_another_configuration_in_the_same_folder_is_refused(data, copied):

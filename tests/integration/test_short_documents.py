@@ -96,8 +96,11 @@ def test_every_held_out_document_is_scored(prepared, mode):
     tokenizer, vocabulary = load_tokenizer(prepared[mode])
     encoder = build_encoder(config, tokenizer)
     validator = held_out_validator(config, encoder, vocabulary, World(), torch.device("cpu"))
-    anchors, positives = validator.embed(encoder)
-    assert len(anchors) == len(positives) == len(validator.rows) == 40
+    held_out = validator.embed(encoder)
+    assert {len(rows) for rows in held_out} == {len(validator.rows)} == {40}
+    lengths = validator.shards.take(validator.rows).column("num_tokens").to_numpy()
+    assert held_out.reached[torch.tensor(lengths >= 3 * 16)].all()
+    assert (held_out.scores()["distant_share"] < 1) == (mode == "fewer_anchors")
 
 
 @pytest.mark.parametrize(("mode", "num_anchors"), [("fewer_anchors", 3), ("shrink_spans", 2)])

@@ -14,6 +14,7 @@ from s3server import s3_server
 from common.address import child
 from common.config import ConfigError
 from common.copies import pull_all
+from common.lock import LOCK
 from common.remote import is_whole, push_folder
 from common.remotefile import names, read_file
 from common.storage import hash_file
@@ -21,7 +22,6 @@ from evaluation.cli import main
 from trainer.cache import run_folder
 from trainer.checkpoint import checkpoint_path, steps_in
 from trainer.checks import problems
-from trainer.lock import LOCK
 from trainer.run import run_training
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

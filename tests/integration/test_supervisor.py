@@ -9,11 +9,11 @@ import tinyruns as runs
 import torch
 
 from common.config import ConfigError
+from common.lock import RunLock, RunLockedError
 from common.storage import hash_file, read_json, write_json
 from trainer.checkpoint import checkpoint_path, read_state, steps_in, write_objective
 from trainer.failure import FAILURES
 from trainer.fork import FORK, fork
-from trainer.lock import RunLock, RunLockedError
 from trainer.objectives import Declutr, DeclutrConfig
 from trainer.run import ended_early, run_training
 from trainer.supervisor import TrainingFailedError
@@ -116,11 +116,11 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
 
     *figures, why, steps = again(2)
     assert (figures, steps) == ([3, "early", 1, 2], [1, 3])
-    assert "recall_at_1 was best after step 1 (" in why
+    assert why.startswith("distant_recall_at_1 was best after step 1 (")
     assert "none of the 2 scores since is better (validation.patience = 2)" in why
-    assert any("ended early after step 3 of 40: recall_at_1" in line for line in log)
+    assert any("ended early after step 3 of 40: distant_recall_at_1" in line for line in log)
     assert again(2) == again(1) == (*figures, why, steps)
-    assert any("finished already, early: recall_at_1" in line for line in log)
+    assert any("finished already, early: distant_recall_at_1" in line for line in log)
     assert list(runs.steps_of(tmp_path / "run")) == [1, 2, 3]
     assert not any("starting again" in line for line in log)
     for patience, ended in ((2, True), (3, False), (None, False)):

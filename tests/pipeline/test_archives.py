@@ -189,3 +189,38 @@ def test_bombs_are_read_in_bounded_memory(tmp_path):
     records = read_all(files(tmp_path, max_document_mib=1))
     assert sum(len(record.text) for record in records) == 256 << 20
     assert max(len(record.text) for record in records) == 1 << 20
+
+
+@pytest.mark.parametrize("compression", [None, *COMPRESSORS])
+@pytest.mark.parametrize("padding", [0, 512, 3 * 2**20])
+def test_archives_one_behind_the_other_are_read_whole(tmp_path, compression, padding):
+    data = tar([("a.txt", b"a")]) + bytes(padding) + tar([("b.txt", b"b"), ("c.txt", b"c")])
+    path = tmp_path / "x.tar"
+    path.write_bytes(COMPRESSORS[compression](data) if compression else data)
+    for unit_mib in (64.0, 0.0001):
+        assert [record.text for record in read_all(files(path), unit_mib)] == ["a", "b", "c"]
+
+
+def test_what_follows_the_end_of_an_archive_and_is_none_is_a_failure(tmp_path):
+    (tmp_path / "x.tar").write_bytes(tar([("a.txt", b"a")]) + b"no header" * 100)
+    document, failure = read_all(files(tmp_path))
+    assert (document.text, failure.reason) == ("a", "unreadable")
+
+
+def test_the_parts_of_an_archive_end_with_its_end_mark(tmp_path):
+    data = tar([("a.txt", b"a")])
+    (tmp_path / "x.tar").write_bytes(data)
+    (tmp_path / "y.tar").write_bytes(data + bytes(100_000))
+    assert [part.stop for part in file_parts(files(tmp_path), 1 << 20)[0]] == [1536, 1536]
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_what_stands_before_damage_is_read(tmp_path, suffix):
+    lines = [hashlib.sha256(bytes([n % 256, n // 256])).hexdigest() for n in range(20_000)]
+    data = COMPRESSORS[suffix]("\n".join(lines).encode())
+    (tmp_path / f"a.txt.{suffix}").write_bytes(data[: len(data) * 9 // 10])
+    *documents, failure = read_all(files(tmp_path))
+    assert failure.reason == "unreadable"
+    least = 0 if suffix == "bz2" else 15_000  # its blocks are 900 kB long
+    assert [record.text for record in documents] == lines[: len(documents)]
+    assert len(documents) > least

@@ -37,7 +37,7 @@ CONTENTS = {
     "data/c d.parquet": parquet(["p", "q", "r"]),
     "data/deep/e.tar": tar([("x.txt", b"in a tar"), ("../y.txt", b"")]),
     "data/.hidden/f.txt": b"hidden",
-    "data/readme.md": b"not a document",
+    "data/readme.rst": b"not a document",
 }
 READ = [(f"{name}", f"line {n}") for name in ("a.jsonl", "b.jsonl.gz") for n in range(100)]
 READ += [("c d.parquet", letter) for letter in "pqr"]

@@ -22,11 +22,21 @@ def _arrow(make, texts=_TEXTS, **options):
     return target.getvalue()
 
 
-def _parquet(**options):
+def _parquet(texts=_TEXTS, **options):
     target = io.BytesIO()
-    table = pa.table({"id": range(len(_TEXTS)), "text": _TEXTS})
+    table = pa.table({"id": range(len(texts)), "text": texts})
     pq.write_table(table, target, row_group_size=5, **options)
     return target.getvalue()
+
+
+def _sized(members):
+    """An archive of which the extended headers tell the sizes."""
+    data = bytearray()
+    for name, content in members:
+        info = tarfile.TarInfo(name)
+        info.size, info.pax_headers = len(content), {"size": str(len(content))}
+        data += info.tobuf(tarfile.PAX_FORMAT) + content + bytes(-len(content) % 512)
+    return bytes(data) + bytes(1024)
 
 
 _JSONL = b"".join(
@@ -51,6 +61,14 @@ BASES = {
     "view.arrow": _arrow(pa.ipc.new_file, pa.array(_TEXTS, pa.string_view())),
     "tar": tar(_MEMBERS),
     "pax.tar": tar(_MEMBERS, format=tarfile.PAX_FORMAT),
+    "sizes.tar": _sized(_MEMBERS[:4]),
+    "two.tar": tar(_MEMBERS[:2]) + tar(_MEMBERS[2:4]),
+    "dictionary.parquet": _parquet(pa.array(_TEXTS).dictionary_encode()),
+    "md": ("# Heading\n\n" + "\n".join(_TEXTS)).encode(),
+    "utf16.txt": ("\ufeff" + "\n".join(_TEXTS)).encode("utf-16-le"),
+    "utf16.jsonl": ("\ufeff" + _JSONL.decode()).encode("utf-16-be"),
+    "utf32.csv": ("\ufeff" + _CSV.decode()).encode("utf-32-le"),
+    "unmarked.txt": "\n".join(_TEXTS).encode("utf-16-le"),
     "nested.tar": tar([*openwebtext(2, 3), ("inner.tar.xz", lzma.compress(tar(_MEMBERS), preset=0))]),
 }
 

@@ -1,14 +1,17 @@
 """Which of many errors is the reason, and how it is said."""
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 from tinyruns import ROOT
 
-from trainer.failure import FAILURES, describe
+from trainer.failure import FAILURES, Failure, blame_memory, describe, oom_kills
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
@@ -50,3 +53,31 @@ def test_rays_paragraph_on_a_death_is_left_out_and_nothing_else():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "No memory is left." in done.stdout
     assert "died" not in done.stdout + done.stderr
+
+
+@pytest.fixture
+def small_cgroup():
+    """The `cgroup.procs` of a container that holds 64 MiB."""
+    parents = {"memory.limit_in_bytes": Path("/sys/fs/cgroup/memory"), "memory.max": Path("/sys/fs/cgroup")}
+    limit, parent = next((limit, at) for limit, at in parents.items() if at.is_dir())
+    group = parent / f"declutr-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(64 * 2**20))
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"no memory cgroup of its own can be made here ({error.strerror})")
+    yield group / "cgroup.procs"
+    group.rmdir()
+
+
+def test_a_container_that_is_too_small_is_named(small_cgroup):
+    before, failure = oom_kills(), Failure("worker 0 died", "death", "")
+    assert blame_memory(failure, before) == failure
+    program = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); bytearray(b'x' * 2**28)"
+    ended = subprocess.run([sys.executable, "-c", program, str(small_cgroup)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    summary = blame_memory(failure, before).summary
+    assert "worker 0 died; the kernel killed 1 process of this host for lack of memory" in summary
+    assert "scaling.workers" in summary

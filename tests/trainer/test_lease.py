@@ -8,11 +8,13 @@ import threading
 import time
 
 import pytest
+from damagedjson import DAMAGED
+from s3server import s3_server
 
 from common.address import child
-from common.remotefile import read_file, write_file
+from common.lock import LOCK, RunLockedError
+from common.remotefile import names, read_file, write_file
 from trainer.lease import Lease
-from trainer.lock import LOCK, RunLockedError
 
 HOLD = "import sys; from trainer.lease import Lease\n"
 HOLD += "with Lease(sys.argv[1], print): print('held', flush=True); sys.stdin.read()"
@@ -48,18 +50,41 @@ def test_a_living_command_is_waited_for_and_a_dead_one_is_not(address):
     assert held(address) is None
 
 
-@pytest.mark.parametrize(("age_seconds", "refused"), [(5, True), (70, False)])
-def test_on_another_host_the_last_sign_of_life_decides(address, age_seconds, refused):
+@pytest.mark.parametrize("behind_seconds", [-3600, 0, 61])  # the holder's clock
+@pytest.mark.parametrize(("age_seconds", "refused"), [(5, True), (70, False), (-3600, False)])
+def test_on_another_host_the_stores_clock_decides(address, tmp_path, age_seconds, refused, behind_seconds):
     with Lease(address, lambda: None):
         holder = held(address)
-    there = holder | {"host": "elsewhere", "beat": time.time() - age_seconds}
+    renewed = time.time() - age_seconds
+    there = holder | {"host": "elsewhere", "beat": renewed - behind_seconds}
     write_file(child(address, LOCK), json.dumps(there).encode())
+    os.utime(tmp_path / "there" / LOCK, (renewed, renewed))
     if refused:
         with pytest.raises(RunLockedError, match="elsewhere"):
             take(address)
         assert held(address) == there
     else:
         take(address)
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_lease_is_nobodys(address, log, content):
+    write_file(child(address, LOCK), content)
+    take(address)
+    assert any("lock.json is damaged" in line for line in log)
+    assert held(address) is None
+
+
+def test_the_clock_of_a_store():
+    with s3_server() as place:
+        address = place("run")
+        with Lease(address, lambda: None):
+            holder = held(address)
+        there = holder | {"host": "elsewhere", "beat": time.time() - 3600}
+        write_file(child(address, LOCK), json.dumps(there).encode())
+        with pytest.raises(RunLockedError, match="elsewhere"):
+            take(address)
+        assert names(address) == [LOCK]
 
 
 def test_it_is_renewed_and_who_was_written_over_is_told(address):

@@ -12,6 +12,8 @@ import ray
 
 from common.config import ConfigError, load_config
 from pipeline.session import start_ray
+from trainer.begun import as_begun
+from trainer.cache import run_folder
 from trainer.checks import problems
 from trainer.config import TrainConfig
 from trainer.doctor import collective, data, exposure, judgement, storage
@@ -45,7 +47,8 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
 def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
     """What can be said of the configuration itself: what `train` would refuse before it starts."""
     remedy = "mend the setting; `declutr train` refuses it as well"
-    found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in problems(config)]
+    wrong = problems(as_begun(config, run_folder(config)))
+    found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
     try:
         needs = needs_of(config)
     except (OSError, ValueError, KeyError, TypeError):  # among the problems already

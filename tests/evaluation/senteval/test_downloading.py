@@ -241,5 +241,6 @@ def test_the_command(server, tmp_path, capsys):
     assert "404" in said
     assert "cannot be fetched: ImageCaptionRetrieval: published as pickles alone" in said
     assert "no subj.subjective" in said
-    assert main(["evaluate", "--data", str(tmp_path / "empty")]) == 0
+    (tmp_path / "empty").mkdir()
+    assert main(["evaluate", "--data", str(tmp_path / "empty")]) == 1
     assert "28 missing" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Every format is read as SentEval's own loader reads it."""
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_twenty_eight_tasks_are_known_by_name_and_by_label(folder):
     assert (len(TASKS), len(DOWNSTREAM)) == (28, 18)
     assert find("sick-r").name == "SICKRelatedness"
     assert find("SentLen") is find("length")
-    with pytest.raises(UnknownTaskError, match=r"no task 'STS17'; there are CR, MR"):
+    with pytest.raises(UnknownTaskError, match=r"no task 'STS17'; did you mean STS16\? There are CR, MR"):
         find("STS17")
     for task in TASKS:
         data = load(task, folder)
@@ -147,6 +148,10 @@ def test_each_distinct_sentence_once(folder):
             "neutral\nneutral\n-\n",
             "line 3 cannot be read .'-' is none of entailment",
         ),
+        ("TREC", "downstream/TREC/TREC_10.label", "NUM:x How ?\n\nNUM:x So ?\n", "TREC_10.label, line 2 is blank"),
+        ("SST2", "downstream/SST/binary/sentiment-dev", "good\t1\n \n", "sentiment-dev, line 2 is blank"),
+        ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "\n", "sts-dev.csv, line 1 is blank"),
+        ("Tense", "probing/past_present.txt", "tr\tPAST\tIt .\n\n", "past_present.txt, line 2 is blank"),
         ("SNLI", "downstream/SNLI/s2.dev", "he\n", "s1.dev 3, s2.dev 1, labels.dev 3.: a download stopped halfway"),
         ("MRPC", "downstream/MRPC/msr_paraphrase_test.txt", "1\t2\t3\ta\tb\n", "no header"),
         ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "a\tb\tc\td\tnan\te\tf\n", "score nan is not within 0..5"),
@@ -183,6 +188,33 @@ def test_nothing_there_is_missing_and_a_part_of_it_is_broken(tmp_path):
     with pytest.raises(DataError, match=r"no subj.subjective") as caught:
         load(find("SUBJ"), tmp_path)
     assert not isinstance(caught.value, MissingDataError)
+
+
+@pytest.mark.parametrize(
+    ("given", "moved", "said"),
+    [
+        (".", {"downstream": "data/downstream"}, r"2 of 2 files are at .*data/downstream/MR: name .*data with --data"),
+        (".", {"downstream": "SentEval/data/downstream"}, r"name .*SentEval/data with --data"),
+        ("downstream", {}, r"name .*/data with --data"),
+        ("downstream/MR", {}, r"name .*/data with --data"),
+        (".", {"downstream": "Downstream"}, r"Downstream/MR/rt-polarity.pos is there: it must be called downstream/MR"),
+        (
+            ".",
+            {"downstream/MR": "downstream/mr"},
+            r"mr/rt-polarity.pos is there: it must be called downstream/MR/rt-pol",
+        ),
+        (".", {"downstream/MR": "MR"}, r"MR/rt-polarity.pos is there: it belongs to .*downstream/MR/rt-polarity.pos"),
+        ("gone", {}, r"gone is no folder"),
+    ],
+)
+def test_files_that_are_elsewhere_are_found(tmp_path, given, moved, said):
+    folder = tmp_path / "data"
+    write_binary(folder)
+    for old, new in moved.items():
+        (folder / new).parent.mkdir(parents=True, exist_ok=True)
+        (folder / old).rename(folder / new)
+    with pytest.raises(MissingDataError, match=said):
+        load(find("MR"), folder / given)
 
 
 @pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
@@ -225,3 +257,12 @@ def test_the_first_lines_of_every_other_set(tmp_path):
             source = SLICES / f"downstream/SNLI/{column}.{'dev' if split == 'train' else split}"
             write(tmp_path, f"downstream/SNLI/{column}.{split}", source.read_text(encoding="latin-1"), "latin-1")
     assert [len(split) for split in load(find("SNLI"), tmp_path).splits.values()] == [200, 200, 200]
+
+
+def test_the_documents_name_every_file():
+    text = (Path(__file__).resolve().parents[3] / "docs/senteval.md").read_text(encoding="utf-8")
+    layout = text.partition("```\nDIR/downstream/CR/")[2].partition("```")[0]
+    for task in TASKS:
+        assert f"DIR/{task.folder}/" in f"DIR/downstream/CR/{layout}", task.folder
+        for name in task.subsets or [name.rpartition("/")[2] for name in task_files(task)]:
+            assert name in layout.split(), name

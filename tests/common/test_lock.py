@@ -8,10 +8,11 @@ import sys
 import time
 
 import pytest
+from damagedjson import DAMAGED
 
-from trainer.lock import LOCK, RunLock, RunLockedError
+from common.lock import LOCK, RunLock, RunLockedError
 
-HOLD = "import sys; from pathlib import Path; from trainer.lock import RunLock\n"
+HOLD = "import sys; from pathlib import Path; from common.lock import RunLock\n"
 HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
 
 
@@ -74,9 +75,22 @@ def test_of_another_host_the_heartbeat_decides(tmp_path, holder):
     take(tmp_path)
 
 
-def test_a_lock_cut_off_by_a_kill_is_nobodys(tmp_path):
-    (tmp_path / LOCK).write_text('{"host": "els')
+def test_of_a_dead_host_a_date_in_the_future_is_no_heartbeat(tmp_path, holder):
+    record = json.loads((tmp_path / LOCK).read_text()) | {"host": "elsewhere"}
+    holder.kill()
+    holder.wait()
+    (tmp_path / LOCK).write_text(json.dumps(record))
+    ahead = time.time() + 86400
+    os.utime(tmp_path / LOCK, (ahead, ahead))
     take(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", *DAMAGED.values()], ids=["empty", *DAMAGED])
+def test_a_damaged_lock_is_nobodys(tmp_path, log, content):
+    (tmp_path / LOCK).write_bytes(content)
+    take(tmp_path)
+    assert any("lock.json is damaged" in line for line in log) == bool(content)
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_who_lost_its_lock_is_told_and_leaves_the_others_alone(tmp_path):

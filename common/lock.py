@@ -5,7 +5,6 @@ write happen under flock, so of two commands at the same moment one is refused.
 """
 
 import fcntl
-import json
 import os
 import secrets
 import socket
@@ -13,9 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
+
+import msgspec
 
 from common.logs import get_logger
+from common.records import DamagedError, decode_record
 
 LOCK = "lock.json"
 _BEAT_SECONDS = 5.0
@@ -24,6 +26,20 @@ _STALE_SECONDS = 60.0
 
 class RunLockedError(RuntimeError):
     """Another command works on this run folder."""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """The command that holds a run, as a lock names it."""
+
+    host: str
+    pid: int
+    began: str | None
+    """When the process began, in the words of its host."""
+    processes: str
+    """The namespace of its pid."""
+    since: str
+    token: str
+    """Of this one command."""
 
 
 class RunLock:
@@ -48,7 +64,7 @@ class RunLock:
 
     def __enter__(self) -> "RunLock":
         with _open_locked(self._path) as stream:
-            holder = _read(stream)
+            holder = self._read(stream)
             if holder is not None and lives(holder, lambda: _age_seconds(self._path)):
                 raise RunLockedError(
                     f"{refusal(self._path.parent, holder)}; wait for it, stop it, or name another folder"
@@ -62,8 +78,8 @@ class RunLock:
         self._thread.join()
         try:
             with _open_locked(self._path) as stream:
-                holder = _read(stream)
-                if holder is not None and holder["token"] == self._token:
+                holder = self._read(stream)
+                if holder is not None and holder.token == self._token:
                     self._path.unlink()
         except OSError as error:  # why the run ended is what must be said; on this host it is nobody's in a moment
             get_logger().warning("%s cannot be taken away (%s)", self._path, error.strerror)
@@ -71,16 +87,20 @@ class RunLock:
     def _write(self, stream: TextIO) -> None:
         stream.seek(0)
         stream.truncate()
-        json.dump(this_process(self._token), stream)
+        stream.write(msgspec.json.encode(this_process(self._token)).decode())
         stream.flush()
         os.fsync(stream.fileno())
+
+    def _read(self, stream: TextIO) -> Holder | None:
+        stream.seek(0)
+        return read_holder(stream.buffer.read(), str(self._path))
 
     def _beat(self) -> None:
         while not self._stop.wait(self._beat_seconds):
             try:
                 with self._path.open() as stream:
-                    holder = _read(stream)
-                if holder is None or holder["token"] != self._token:
+                    holder = self._read(stream)
+                if holder is None or holder.token != self._token:
                     self._lost()
                     return
                 os.utime(self._path)
@@ -104,43 +124,55 @@ def _open_locked(path: Path) -> TextIO:
         stream.close()  # it was let go, and unlinked, between the two calls
 
 
-def _read(stream: TextIO) -> dict[str, Any] | None:
-    stream.seek(0)
-    try:
-        holder: dict[str, Any] = json.loads(stream.read())
-    except ValueError:  # new, or cut off by a kill
+def read_holder(raw: bytes, name: str) -> Holder | None:
+    """The holder that a lock names; None: the lock is new, cut off by a kill, or damaged, and so nobody's.
+
+    Args:
+        raw: content of the lock.
+        name: of the lock, for the log.
+    """
+    if not raw:
         return None
-    return holder
+    try:
+        return decode_record(raw, Holder, name)
+    except DamagedError as error:
+        get_logger().warning("%s; it counts as nobody's", error)
+        return None
 
 
-def this_process(token: str) -> dict[str, Any]:
-    """What a lock says of its holder."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "began": _began(os.getpid()),
-        "processes": _pid_namespace(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "token": token,
-    }
+def this_process(token: str) -> Holder:
+    """This process as a holder."""
+    return Holder(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        began=_began(os.getpid()),
+        processes=_pid_namespace(),
+        since=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        token=token,
+    )
 
 
-def refusal(run: str | Path, holder: dict[str, Any]) -> str:
-    """Who holds a run, in words."""
-    who = f"host {holder['host']}, pid {holder['pid']}, since {holder['since']}"
-    return f"{run}: another command works on this run ({who})"
+def refusal(run: str | Path, holder: Holder) -> str:
+    """A sentence that names the holder of a run."""
+    return f"{run}: another command works on this run (host {holder.host}, pid {holder.pid}, since {holder.since})"
 
 
-def lives(holder: dict[str, Any], age_seconds: Callable[[], float]) -> bool:
-    """Does the holder still run? On another host: was its last sign of life, of this age, a short while ago?"""
-    if (holder["host"], holder["processes"]) == (socket.gethostname(), _pid_namespace()):
-        began = _began(holder["pid"])
-        return began is not None and began == str(holder["began"])
-    return age_seconds() < _STALE_SECONDS
+def lives(holder: Holder, age_seconds: Callable[[], float]) -> bool:
+    """Whether the holder still runs: its process on this host, its last sign of life on another.
+
+    Args:
+        holder: as its lock names it.
+        age_seconds: of the last sign of life, on the clock of the storage that holds the lock. A date that is more than
+            a minute ahead of that clock is no sign of life either: a living holder would have renewed it.
+    """
+    if (holder.host, holder.processes) == (socket.gethostname(), _pid_namespace()):
+        began = _began(holder.pid)
+        return began is not None and began == holder.began
+    return abs(age_seconds()) < _STALE_SECONDS
 
 
 def _age_seconds(path: Path) -> float:
-    """Since the file was touched."""
+    """Seconds since the file was touched."""
     clock = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # the file system's clock, not ours
     clock.touch()
     try:

@@ -1,0 +1,91 @@
+"""Which weights an encoder needs, lacks and leaves out: a model that was loaded in part gives wrong scores."""
+
+import pickle
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.storage import read_json
+from evaluation.encoders.protocol import EncoderError
+
+DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
+"""Errors that the libraries raise for files that are damaged, cut short or of another model."""
+_SHOWN = 3
+_POOLER = "pooler"
+
+
+def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collection[Any]]) -> tuple[str, ...]:
+    """Compares what the file holds with what the encoder computes with.
+
+    Heads (of masked language models, classifiers, next sentences) and a pooler over the first token take no part in an
+    embedding. They may lie in the file, and a pooler may be missing: it is set to 0, so that its random start does not
+    change the encoder's fingerprint.
+
+    Args:
+        name: of the encoder.
+        model: as `from_pretrained` made it.
+        report: its `output_loading_info`: `missing_keys`, `unexpected_keys`, `mismatched_keys`.
+
+    Returns:
+        parts of the file that the encoder leaves out, with their numbers of weights.
+
+    Raises:
+        EncoderError: a weight of the encoder is missing or has another shape, or the file has weights inside the
+            encoder's own parts (a layer more than `config.json` says).
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    own = {child for child, _ in model.named_children()} - {_POOLER}
+    missing = [key for key in report["missing_keys"] if not _of_pooler(key)]
+    mismatched = [f"{key} {tuple(found)} instead of {tuple(due)}" for key, found, due in report["mismatched_keys"]]
+    unexpected = [key.removeprefix(prefix) for key in report["unexpected_keys"]]
+    foreign = [key for key in unexpected if key.partition(".")[0] in own]
+    problems = [
+        f"{len(keys)} weights {what}: {_some(keys)}"
+        for keys, what in (
+            (missing, "are missing from its files"),
+            (mismatched, "have another shape than config.json says"),
+            (foreign, "are in its files but in no layer that config.json knows"),
+        )
+        if keys
+    ]
+    if problems:
+        more = f"; the files also hold {_some(unexpected)}" if missing and unexpected and not foreign else ""
+        raise EncoderError(
+            f"{name}: is not a whole encoder, so it gets no score: {'; '.join(problems)}{more}. Download it again, or "
+            "export it with the library that made it"
+        )
+    if any(_of_pooler(key) for key in report["missing_keys"]):
+        for key, parameter in model.named_parameters():
+            if _of_pooler(key):
+                torch.nn.init.zeros_(parameter)
+    heads: dict[str, int] = {}
+    for key in sorted(unexpected):
+        heads[key.partition(".")[0]] = heads.get(key.partition(".")[0], 0) + 1
+    return tuple(f"{head} ({number} weights)" for head, number in heads.items())
+
+
+def broken_file(folder: Path) -> str:
+    """The first JSON or weights file of a folder that cannot be read, with the reason; "" where all can."""
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        try:
+            if path.suffix == ".json":
+                read_json(path)
+            else:
+                with safe_open(path, "pt"):
+                    pass
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{path} is damaged or half downloaded ({error})"
+    return ""
+
+
+def _of_pooler(key: str) -> bool:
+    return _POOLER in key.split(".")[:2]
+
+
+def _some(keys: Iterable[str]) -> str:
+    known = sorted(keys)
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return ", ".join(known[:_SHOWN]) + more

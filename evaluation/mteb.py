@@ -1,0 +1,83 @@
+"""Tasks of MTEB, by name, for every encoder that can be named here; MTEB loads the data and computes the scores."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mteb
+import numpy as np
+from mteb.models.model_meta import ModelMeta, ScoringFunction
+from mteb.similarity_functions import cos_sim, pairwise_cos_sim
+from numpy.typing import NDArray
+
+from common.storage import write_json
+from evaluation.encoders.protocol import EncoderError, SentenceEncoder
+
+SCORES = "mteb.json"
+
+
+class MtebEncoder:
+    """One of our encoders as MTEB asks for it; similarity is the cosine.
+
+    Args:
+        encoder: ours.
+    """
+
+    def __init__(self, encoder: SentenceEncoder) -> None:
+        self._encoder = encoder
+        name = re.sub(r"[^\w.-]+", "_", encoder.name).strip("_")[-60:]
+        known = {"name": f"declutr/{name}", "revision": encoder.fingerprint[:16], "embed_dim": encoder.size}
+        self.mteb_model_meta = ModelMeta.create_empty(known | {"similarity_fn_name": ScoringFunction.COSINE})
+
+    def encode(self, inputs: Any, **_: Any) -> NDArray[np.float32]:
+        """Embeddings `(N, size)` of the texts of MTEB's batches, in their order."""
+        return self._encoder.encode([text for batch in inputs for text in batch["text"]])
+
+    def similarity(self, first: Any, second: Any) -> Any:
+        """Cosines `(N, M)` of all pairs."""
+        return cos_sim(first, second)
+
+    def similarity_pairwise(self, first: Any, second: Any) -> Any:
+        """Cosines `(N,)` row by row."""
+        return pairwise_cos_sim(first, second)
+
+
+def choose_mteb(names: Sequence[str]) -> list[Any]:
+    """The tasks of these names.
+
+    Raises:
+        EncoderError: MTEB knows none of that name; its message brings the nearest one.
+    """
+    try:
+        return list(mteb.get_tasks(tasks=list(names)))
+    except KeyError as error:
+        raise EncoderError(f"--mteb: {str(error.args[0]).removeprefix('KeyError: ')}") from error
+
+
+def score_mteb(
+    encoder: SentenceEncoder, tasks: Sequence[Any], output: Path, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Main scores by task, in percent where MTEB's are between 0 and 1; `OUTPUT/mteb` holds all of MTEB's figures.
+
+    A task that has a result there for the same encoder is not computed again.
+
+    Raises:
+        EncoderError: the data of a task cannot be loaded.
+    """
+    cache = mteb.ResultCache(output / "mteb")
+    scores: dict[str, float] = {}
+    for task in tasks:
+        name = task.metadata.name
+        try:
+            found = mteb.evaluate(MtebEncoder(encoder), task, cache=cache, co2_tracker=False, show_progress_bar=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise EncoderError(f"{encoder.name}: {name} of MTEB has no score: {error}") from error
+        scores[name] = 100 * float(found.task_results[0].get_score())
+        say(f"{encoder.name}: {name} {scores[name]:.2f} ({task.metadata.main_score})")
+    return scores
+
+
+def write_mteb(scores: dict[str, dict[str, float]], output: Path) -> None:
+    """Writes `mteb.json`: main scores in percent by encoder and task."""
+    write_json(output / SCORES, {"mteb": mteb.__version__, "encoders": scores})

@@ -1,0 +1,39 @@
+"""Many sources as few groups: by folders, as deep as there are few enough of them; single files by their ending."""
+
+from collections import defaultdict
+
+from evaluation.explore.grouping import cut, num_steps
+from evaluation.report.tally import Tally
+from pipeline.readers.files import bare_suffix
+
+
+def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:
+    """The sources as they are when there are at most `limit`, else sums over what they have in common.
+
+    Args:
+        sources: tallies by the name of a file or an archive.
+        limit: how many groups are wanted. There are more only where there are more top folders.
+
+    Returns:
+        Tallies by `folder/ (n files)`, `*.txt (n files)` or the name of a single file.
+    """
+    if len(sources) <= limit:
+        return sources
+    depths = range(max(map(num_steps, sources)), 0, -1)
+    steps = next((steps for steps in depths if len({cut(name, steps) for name in sources}) <= limit), 0)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in sources:
+        beginning = cut(name, steps or 1)
+        if beginning != name:
+            beginning += "/"
+        elif not steps:
+            beginning = f"*{bare_suffix(name)}"
+        groups[beginning].append(name)
+    found: dict[str, Tally] = {}
+    for beginning, names in groups.items():
+        total = Tally()
+        for name in names:
+            total.add(sources[name])
+        alone = len(names) == 1 and not beginning.endswith("/")
+        found[names[0] if alone else f"{beginning} ({len(names):,} file{'s' * (len(names) > 1)})"] = total
+    return found

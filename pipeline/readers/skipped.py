@@ -1,0 +1,79 @@
+"""Files that a search of folders meets and does not read: counted by kind, each kind with its first example."""
+
+import re
+from collections import Counter
+
+from common.config import Strict
+from pipeline.readers.names import JSON_SUFFIX, bare_suffix
+
+MAX_KINDS = 50
+OTHERS = "others"
+NO_ENDING = "no ending"
+LINKED_FOLDER = "links to folders"
+FOLDER = "folders that match a pattern"
+SPECIAL = "pipes, sockets and devices"
+UNREADABLE = "unreadable"
+"""Folders, links and files that cannot be read. Each is also a failure of the documents that are read."""
+
+_ENDING = re.compile(r"\.[a-z0-9]{1,10}")
+_MARKUP = "take the text out first (for example with trafilatura), or read the markup with corpus.format=text_file"
+_OFFICE = "convert them to text, Markdown or JSONL"
+_UNPACK = "unpack them, or pack them as tar"
+_ADVICE = {
+    JSON_SUFFIX: "where they hold JSON Lines, give them by name or set corpus.format=jsonl",
+    **dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), _MARKUP),
+    **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".rtf", ".epub"), _OFFICE),
+    **dict.fromkeys((".zip", ".7z", ".rar"), _UNPACK),
+    FOLDER: "give them by name, or use ** in the pattern",
+    LINKED_FOLDER: "give them by name",
+}
+
+
+class Skip(Strict):
+    """Files of one kind that were not read."""
+
+    files: int
+    example: str
+    """The first of them, relative to its input root."""
+
+
+class Skipped:
+    """Counts what is skipped, by the ending of its name or by what it is instead of a file."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def add(self, kind: str, source: str) -> None:
+        """Counts one more file of this kind."""
+        kind = kind if kind in self._counts or len(self._counts) < MAX_KINDS else OTHERS
+        self._counts[kind] += 1
+        shown = source.encode("utf-8", "backslashreplace").decode()
+        self._examples[kind] = min(self._examples.get(kind, shown), shown)
+
+    def add_file(self, source: str) -> None:
+        """Counts a file by the ending of its name."""
+        ending = bare_suffix(source)
+        self.add(ending if _ENDING.fullmatch(ending) else OTHERS if ending else NO_ENDING, source)
+
+    def kinds(self) -> dict[str, Skip]:
+        """Every kind, the most frequent first."""
+        ranked = sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
+        return {kind: Skip(files=number, example=self._examples[kind]) for kind, number in ranked}
+
+
+def describe_skipped(kinds: dict[str, Skip]) -> list[str]:
+    """A line for each kind: how many, an example, and what can be done; none where nothing was skipped."""
+    lines = []
+    for kind, skip in kinds.items():
+        advice = f"; {_ADVICE[kind]}" if kind in _ADVICE else ""
+        what = "cannot be read, and each counts as a failure" if kind == UNREADABLE else "are not read"
+        name = "folders, links and files" if kind == UNREADABLE else kind
+        lines.append(f"{skip.files:,} {name} {what} (for example {skip.example!r}){advice}")
+    return lines
+
+
+def advice_on(name: str) -> str:
+    """What can be done about a file that was named and is of no known format; empty where nothing is known."""
+    advice = _ADVICE.get(bare_suffix(name))
+    return f"; {advice}" if advice else ""

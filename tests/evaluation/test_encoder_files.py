@@ -1,0 +1,173 @@
+"""An encoder with a weight too few, too many or of another shape, or with a damaged file, gets no score."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import tinyruns as runs
+import torch
+from folders import TEXTS, encoder_folder, write
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from sentevalsets import write_sets
+from states import state_of
+from tinyruns import write_config
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForPreTraining
+
+from common.storage import write_json
+from evaluation.cli import main
+from evaluation.encoder import EncoderError, load_encoder
+from evaluation.encoders.hub import hub_answers
+from trainer.checkpoint import checkpoint_path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return encoder_folder(tmp_path_factory.mktemp("whole") / "encoder", after=["Dense"])
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A copy to damage."""
+    for path in whole.rglob("*"):
+        if path.is_file():
+            (target := tmp_path / "encoder" / path.relative_to(whole)).parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return tmp_path / "encoder"
+
+
+def change(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def keep(path, chosen):
+    weights = {key: value for key, value in load_file(path).items() if chosen(key)}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda f: keep(f / "model.safetensors", lambda key: "layer.1." not in key),
+            r"16 weights are missing from its files: encoder.layer.1.attention.output.LayerNorm.bias, .* and 13 more",
+        ),
+        (
+            lambda f: keep(f / "model.safetensors", lambda key: "word_embeddings" not in key),
+            r"1 weights are missing from its files: embeddings.word_embeddings.weight",
+        ),
+        (
+            lambda f: change(f / "config.json", num_hidden_layers=1),
+            r"16 weights are in its files but in no layer that config.json knows: encoder.layer.1.attention",
+        ),
+        (
+            lambda f: change(f / "config.json", intermediate_size=50),
+            r"6 weights have another shape than config.json says: encoder.layer.0.intermediate.dense.bias \(48,\) inst",
+        ),
+        (
+            lambda f: save_file({f"module.{key}": value for key, value in load_file(f / "model.safetensors").items()},
+                                f / "model.safetensors", metadata={"format": "pt"}),
+            r"37 weights are missing from its files.*the files also hold module.embeddings",
+        ),
+        (lambda f: keep(f / "2_Dense/model.safetensors", lambda key: "bias" not in key), r"2_Dense/model.*linear|bias"),
+        (lambda f: change(f / "2_Dense/config.json", out_features=13), r"2_Dense/model.*size mismatch"),
+        (lambda f: (f / "2_Dense/config.json").unlink(), "2_Dense/config.json is missing"),
+        (lambda f: (f / "1_Pooling/config.json").unlink(), "1_Pooling/config.json is missing"),
+        (lambda f: (f / "modules.json").unlink(), r"no modules.json"),
+        (lambda f: write(f / "modules.json", {"a": 1}), r"modules.json is damaged"),
+        (lambda f: write(f / "1_Pooling/config.json", ["mean"]), r"config.json is damaged: it holds a list"),
+    ],
+)  # fmt: skip
+def test_what_is_not_whole_is_refused_by_name(folder, damage, message):
+    damage(folder)
+    with pytest.raises(EncoderError, match=message):
+        load_encoder(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.98])
+@pytest.mark.parametrize(
+    "file",
+    ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "modules.json",
+     "sentence_bert_config.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"],
+)  # fmt: skip
+def test_a_half_downloaded_file_is_named(folder, file, share):
+    path = folder / file
+    path.write_bytes(path.read_bytes().rstrip()[: int(share * path.stat().st_size) - (share > 0.9)])
+    with pytest.raises(EncoderError, match=file.rpartition("/")[2]):
+        load_encoder(str(folder), device="cpu")
+
+
+def test_heads_are_left_out_and_said(folder, tmp_path):
+    """A checkpoint of BERT's pretraining: heads that no embedding is made of, and a pooler."""
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    path = tmp_path / "bert"
+    BertForPreTraining(AutoConfig.for_model("bert", vocab_size=300, **settings)).save_pretrained(path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(path)
+    found = load_encoder(str(path), device="cpu")
+    assert found.unused == ("cls (7 weights)", "pooler (2 weights)")
+    close = AutoModel.from_pretrained(path).eval()
+    ids = found.tokenizer(["ab cd"], return_tensors="pt")
+    expected = close(ids["input_ids"]).last_hidden_state.mean(1)
+    np.testing.assert_allclose(found.encode(["ab cd"]), expected.detach().numpy(), atol=1e-5)
+    assert load_encoder(str(folder)).unused == ("pooler (2 weights)",)
+
+
+@pytest.mark.parametrize("family", ["mpnet", "albert", "deberta-v2", "electra", "distilbert", "modernbert"])
+def test_a_missing_pooler_changes_nothing(tmp_path, family):
+    path = encoder_folder(tmp_path / family, family)
+    keep(path / "model.safetensors", lambda key: not key.startswith("pooler."))
+    first, again = (load_encoder(str(path), device="cpu") for _ in range(2))
+    assert first.fingerprint == again.fingerprint
+    assert first.encode(TEXTS[:5]).tobytes() == again.encode(TEXTS[:5]).tobytes()
+
+
+def test_a_hub_that_does_not_answer_is_said_within_five_seconds(monkeypatch):
+    """An address that takes no connection (TEST-NET-1)."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub_answers.cache_clear()
+    begun = time.monotonic()
+    for name in ("some/encoder", "another"):
+        with pytest.raises(EncoderError, match=r"http://192.0.2.1 does not answer"):
+            load_encoder(name)
+    assert time.monotonic() - begun < 5
+    hub_answers.cache_clear()
+
+
+def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):
+    run = tmp_path / "copy"
+    step = checkpoint_path(run / "checkpoints", 8)
+    step.mkdir(parents=True)
+    write_json(step / "state.json", state_of(8).model_dump(mode="json"))
+    config = runs.train_config(tmp_path / "data of another machine", run)
+    write_config(run / "config.yaml", **config.model_dump(mode="json"))
+    with pytest.raises(EncoderError, match=r"data of another machine' of .*config.yaml names no folder with one here"):
+        load_encoder(str(step))
+    sets = write_sets(tmp_path / "sets", rows=12)
+    given = ["--follow", str(run), "--data", str(sets), "--allow-unchecked", "--once", "--tasks", "STS12"]
+    assert main(["evaluate", *given]) == 1
+    said = capsys.readouterr().out
+    assert said.count("names no folder with one here") == 1
+    assert "Repo id" not in said
+
+
+def test_an_export_knows_what_it_started_from(folder):
+    assert load_encoder(str(folder)).pretrained == ""
+    write(folder / "declutr.json", {"step": 1, "config": {"encoder": {"pretrained": "some/encoder"}}})
+    assert load_encoder(str(folder)).pretrained == "some/encoder"
+    write(folder / "declutr.json", ["of others"])
+    assert load_encoder(str(folder)).pretrained == ""
+
+
+def test_a_path_is_no_name_of_the_hub(tmp_path):
+    for name in (str(tmp_path / "gone"), "./gone", "runs/mine/export"):
+        with pytest.raises(EncoderError, match="there is no such folder"):
+            load_encoder(name)
+
+
+def test_weights_that_are_not_finite_stay_an_error_of_the_embeddings(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.LayerNorm.weight"] = torch.full((32,), torch.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert np.isnan(load_encoder(str(folder), device="cpu").encode(["ab"])).any()

@@ -1,0 +1,105 @@
+"""What `--plan` says of a folder in which small files hold most of the documents, however little time it has."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from pipeline import estimate as estimating
+from pipeline.estimate import Estimate
+from pipeline.prepare import plan_ahead
+from pipeline.progress import PROGRESS, seconds_spent
+from pipeline.strata import MAX_STRATA, bites, draw_strata
+from pipeline.units import plan_units, read_unit
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Novels with a line each, 10,000 posts in one compressed file, 150 logs of seven lines, long papers."""
+    draw, root = random.Random(0), tmp_path / "mixed"
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(2000)]
+
+    def text(number):
+        return " ".join(draw.choices(words, k=number))
+
+    (root / "novels").mkdir(parents=True)
+    (root / "logs").mkdir()
+    for number in range(3):
+        (root / "novels" / f"{number}.txt").write_text(text(150_000))
+    with gzip.open(root / "posts.jsonl.gz", "wt", 1) as stream:
+        stream.writelines(json.dumps({"text": text(draw.randint(3, 12))}) + "\n" for _ in range(10_000))
+    with (root / "papers.jsonl").open("w") as stream:
+        stream.writelines(json.dumps({"text": text(draw.randint(200, 500))}) + "\n" for _ in range(253))
+    for number in range(150):
+        (root / "logs" / f"{number}.txt").write_text("".join(text(draw.randint(3, 9)) + "\n" for _ in range(7)))
+    return root
+
+
+def count(config):
+    """What there really is."""
+    units, _ = plan_units(config.corpus, config.unit_mib)
+    return sum(1 for unit in units for _ in read_unit(unit, config.corpus))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 20.0])
+def test_a_mixed_folder_is_estimated_by_folder_and_format(mixed, make_config, monkeypatch, seconds):
+    monkeypatch.setattr(estimating, "_SAMPLE_SECONDS", seconds)
+    config = make_config(mixed, geometry={"num_anchors": 2, "max_tokens": 128})
+    truth = count(config)
+    assert truth == 10_000 + 253 + 3 + 7 * 150
+    made = plan_ahead(config)
+    assert made.documents == pytest.approx(truth, rel=0.15)
+    assert made.kept == pytest.approx(256, rel=0.15)
+    if bounds := made.bounds("documents"):
+        assert bounds[0] <= truth <= bounds[1]
+    assert any("documents" in line for line in made.lines())
+
+
+def test_what_is_read_to_its_end_has_no_range(tmp_path, make_config):
+    (tmp_path / "a.txt").write_text("one two three\n" * 100)
+    made = plan_ahead(make_config(tmp_path / "a.txt"))
+    assert (made.documents, made.bounds("documents")) == (100, None)
+
+
+def test_many_folders_become_a_bounded_number_of_strata(tmp_path, make_config):
+    for number in range(60):
+        (tmp_path / "in" / str(number)).mkdir(parents=True)
+        (tmp_path / "in" / str(number) / "a.txt").write_text("one two\n" * (number + 1))
+    units, _ = plan_units(make_config(tmp_path / "in").corpus, 1.0)
+    strata = draw_strata([part for unit in units for part in unit.parts])
+    assert len(strata) == MAX_STRATA + 1
+    assert sum(stratum.num_bytes for stratum in strata) == sum(unit.num_bytes for unit in units)
+    for stratum in strata:
+        assert sum(one.stands_for for one in stratum.sampled) == pytest.approx(stratum.num_bytes)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_the_bytes_of_a_bite_are_those_of_its_records(tmp_path, make_config, name):
+    """Readers take a MiB at a time: what they consumed says little of the first records they give."""
+    line = json.dumps({"text": "some words " * 20}) + "\n"
+    raw = (line * 30_000).encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw, 0) if name.endswith("gz") else raw)
+    config = make_config(tmp_path / name)
+    (unit,), _ = plan_units(config.corpus, 32.0)
+    found = [(len(records), size) for records, size in bites(read_unit(unit, config.corpus), unit.num_bytes)]
+    assert len(found) > 3
+    assert sum(records for records, _ in found) == 30_000
+    assert sum(size for _, size in found) == unit.num_bytes
+    for records, size in found[:-1]:
+        assert records * len(line) == pytest.approx(size, rel=0.05)
+
+
+def test_seconds_are_those_of_all_stages_and_runs(tmp_path):
+    assert seconds_spent(tmp_path) is None
+    stages = [("prepare", 2.0), ("prepare", 5.0), ("prepare", 1.0), ("prepare", 3.0), ("select", 4.0), ("select", 6.0)]
+    lines = [json.dumps({"stage": stage, "seconds": seconds}) for stage, seconds in stages]
+    lines[3:3] = ['{"stage": "prepa', "[]", "7"]
+    (tmp_path / PROGRESS).write_text("\n".join(lines))
+    assert seconds_spent(tmp_path) == 5 + 3 + 6
+
+
+def test_an_estimate_of_an_earlier_version_is_read():
+    old = {"sampled_bytes": 1, "input_bytes": 1, "documents": 1, "kept": 1, "num_tokens": 9, "text_bytes": 9}
+    old |= {"shards": 2, "shard_bytes": 9, "cpu_seconds": 120.0, "num_cpus": 2}
+    assert any("1.0 minutes on 2 CPUs" in line for line in Estimate.model_validate(old).lines())

@@ -1,0 +1,95 @@
+"""What a preparation tells in the end: what was not read, and when lines are most likely no documents."""
+
+import json
+
+import pytest
+from corpora import files
+
+from evaluation.report.content import gather
+from evaluation.report.header import header
+from pipeline.config import identity
+from pipeline.manifest import Manifest, build_manifest, load_manifest
+from pipeline.outcome import lines_hint, nothing_kept, summary, too_many_failed
+from pipeline.output import plan_of
+from pipeline.prepare import problems
+from pipeline.readers.skipped import Skipped
+from pipeline.units import plan_units
+from pipeline.worker import write_unit
+
+
+@pytest.fixture
+def made(tmp_path, make_config, output):
+    """A folder of text, a link that leads nowhere and files of no format, prepared without Ray."""
+    folder, tokenizer = output
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    lines = [" ".join(f"word{n}{i}" for i in range(40)) for n in range(8)] + [""] * 30
+    (corpus / "a.txt").write_text("\n".join(lines))
+    (corpus / "gone.jsonl").symlink_to("nowhere")
+
+    def make(*others):
+        for name in others:
+            (corpus / name).write_text("<p>not read</p>")
+        config = make_config(corpus)
+        skipped = Skipped()
+        (unit,), _ = plan_units(config.corpus, config.unit_mib, skipped)
+        sidecar = write_unit(unit, folder, config, tokenizer)
+        plan = plan_of(config, [unit], skipped.kinds())
+        manifest = build_manifest([sidecar], tokenizer, config.geometry, identity(config), "", plan.skipped)
+        (folder / "manifest.json").write_text(manifest.model_dump_json())
+        (folder / "plan.json").write_text(plan.model_dump_json())
+        return folder, config, sidecar, manifest
+
+    return make
+
+
+def test_what_is_not_read_is_in_the_manifest_the_message_and_the_report(made, caplog):
+    folder, config, sidecar, manifest = made("b.html", "c.html")
+    assert {kind: skip.files for kind, skip in load_manifest(folder).skipped.items()} == {".html": 2, "unreadable": 1}
+    assert sidecar.counts.read == 38 == sidecar.counts.kept + 29 + 1
+    assert sidecar.counts.failed == {"unreadable": 1}
+    told = summary(manifest, "out")
+    assert "not read: 2 .html ('b.html'), 1 unreadable ('gone.jsonl')" in told
+    page = str(header(gather(folder)))
+    assert "2 .html are not read" in page
+    assert "trafilatura" in page
+    assert "text_file" in page
+    assert "gone.jsonl" in str(too_many_failed(sidecar.counts, [sidecar], config))
+    assert too_many_failed(sidecar.counts, [sidecar], config.model_copy(update={"max_error_share": 0.03})) is None
+    assert not problems(config)
+    assert "2 .html are not read (for example 'b.html')" in caplog.text
+
+
+def test_a_manifest_of_a_search_that_read_everything_is_as_it_was(made):
+    _, config, _, manifest = made()
+    whole = manifest.model_copy(update={"skipped": {}})
+    assert "skipped" not in json.loads(whole.model_dump_json())
+    assert Manifest.model_validate_json(whole.model_dump_json()) == whole
+    assert "not read" not in summary(whole, "out")
+    assert "skipped" not in plan_of(config, []).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("fixed", "sources", "dropped", "told"),
+    [
+        ("auto", ["a.txt"], {"empty": 30, "too_short": 30}, True),
+        ("auto", ["a.jsonl", "b.TXT.gz"], {"too_short": 60}, True),
+        ("text", ["a.log"], {"too_short": 60}, True),
+        ("auto", ["a.txt"], {"empty": 50}, False),
+        ("auto", ["a.txt"], {"duplicate": 90}, False),
+        ("auto", ["a.jsonl", "b.tar", "c.md", None], {"too_short": 90}, False),
+        ("text_file", ["a.txt"], {"too_short": 90}, False),
+        ("jsonl", ["a.txt"], {"too_short": 90}, False),
+    ],
+)
+def test_advice_where_lines_are_most_likely_no_documents(fixed, sources, dropped, told):
+    corpus = files("x", format=fixed).model_dump(mode="json")
+    hint = lines_hint(100, dropped, corpus, sources)
+    assert bool(hint) == told
+    assert not told or "set corpus.format=text_file" in hint
+
+
+def test_no_document_kept_is_still_said_first(made):
+    _, config, sidecar, _ = made()
+    counts = sidecar.counts.model_copy(update={"kept": 0})
+    assert "none of 38 documents" in nothing_kept(counts, config)

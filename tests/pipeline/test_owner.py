@@ -1,0 +1,111 @@
+"""One process owns an output folder, `--plan` leaves it alone, and a full disk is words."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from volumes import small_volume
+
+from common.lock import LOCK, RunLock, RunLockedError
+from pipeline.estimate import adopt_estimate, load_estimate
+from pipeline.output import claim, hash_plan, plan_of
+from pipeline.prepare import main, plan_ahead, prepare
+from pipeline.units import plan_units
+from pipeline.worker import write_unit
+
+HOLD = "import sys; from pathlib import Path; from common.lock import RunLock\n"
+HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    words = ["one", "two", "three", "four", "five", "six", "seven"]
+    texts = [" ".join(words[(i * n) % 7] + str(n) for i in range(60)) for n in range(100)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def given(tmp_path, make_config, corpus):
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps({"prepare": make_config(corpus).model_dump(mode="json")}))
+    return str(path)
+
+
+def files(folder):
+    """Contents and times; the time of a lock is its holder's sign of life."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.name != LOCK and path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+
+def test_a_second_command_is_refused_with_words_and_changes_nothing(tmp_path, given, capsys, make_config, corpus):
+    (tmp_path / "out").mkdir()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "out")], **pipes) as holder:
+        assert holder.stdout.readline() == "held\n"
+        before = files(tmp_path / "out")
+        assert main([given]) == 1
+        assert f"pid {holder.pid}" in capsys.readouterr().err
+        assert main([given, "--plan"]) == 0
+        assert files(tmp_path / "out") == before
+        holder.kill()
+        holder.wait()
+    with RunLock(tmp_path / "out", print), pytest.raises(RunLockedError):
+        prepare(make_config(corpus))
+
+
+def test_plan_leaves_a_folder_at_work_as_it_is(make_config, corpus, output):
+    folder, tokenizer = output
+    config = make_config(corpus, unit_mib=0.01)
+    units, _ = plan_units(config.corpus, config.unit_mib)
+    claim(folder, plan_of(config, units))
+    write_unit(units[0], folder, config, tokenizer)
+    (folder / ".train-00001.arrow.1.tmp").write_text("being written")
+    before = files(folder)
+    plan_ahead(config)
+    assert files(folder) == before
+
+
+def test_plan_makes_no_folder_and_its_estimate_reaches_the_output(tmp_path, make_config, corpus):
+    config = make_config(corpus)
+    made = plan_ahead(config)
+    assert made.documents == 100
+    assert not (tmp_path / "out").exists()
+    other = make_config(corpus, seed=1)
+    for mine, found in ((other, None), (config, 100)):
+        units, _ = plan_units(mine.corpus, mine.unit_mib)
+        adopt_estimate(tmp_path / "out", hash_plan(plan_of(mine, units)))
+        estimate = load_estimate(tmp_path / "out")
+        assert (estimate and estimate.documents) == found
+    assert not list(tmp_path.glob("*.estimate.json"))
+
+
+@pytest.mark.parametrize("left", [0, 200, 20_000])
+def test_a_full_disk_is_words_and_the_same_command_continues(tmp_path, given, capsys, left):
+    """Of the driver, before any task: the lock, the plan and the tokenizer are what is written first."""
+    with small_volume(tmp_path / "volume", 1) as volume:
+        output = f"output={volume.path / 'out'}"
+        volume.fill(leave_bytes=left)
+        assert main([given, output]) == 1
+        error = capsys.readouterr().err
+        assert "No space left on device" in error
+        assert "the same command continues" in error
+        assert "Traceback" not in error
+        assert not [path for path in volume.path.rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_plan_on_a_full_disk_is_words(tmp_path, given, capsys, monkeypatch):
+    with small_volume(tmp_path / "volume", 1) as volume:
+        monkeypatch.setattr("tempfile.tempdir", str(volume.path))
+        volume.fill()
+        assert main([given, "--plan"]) == 1
+        assert "No space left on device" in capsys.readouterr().err
+        assert [path.name for path in volume.path.iterdir()] == ["ballast"]
+
+
+def test_a_folder_that_is_not_ours_to_write_to_is_words(tmp_path, given, capsys):
+    (tmp_path / "file").touch()
+    assert main([given, f"output={tmp_path / 'file' / 'out'}"]) == 1
+    assert "Traceback" not in capsys.readouterr().err

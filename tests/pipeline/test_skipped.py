@@ -1,0 +1,178 @@
+"""What a search does not read: a failure where documents may be lost, a count where a file is of no known format."""
+
+import gzip
+import os
+import socket
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import files, outcomes, read_all
+from nobody import shared_folder, without_rights
+
+from pipeline.readers.planning import file_parts
+from pipeline.readers.skipped import Skipped, describe_skipped
+from pipeline.units import hash_unit, plan_units
+
+
+@pytest.fixture
+def folder():
+    with shared_folder() as path:
+        (path / "a.txt").write_text("read")
+        yield path
+
+
+def search(*paths, **changes):
+    """Outcomes of all records, the kinds that were skipped, the problems."""
+    skipped = Skipped()
+    corpus = files(*paths, **changes)
+    with without_rights():
+        problems = file_parts(corpus, 1 << 20, skipped)[1]
+        records = [] if problems else outcomes(read_all(corpus))
+    return records, {kind: (skip.files, skip.example) for kind, skip in skipped.kinds().items()}, problems
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "**/*.txt", "*/b.txt"])
+def test_a_folder_that_cannot_be_listed_is_a_failure(folder, pattern):
+    (folder / "sub").mkdir()
+    (folder / "sub" / "b.txt").write_text("not read")
+    (folder / "z").mkdir()
+    (folder / "z" / "b.txt").write_text("deep")
+    (folder / "sub").chmod(0)
+    records, skipped, problems = search(folder / pattern if pattern else folder, folder / "a.txt")
+    if pattern == "*":  # folders that match are not searched, whether they could be or not
+        assert skipped == {"folders that match a pattern": (2, "sub")}
+        return
+    assert not problems
+    assert records[0] == ("a.txt", "read")
+    assert ("sub", "unreadable") in records
+    assert skipped == {"unreadable": (1, "sub")}
+
+
+@pytest.mark.parametrize("mode", [0, 0o111])
+@pytest.mark.parametrize("given", ["sub", "sub/*.txt"])
+def test_a_folder_that_was_named_must_be_readable(folder, given, mode):
+    (folder / "sub").mkdir()
+    (folder / "sub").chmod(mode)
+    (problem,) = search(folder / given, folder / "a.txt")[2]
+    assert "cannot be listed" in problem
+    assert "Permission denied" in problem
+
+
+def test_links_and_files_that_cannot_be_read_are_failures(folder):
+    (folder / "gone.txt").symlink_to("/nowhere/at/all.txt")
+    (folder / "gone").symlink_to("/nowhere/at/all")
+    (folder / "loop.jsonl").symlink_to("loop.jsonl")
+    (folder / "private.txt").write_text("private")
+    (folder / "private.txt").chmod(0)
+    (folder / "picture.png").symlink_to("/nowhere")
+    records, skipped, problems = search(folder)
+    assert not problems
+    lost = [(name, "unreadable") for name in ("gone", "gone.txt", "loop.jsonl", "private.txt")]
+    assert records == [("a.txt", "read"), *lost]
+    assert skipped == {"unreadable": (4, "gone"), ".png": (1, "picture.png")}
+    (named,) = search(folder / "private.txt")[2]
+    assert "Permission denied" in named
+
+
+def test_what_is_no_file_is_counted_and_never_opened(folder):
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "other").mkdir()
+    (folder / "other" / "b.txt").write_text("once")
+    (folder / "link").symlink_to(folder / "other")
+    (folder / "other" / "back").symlink_to(folder)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "s.txt"))
+        records, skipped, problems = search(folder)
+    assert not problems
+    assert records == [("a.txt", "read"), ("other/b.txt", "once")]
+    assert skipped == {"links to folders": (2, "link"), "pipes, sockets and devices": (2, "pipe.txt")}
+
+
+def test_files_of_other_kinds_are_counted_by_their_endings(folder):
+    names = [
+        "b.xml",
+        "deep/c.XML",
+        "d.html",
+        "e.pdf",
+        "f.zip",
+        "README",
+        "g.json",
+        "h.bad ending",
+        "i.sql.gz",
+        "j\n.odd",
+    ]
+    for name in [*names, ".hidden.xml", "k.md", os.fsdecode(b"\xff.png")]:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress(b"sql") if name.endswith(".gz") else b"text")
+    records, skipped, problems = search(folder)
+    assert not problems
+    assert records == [("a.txt", "read"), ("k.md", "text")]
+    counts = {kind: number for kind, (number, _) in skipped.items()}
+    kinds = [".html", ".json", ".odd", ".pdf", ".png", ".sql", ".zip", "no ending", "others"]
+    assert counts == {".xml": 2} | dict.fromkeys(kinds, 1)
+    assert skipped[".xml"] == (2, "b.xml")
+
+
+def test_every_kind_has_a_line_that_says_what_to_do():
+    skipped = Skipped()
+    for name in ("a.xml", "b.html", "c.pdf", "d.zip", "e.json", "f.xyz"):
+        skipped.add_file(name)
+    told = "\n".join(describe_skipped(skipped.kinds()))
+    for words in (
+        "1 .xml are not read (for example 'a.xml')",
+        "trafilatura",
+        "text_file",
+        "convert",
+        "unpack",
+        "jsonl",
+    ):
+        assert words in told
+
+
+def test_the_number_of_kinds_is_bounded():
+    skipped = Skipped()
+    for number in range(1000):
+        skipped.add_file(f"a.x{number}")
+    kinds = skipped.kinds()
+    assert len(kinds) == 51
+    assert sum(skip.files for skip in kinds.values()) == 1000
+
+
+def test_a_folder_of_nothing_else_says_what_is_in_it(folder):
+    (folder / "a.txt").rename(folder / "a.html")
+    (problem,) = search(folder)[2]
+    assert "holds no file named like" in problem
+    assert "1 .html are not read" in problem
+    (problem,) = search(folder / "a.html")[2]
+    assert "trafilatura" in problem
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "stream.arrow", "csv"])
+def test_a_table_with_another_column_is_a_failure_for_each_row_beside_other_files(folder, suffix):
+    table = pa.table({"body": ["a", "b", "c"]})
+    path = folder / f"b.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path, row_group_size=2)
+    elif suffix == "csv":
+        path.write_text("body\na\nb\nc\n")
+    else:
+        with (pa.ipc.new_stream if "stream" in suffix else pa.ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    records, skipped, problems = search(folder)
+    assert not problems
+    assert not skipped
+    assert records == [("a.txt", "read")] + [(path.name, "no_text_field")] * 3
+    (folder / "a.txt").unlink()
+    problems = search(folder)[2]
+    assert [path.name in problem and "body" in problem for problem in problems] == [True] * (
+        suffix in ("parquet", "arrow")
+    )
+
+
+def test_units_are_those_of_the_same_files_when_nothing_is_lost(folder):
+    before = [hash_unit(unit) for unit in plan_units(files(folder), 1)[0]]
+    (folder / "b.png").write_text("x")
+    (folder / "link").symlink_to(folder)
+    assert [hash_unit(unit) for unit in plan_units(files(folder), 1)[0]] == before

@@ -1,0 +1,120 @@
+"""A proxy in front of the S3 server that fails on demand: throttles, refuses, cuts answers short."""
+
+import http.client
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from s3server import s3_server
+
+_ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
+
+
+class Faults:
+    """The fault of the moment.
+
+    Attributes:
+        status: HTTP status of a refused request, with `code` as the store's own error code.
+        left: how many requests still fail; None: all of them.
+        methods: the HTTP methods that fail.
+        cut: cut the body of an answer in half and close the connection, instead of an error.
+        seen: methods of all requests, failed ones too.
+    """
+
+    def __init__(self):
+        self.seen = []
+        self.clear()
+
+    def clear(self):
+        self.status, self.code, self.left, self.methods, self.cut = 0, "", 0, (), False
+
+    def refuse(self, status, code, left=None, methods=("GET", "PUT", "POST", "DELETE", "HEAD")):
+        self.status, self.code, self.left, self.methods, self.cut = status, code, left, methods, False
+
+    def truncate(self, left=None):
+        self.left, self.methods, self.cut = left, ("GET",), True
+
+    def strikes(self, method):
+        self.seen.append(method)
+        if method not in self.methods or self.left == 0:
+            return False
+        if self.left is not None:
+            self.left -= 1
+        return True
+
+
+@contextmanager
+def faulty_store():
+    """Yields a function from a name in a bucket to its address behind the proxy, and the faults."""
+    with s3_server() as address:
+        parts = urlsplit(address("x"))
+        backend = parts.query.partition("http://")[2]
+        faults = Faults()
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(backend, faults))
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            yield lambda name: f"s3://bucket/{name}?endpoint_override={endpoint}", faults
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _handler(backend, faults):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def forward(self):
+            chunked = self.headers.get("Transfer-Encoding") == "chunked"
+            body = self.chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            struck = faults.strikes(self.command)
+            if struck and not faults.cut:
+                content = (
+                    b"" if self.command == "HEAD" else _ERROR.format(code=faults.code, message=faults.code).encode()
+                )
+                self.answer(faults.status, [("Content-Type", "application/xml")], content)
+                return
+            upstream = http.client.HTTPConnection(backend, timeout=60)
+            upstream.request(self.command, self.path, body, dict(self.headers))
+            answer = upstream.getresponse()
+            content = answer.read()
+            upstream.close()
+            self.answer(answer.status, answer.getheaders(), content, cut=struck and len(content) > 1000)
+
+        def chunks(self):
+            """The body of a chunked request as it came, sizes of its chunks included."""
+            lines = []
+            while not lines or int(lines[-2].split(b";")[0], 16):
+                size = self.rfile.readline()
+                lines += [size, self.rfile.read(int(size.split(b";")[0], 16))]
+                while (line := self.rfile.readline()) != b"\r\n":
+                    lines[-1] += line
+                lines[-1] += line
+            return b"".join(lines)
+
+        def answer(self, status, headers, content, cut=False):
+            self.send_response_only(status)
+            kept = [
+                (name, value)
+                for name, value in headers
+                if name.lower() not in ("content-length", "connection", "transfer-encoding")
+            ]
+            length = {name.lower(): value for name, value in headers}.get("content-length")
+            for name, value in kept:
+                self.send_header(name, value)
+            self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content[: len(content) // 2] if cut else content)
+            if cut:
+                self.close_connection = True
+
+        def log_message(self, *_):
+            pass
+
+    for method in ("GET", "PUT", "POST", "DELETE", "HEAD"):
+        setattr(Handler, f"do_{method}", Handler.forward)
+    return Handler

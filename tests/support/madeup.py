@@ -1,0 +1,57 @@
+"""A finished run without training: tiny shards, a checkpoint with random weights, its export."""
+
+import tinyruns as runs
+from shardfolders import write
+from transformers import AutoTokenizer
+
+from pipeline.manifest import data_hash, load_manifest
+from pipeline.tokenization import describe_tokenizer, train_tokenizer
+from trainer import checkpoint
+from trainer.cache import data_folder
+from trainer.objectives import Declutr
+from trainer.optim import build_optimizer
+from trainer.parts import build_encoder
+from trainer.run import run_training
+from trainer.state import RunState
+
+STEPS = 6
+
+
+def shards(folder):
+    """Shards with a tokenizer beside them."""
+    write(folder, vocab_size=261)
+    tokenizer = train_tokenizer(["some words and others"] * 20, 300)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    info = describe_tokenizer(tokenizer, "train")
+    (folder / "manifest.json").write_text(
+        load_manifest(folder).model_copy(update={"tokenizer": info}).model_dump_json()
+    )
+    return folder
+
+
+def config_of(data, run, **changes):
+    """A configuration that fits these shards."""
+    spans = {"num_anchors": 1, "num_positives": 1, "min_tokens": 2, "max_tokens": 4}
+    return runs.train_config(data, run, spans=spans, steps=STEPS, **changes)
+
+
+def save(config, run, step=STEPS, seed=0):
+    """A checkpoint with weights of that seed, as the run would leave it."""
+    tokenizer = AutoTokenizer.from_pretrained(f"{config.data}/tokenizer")
+    encoder = build_encoder(config.model_copy(update={"seed": seed}), tokenizer)
+    objective = Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives)
+    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder), objective)
+    hashes = {"config_hash": config.hash(), "data_hash": data_hash(load_manifest(data_folder(config)))}
+    state = RunState(step=step, documents=8 * step, world_size=1, **hashes, scores={}, files={})
+    return checkpoint.save(run / "checkpoints", state, contents)
+
+
+def finish(folder):
+    """Shards in `data` and a finished run in `run`; returns its configuration."""
+    config = config_of(shards(folder / "data"), folder / "run")
+    save(config, folder / "run")
+    (folder / "run" / "metrics.jsonl").write_text(
+        "".join(f'{{"kind": "step", "step": {step}, "loss": 1.0, "time": 1.0}}\n' for step in range(1, STEPS + 1))
+    )
+    run_training(config)
+    return config

@@ -1,0 +1,49 @@
+"""A small folder of shards, written without `prepare`."""
+
+import numpy as np
+
+from benchmarks.wide import TOKENIZER
+from pipeline.corpus import document_id
+from pipeline.ledger import Entry, LedgerWriter
+from pipeline.manifest import Counts, Sidecar, build_manifest
+from pipeline.schema import shard_schema
+from pipeline.windows import Geometry
+from pipeline.writer import ShardWriter
+
+GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
+LENGTHS = [8 + number % 13 for number in range(57)]
+
+
+def tokens_of(number, vocab_size=1000):
+    return (np.arange(LENGTHS[number], dtype=np.uint32) * 31 + number) % vocab_size
+
+
+def write(folder, vocab_size=1000, units=3):
+    """57 documents in three shards of blocks of 5."""
+    folder.mkdir(exist_ok=True)
+    schema = shard_schema(vocab_size, GEOMETRY, TOKENIZER.fingerprint)
+    sidecars = []
+    for unit in range(units):
+        name = f"{unit:05d}"
+        with ShardWriter(folder, name, "train", schema, 5) as writer, LedgerWriter(folder, name) as ledger:
+            for number in range(unit * 19, (unit + 1) * 19):
+                identity, tokens = document_id(b"%d" % number), tokens_of(number, vocab_size)
+                row = writer.add(identity, tokens, "s", number)
+                assert row == number % 19
+                ledger.add(Entry(identity, "s", number, 0, len(tokens), None, "train", row, None))
+        counts = Counts(read=19, kept=19, dropped={}, failed={}, text_bytes=0, longest_tokens=20)
+        sidecars.append(
+            Sidecar(
+                unit=f"{unit:05d}",
+                unit_hash="",
+                config_hash="",
+                num_bytes=1,
+                counts=counts,
+                failures=[],
+                shards=writer.result(),
+                ledger=ledger.result(),
+            )
+        )
+    manifest = build_manifest(sidecars, TOKENIZER.model_copy(update={"vocab_size": vocab_size}), GEOMETRY, {}, "")
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    return folder

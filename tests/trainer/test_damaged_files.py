@@ -1,0 +1,167 @@
+"""Every small file of a run, damaged in every way: each command names it, and what can be done without goes on."""
+
+import json
+import shutil
+
+import pytest
+from damagedjson import DAMAGED
+from madeup import STEPS, config_of, finish, save
+
+from common.config import ConfigError
+from common.records import DamagedError
+from evaluation.checkpoints import CheckpointsError, rows
+from evaluation.describe import DescribeError, describe
+from trainer.checkpoint import CheckpointError, find_latest
+from trainer.fork import fork
+from trainer.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
+from trainer.run import _add_seconds, ended_early, run_training
+
+DAMAGES = {"empty": b"", **DAMAGED}
+NAMED = (ConfigError, CheckpointError, CheckpointsError, DescribeError, DamagedError)
+"""Errors that a command prints as a sentence."""
+STATE = f"checkpoints/step-{STEPS:08d}/state.json"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("made")
+    return finish(root), root
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made[1] / "run", tmp_path / "run")
+
+
+def train(config, run):
+    """The training command, on a run that needs no worker."""
+    run_training(config.model_copy(update={"run": str(run)}))
+
+
+def inspect(_, run):
+    assert list(describe(run))
+
+
+def inspect_export(_, run):
+    assert list(describe(run / "export"))
+
+
+def list_checkpoints(_, run):
+    assert rows(run)
+
+
+def fork_from(config, run):
+    fork(config.model_copy(update={"run": str(run), "steps": 9}), str(run.with_name("new")))
+
+
+def fork_onto(config, run):
+    fork(config.model_copy(update={"run": str(run.with_name("old"))}), str(run))
+
+
+READERS = {
+    "fork.json": [train, fork_onto],
+    "export/declutr.json": [inspect_export],
+    "metrics.jsonl": [train, inspect, fork_from],
+    "decisive.json": [fork_from],
+    STATE: [inspect, list_checkpoints, fork_from],
+}
+"""The commands that read a file and do not write it anew; those are below."""
+
+
+@pytest.mark.parametrize("damage", ["empty", "an empty object", "an empty list", "wrong types"])
+@pytest.mark.parametrize("name", READERS)
+def test_a_command_goes_on_or_names_the_file(made, run, name, damage):
+    (run / name).write_bytes(DAMAGES[damage])
+    for command in READERS[name]:
+        try:
+            command(made[0], run)
+        except NAMED as error:
+            told = str(error)
+        else:
+            told = name
+        assert name.rpartition("/")[2] in told or "no good checkpoint" in told
+
+
+@pytest.mark.parametrize("name", ["summary.json", "seconds.json", "decisive.json", "export/declutr.json"])
+@pytest.mark.parametrize("damage", ["empty", "an empty object", "an empty list", "garbage", "nested deeply"])
+def test_the_command_mends_what_it_wrote_itself(made, run, log, name, damage):
+    (run / name).write_bytes(DAMAGES[damage])
+    if name == "seconds.json":
+        _add_seconds(run, 2.0)
+    elif name == "summary.json":
+        assert ended_early(run, made[0], STEPS) is None
+        train(made[0], run)
+    else:
+        train(made[0], run)
+    mended = json.loads((run / name).read_text())
+    assert mended == 2.0 if name == "seconds.json" else type(mended) is dict
+    assert any(f"{name} is damaged" in line for line in log)
+    log.clear()
+    train(made[0], run)
+    assert not any("damaged" in line for line in log)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}"])
+def test_without_a_word_on_its_configuration_the_checkpoints_are_asked(made, run, content):
+    (run / "decisive.json").unlink() if content is None else (run / "decisive.json").write_bytes(content)
+    other = config_of(made[0].data, run, optim={"lr": 0.5})
+    with pytest.raises(ConfigError, match=r"is of another configuration, and decisive\.json"):
+        run_training(other)
+    train(made[0], run)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": 0},
+        {"step": -6},
+        {"step": STEPS + 1},
+        {"step": 10**12},
+        {"step": 6.5},
+        {"step": "6"},
+        {"step": True},
+        {"documents": -1},
+        {"world_size": 0},
+        {"skipped": -1},
+        {"files": {}},
+        {"files": {"encoder.safetensors": "xxh3:0"}},
+    ],
+    ids=str,
+)
+def test_an_impossible_state_is_passed_over(run, log, changed):
+    state = json.loads((run / STATE).read_text())
+    (run / STATE).write_text(json.dumps(state | changed))
+    assert find_latest(run / "checkpoints") is None
+    assert any("passing over a broken checkpoint" in line and "state.json" in line for line in log)
+
+
+def test_a_step_beyond_the_last_is_no_end(made, run):
+    config = made[0].model_copy(update={"run": str(run)})
+    save(config, run, step=STEPS + 93)
+    with pytest.raises(CheckpointError, match="step 99 lies beyond the run's last step 6"):
+        run_training(config)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "half", "an empty list", "wrong types", "nested deeply"])
+def test_a_damaged_line_of_metrics_is_named_and_kept(run, log, damage):
+    lines = (run / METRICS).read_bytes().split(b"\n")
+    lines[2] = DAMAGES[damage]
+    (run / METRICS).write_bytes(b"\n".join(lines))
+    damaged = (run / METRICS).read_bytes()
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 4, 5, 6]
+    assert any(f"{METRICS}, line 3" in line for line in log)
+    log.clear()
+    MetricsWriter(run, 5).close()
+    assert any(f"{METRICS}, line 3" in line and f"{METRICS}.kept-1" in line for line in log)
+    assert (run / f"{METRICS}.kept-1").read_bytes() == damaged
+    log.clear()
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 4, 5]
+    assert log == []
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_the_last_step_before_a_damaged_line(run, damage):
+    with (run / METRICS).open("ab") as stream:
+        stream.write(DAMAGED[damage] + b"\n")
+    found = read_last_step(run / METRICS)
+    assert found is None if damage == "nested deeply" else found["step"] == STEPS
