@@ -16,6 +16,7 @@ from common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
 _SHOWN_CHARACTERS = 200
+_TRUST = "trust_remote_code"
 
 
 class Strict(BaseModel):
@@ -66,6 +67,8 @@ def load_config(
 
     Overrides are relative to the section. Values are YAML (`workers=2`, `inputs=[a.txt]`, `objective={kind: mlm}`).
 
+    A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only.
+
     Args:
         name: the file.
         section: prepare or train.
@@ -77,8 +80,16 @@ def load_config(
         ConfigError: with every problem of the file, the overrides and the values.
     """
     values = _read_section(name, section, model)
+    withdrawn = _withdraw_trust(values)
     problems = _twice(overrides)
     problems += [problem for text in overrides if (problem := _override(values, text))]
+    decided = flat_keys(values)
+    problems += [
+        f"{key} = true: a file cannot grant trust. Remove the key from the file; if you trust the code of that model, "
+        f"add {key}=true to the command"
+        for key in withdrawn
+        if key not in decided
+    ]
     problems += refused_settings(values)
     config = None
     try:
@@ -126,6 +137,18 @@ def _twice(overrides: Sequence[str]) -> list[str]:
             earlier = before.partition("=")[0]
             if equals and (earlier == key or earlier.startswith(f"{key}.")):
                 found.append(f"override {key}: {before!r} and then {text!r}, which undoes it; give one of them")
+    return found
+
+
+def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    """Removes every `trust_remote_code` of a file that is not false, in place; returns their dotted keys."""
+    found = []
+    for key, value in list(tree.items()):
+        if isinstance(value, dict):
+            found += _withdraw_trust(value, f"{prefix}{key}.")
+        elif key == _TRUST and value is not False:
+            del tree[key]
+            found.append(prefix + key)
     return found
 
 
@@ -229,5 +252,5 @@ def flat_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A tree of settings with its nested keys joined by dots."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat

@@ -7,6 +7,7 @@ import sys
 from tqdm import tqdm
 
 from common.streams import lasting_streams
+from common.terminal import visible
 
 
 class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
@@ -17,6 +18,13 @@ class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
+class _Visible(logging.Formatter):
+    """Names and texts in messages steer no terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def setup_logging(role: str) -> None:
     """Logs of this process go to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more.
 
@@ -25,7 +33,7 @@ def setup_logging(role: str) -> None:
     lasting_streams()
     level = os.environ.get("DECLUTR_LOG", "INFO").upper()
     handler = _BesideBars(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Visible(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("declutr")
     logger.handlers[:] = [handler]
     logger.setLevel(level)

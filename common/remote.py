@@ -6,7 +6,6 @@ or whose files do not agree with it, was not sent to its end.
 
 import argparse
 import fcntl
-import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,33 +15,21 @@ import msgspec
 
 from common.address import child, is_remote, short_name
 from common.config import expand
+from common.copies import pull_all
+from common.listing import LISTING, Record, read_listing, records, refuse_names, write_listing
 from common.logs import setup_logging
 from common.remotefile import (
     PATIENT,
     AlteredError,
     Patience,
     fetch_file,
-    names,
-    pull_file,
     push_file,
-    read_file,
     remove_file,
     remove_tree,
-    write_file,
 )
-from common.storage import folder_aside, hash_file
+from common.storage import folder_aside
 
-LISTING = ".files.json"
 _FETCHES = 8  # files on their way at once: a store gives each stream only so much
-
-
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    sha256: str
-    num_bytes: int
-
-
-class _Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    files: dict[str, _Record]
 
 
 def push_folder(local: Path, url: str, patience: Patience = PATIENT) -> None:
@@ -54,10 +41,12 @@ def push_folder(local: Path, url: str, patience: Patience = PATIENT) -> None:
         patience: with a place that does not answer.
 
     Raises:
+        AlteredError: a file has a name that `pull` would refuse.
         RemoteError: the place refuses, or did not answer in time. What was sent is then no whole folder.
     """
-    new = _records(local)
-    old = _read_listing(url, patience)
+    new = records(local)
+    refuse_names(new, str(local))
+    old = read_listing(url, patience)
     if old == new:
         return
     if old is not None:  # from here on, and until the new list is there, this is no whole folder
@@ -65,7 +54,7 @@ def push_folder(local: Path, url: str, patience: Patience = PATIENT) -> None:
     for name in new:
         if old is None or old.get(name) != new[name]:
             push_file(local / name, child(url, name), patience)
-    write_file(child(url, LISTING), msgspec.json.encode(_Listing(new)), patience)
+    write_listing(url, new, patience)
     for name in sorted(set(old or ()) - set(new)):
         remove_file(child(url, name), patience)
 
@@ -107,32 +96,13 @@ def local_copy(url: str, cache: Path, patience: Patience = PATIENT) -> Path:
     return local
 
 
-def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
-    """Fetches what lies in a folder: as `pull_folder` where it has a list, else file by file, and so its folders.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        RemoteError: as `pull_folder`.
-    """
-    if is_whole(url, patience):
-        pull_folder(url, local, patience, renew=True)
-        return
-    found = names(url, patience)
-    if not found:
-        raise FileNotFoundError(f"{url}: nothing is there")
-    local.mkdir(parents=True, exist_ok=True)
-    for name in found:
-        if not pull_file(child(url, name), local / name, patience):
-            pull_all(child(url, name), local / name, patience)
-
-
 def is_whole(url: str, patience: Patience = PATIENT) -> bool:
     """Whether a folder was sent there to its end; its files are not read.
 
     Raises:
         RemoteError: the place refuses, or did not answer in time.
     """
-    return _read_listing(url, patience) is not None
+    return read_listing(url, patience) is not None
 
 
 def remove_folder(url: str, patience: Patience = PATIENT) -> None:
@@ -145,20 +115,18 @@ def remove_folder(url: str, patience: Patience = PATIENT) -> None:
     remove_tree(url, patience)
 
 
-def _pull(url: str, listing: dict[str, _Record], local: Path, patience: Patience, renew: bool = False) -> None:
+def _pull(url: str, listing: dict[str, Record], local: Path, patience: Patience, renew: bool = False) -> None:
     local.parent.mkdir(parents=True, exist_ok=True)
     with local.with_name(f".{local.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if local.exists():
-            if not renew or _records(local) == listing:
-                return
-            shutil.rmtree(local)
-        with folder_aside(local) as aside:
+        if local.exists() and (not renew or records(local) == listing):
+            return
+        with folder_aside(local, replace=True) as aside:
 
             def fetch(name: str) -> None:
                 target = aside / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                if _Record(*fetch_file(child(url, name), target, patience)) != listing[name]:
+                if Record(*fetch_file(child(url, name), target, patience)) != listing[name]:
                     raise AlteredError(f"{child(url, name)} is truncated or altered (checksum differs)")
 
             with ThreadPoolExecutor(_FETCHES) as pool:
@@ -166,33 +134,8 @@ def _pull(url: str, listing: dict[str, _Record], local: Path, patience: Patience
                     pass
 
 
-def _records(folder: Path) -> dict[str, _Record]:
-    """The files of a folder of this host."""
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: _Record(hash_file(path), path.stat().st_size) for name, path in paths.items()}
-
-
-def _read_listing(url: str, patience: Patience) -> dict[str, _Record] | None:
-    """Files of a folder; None if its list is not there.
-
-    Raises:
-        AlteredError: it is no such list, or names what lies elsewhere.
-    """
-    raw = read_file(child(url, LISTING), patience)
-    if raw is None:
-        return None
-    try:
-        found = msgspec.json.decode(raw, type=_Listing).files
-    except msgspec.DecodeError as error:
-        raise AlteredError(f"{child(url, LISTING)} is no list of files: {error}") from error
-    for name in found:
-        if name.startswith("/") or not set(name.split("/")).isdisjoint({"", ".", ".."}):
-            raise AlteredError(f"{child(url, LISTING)} names a file outside of the folder: {name!r}")
-    return found
-
-
-def _whole_listing(url: str, patience: Patience) -> dict[str, _Record]:
-    listing = _read_listing(url, patience)
+def _whole_listing(url: str, patience: Patience) -> dict[str, Record]:
+    listing = read_listing(url, patience)
     if listing is None:
         raise FileNotFoundError(f"{url}: no whole folder is there ({LISTING} is missing)")
     return listing
@@ -206,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("direction", choices=("push", "pull"))
     parser.add_argument("source", help="push: a folder; pull: s3://..., gs://... or what else fsspec knows")
     parser.add_argument(
-        "target", help="push: s3://...; pull: the folder it becomes, where only what differs is fetched"
+        "target", help="push: s3://...; pull: the folder it becomes, a new one or an unchanged copy of before"
     )
     arguments = parser.parse_args(argv)
     setup_logging(arguments.direction)

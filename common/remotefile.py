@@ -241,6 +241,32 @@ def names(url: str, patience: Patience = PATIENT) -> list[str]:
     return _persist(url, patience, look)
 
 
+def entries(url: str, patience: Patience = PATIENT) -> dict[str, bool]:
+    """Names directly in a folder, in order, each with whether it is a file; none if there is no such folder.
+
+    A store may have keys with an empty part: that part's name is empty.
+
+    Raises:
+        AlteredError: something there is neither a file nor a folder.
+        RemoteError: the place refuses, or did not answer in time.
+    """
+    files, place = _open(url)
+
+    def look() -> dict[str, bool]:
+        files.invalidate_cache()
+        try:
+            found = files.ls(place, detail=True)
+        except FileNotFoundError:
+            return {}
+        kinds = {str(one["name"]).rstrip("/"): str(one["type"]) for one in found}
+        kinds = {"" if name == place.rstrip("/") else posixpath.basename(name): kind for name, kind in kinds.items()}
+        if strange := {name: kind for name, kind in kinds.items() if kind not in ("file", "directory")}:
+            raise AlteredError(f"{url}: neither files nor folders are {strange}")
+        return {name: kinds[name] == "file" for name in sorted(kinds)}
+
+    return _persist(url, patience, look)
+
+
 def _open(url: str) -> tuple[Any, str]:
     """File system and path in it.
 
@@ -279,6 +305,8 @@ def _persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answ
                 answer = action()
         except FileNotFoundError as error:
             raise AlteredError(f"{url}: {error}") from error
+        except RemoteError:  # judged already
+            raise
         except OSError as error:
             if isinstance(error, PermissionError) or any(word in str(error) for word in _FINAL):
                 raise RemoteError(f"{url} refuses: {error}{_remedy(error)}") from error

@@ -39,15 +39,17 @@ def folder_aside(path: Path, replace: bool = False) -> Iterator[Path]:
 
     Args:
         path: what the folder will be called.
-        replace: a folder of that name gives way, once the new one is whole. A kill between the two leaves neither.
+        replace: a folder of that name gives way, once the new one is whole. A kill between the two renames leaves the
+            old one as a hidden sibling, which the next call puts back.
 
     Raises:
         FileExistsError: `path` exists already, and is not to be replaced.
     """
     if path.exists() and not replace:
         raise FileExistsError(f"{path} exists already")
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    gone = path.with_name(f".{path.name}.gone.tmp")
+    aside, before = path.with_name(f".{path.name}.{os.getpid()}.tmp"), _before(path)
+    if replace:
+        put_back(path)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
@@ -56,12 +58,24 @@ def folder_aside(path: Path, replace: bool = False) -> Iterator[Path]:
             fsync_path(file)
         fsync_path(aside)
         if replace and path.exists():
-            path.rename(gone)
+            path.rename(before)
         aside.rename(path)
         fsync_path(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(gone, ignore_errors=True)
+        if replace:
+            put_back(path)
+            shutil.rmtree(before, ignore_errors=True)
+
+
+def put_back(path: Path) -> None:
+    """Gives a folder its name again that had given way to another one which never came."""
+    if not path.exists() and _before(path).is_dir():
+        _before(path).rename(path)
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(f".{path.name}.before.tmp")
 
 
 def write_text(path: Path, text: str) -> None:

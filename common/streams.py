@@ -5,6 +5,8 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
+from common.terminal import Piped
+
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal was closed
 
 
@@ -50,6 +52,8 @@ def lasting_streams() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, Lasting):
             continue
+        if isinstance(stream, Piped):
+            stream = stream.lasting()
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, cast(TextIO, Lasting(stream)))

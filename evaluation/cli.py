@@ -9,6 +9,7 @@ from common.config import ConfigError
 from common.credentials import refused_argument
 from common.paths import PathError
 from common.suggestions import meant
+from common.terminal import shown
 
 _COMMANDS = {
     "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare:main"),
@@ -69,11 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
         return 1
     module, _, function = _COMMANDS[arguments[0]][1].partition(":")
-    try:
-        status: int = getattr(import_module(module), function)(arguments[1:])
-    except (OSError, ConfigError, PathError) as error:
-        print(f"declutr {command}: {error}", file=sys.stderr)
-        return 1
+    with shown():
+        try:
+            status: int = getattr(import_module(module), function)(arguments[1:])
+        except (OSError, ConfigError, PathError) as error:
+            print(f"declutr {command}: {error}", file=sys.stderr)
+            return 1
     return status
 
 

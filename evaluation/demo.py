@@ -81,7 +81,7 @@ def neighbours(data: Path, model: Path) -> Iterator[str]:
     rows: dict[str, Any] = {}
     documents = shards.take(np.arange(min(_POOL, shards.num_documents)))
     tokens, offsets = ragged(documents.column("tokens"))
-    tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER, trust_remote_code=False)
     sources = documents.column("source").to_pylist()
     for number, source in enumerate(sources):
         passage = tokens[offsets[number] : offsets[number + 1]][:_PASSAGE_TOKENS]

@@ -112,7 +112,7 @@ def span_lines(
 ) -> Iterator[str]:
     """Documents of shards by number, with the spans that an epoch draws of them, as text."""
     table = shards.take(np.array(rows, np.int64))
-    tokenizer = AutoTokenizer.from_pretrained(path / TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(path / TOKENIZER, trust_remote_code=False)
     tokens, offsets = ragged(table.column("tokens"))
     windows, window_offsets = ragged(table.column("windows"))
     lengths = table.column("num_tokens").to_numpy()

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import yaml
 from pydantic import ValidationError
 from tokenizers import normalizers
 from torch import nn
@@ -14,8 +14,12 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common import seeding
+from common.address import child, is_remote
+from common.copies import pull_all
 from common.hub import hub_problem
+from common.paths import expand
 from common.storage import read_json
+from common.yamlfile import read_yaml_file
 from evaluation.encoders.modules import Pooling, Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
@@ -24,7 +28,6 @@ from evaluation.encoders.weights import DAMAGE, broken_file, check_weights
 from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from pipeline.manifest import TOKENIZER
 from trainer import checkpoint
-from trainer.cache import data_folder
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.export import EXPORT, SETTINGS
@@ -33,6 +36,7 @@ from trainer.layouts import packs
 from trainer.model import Encoder
 from trainer.parts import build_encoder
 
+_STORES = ("s3://", "gs://", "gcs://", "file://")
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 
 
@@ -60,7 +64,7 @@ def load_encoder(
         long_texts: longer inputs are cut, or read in windows.
         vocabulary: of a file of word vectors only these words are held in memory; None: all.
         tokenized: texts for word vectors are words with spaces between them, as SentEval's data are (`WordVectors`).
-        trust_remote_code: run code that a model brings along. Only for models you trust.
+        trust_remote_code: run code that a model brings along. Only for models you trust; no file can grant this.
 
     Raises:
         EncoderError: it cannot be loaded, a weight is missing or left over, or it says of itself what cannot be
@@ -82,7 +86,7 @@ def load_encoder(
     elif (path / EXPORT).is_dir():
         loaded = _pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
     elif (path / "state.json").is_file() or (path / CHECKPOINTS).is_dir():
-        loaded = _of_run(path, pooling)
+        loaded = _of_run(path, pooling, trust_remote_code)
     else:
         loaded = _pretrained(name, pooling, trust_remote_code, None)
     encoder, tokenizer, recipe, unused = loaded
@@ -139,7 +143,7 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
         raise
     except DAMAGE as error:
         broken = broken_file(Path(name, recipe.subfolder if recipe else "")) if local else ""
-        raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or error}") from error
+        raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or _told(error)}") from error
     if recipe and recipe.lower_case:
         _lower_case(tokenizer)
     chosen = pooling or (recipe.pooling if recipe else "mean")
@@ -160,8 +164,18 @@ def _start(path: Path) -> str:
     return ""
 
 
-def _of_run(path: Path, pooling: Pooling | None) -> Loaded:
-    """The encoder of a checkpoint, or of a run's newest whole one."""
+def _told(error: Exception) -> str:
+    """The message of an error; where code would have to be trusted, what that takes."""
+    if "trust_remote_code" not in str(error):
+        return str(error)
+    return "it brings Python code along, which is not run; if you trust that code, add --trust-remote-code"
+
+
+def _of_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:
+    """The encoder of a checkpoint, or of a run's newest whole one.
+
+    The run may come from someone else: its `config.yaml` names an encoder and shards, and grants nothing.
+    """
     if (path / CHECKPOINTS).is_dir():
         found = checkpoint.find_latest(path / CHECKPOINTS)
         if found is None:
@@ -169,15 +183,15 @@ def _of_run(path: Path, pooling: Pooling | None) -> Loaded:
         path = found[0]
     settings = path.parent.parent / "config.yaml"
     try:
-        config = TrainConfig.model_validate(yaml.safe_load(settings.read_text(encoding="utf-8")))
-        if not (shards := data_folder(config)).joinpath(TOKENIZER).is_dir():
+        config = TrainConfig.model_validate(read_yaml_file(settings))
+        if not is_remote(config.data) and not (folder := expand(config.data) / TOKENIZER).is_dir():
             raise EncoderError(
                 f"{path} needs the tokenizer of its run's shards, and data = {config.data!r} of {settings} names no "
-                f"folder with one here ({shards.absolute() / TOKENIZER}): bring the shards there, or score the run's "
+                f"folder with one here ({folder.absolute()}): bring the shards there, or score the run's "
                 f"{EXPORT} folder, which has its tokenizer with it"
             )
-        tokenizer = AutoTokenizer.from_pretrained(shards / TOKENIZER)
-        plain = {"compile": False, "activation_checkpointing": False}
+        tokenizer = _tokenizer_of(config.data)
+        plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
         encoder = build_encoder(config, tokenizer)
@@ -186,8 +200,27 @@ def _of_run(path: Path, pooling: Pooling | None) -> Loaded:
     except EncoderError:
         raise
     except (*DAMAGE, ValidationError) as error:
-        raise EncoderError(f"{path} cannot be loaded; it needs its run's config.yaml and shards: {error}") from error
+        raise EncoderError(
+            f"{path} cannot be loaded; it needs its run's config.yaml and shards: {_told(error)}"
+        ) from error
     return encoder.eval(), tokenizer, None, ()
+
+
+def _tokenizer_of(data: str) -> Any:
+    """The tokenizer of shards.
+
+    Of shards at an address, only the tokenizer is fetched, and not into the `cache` that the run's settings name.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or the address is of a kind that no run has.
+    """
+    if not is_remote(data):
+        return AutoTokenizer.from_pretrained(expand(data) / TOKENIZER, trust_remote_code=False)
+    if not data.startswith(_STORES):
+        raise ValueError(f"data = {data}: not fetched; only addresses that begin with {', '.join(_STORES)} are")
+    with TemporaryDirectory(prefix="declutr-") as folder:
+        pull_all(child(data, TOKENIZER), Path(folder) / TOKENIZER)
+        return AutoTokenizer.from_pretrained(Path(folder) / TOKENIZER, trust_remote_code=False)
 
 
 def _model_limit(encoder: Encoder) -> int:

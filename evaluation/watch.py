@@ -39,6 +39,7 @@ class Follower:
         device: of the encoder; the workers have the GPUs.
         session: where the classifiers run.
         say: takes lines on the progress.
+        trust_remote_code: run code that the run's encoder brings along.
     """
 
     run: Path
@@ -47,6 +48,7 @@ class Follower:
     device: str
     session: SessionConfig
     say: Callable[[str], None]
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         unusable = [inspection for inspection in self.inspections if not inspection.usable]
@@ -103,7 +105,8 @@ class Follower:
         """Scores one checkpoint and appends its line; False where it is gone or damaged, which is said."""
         begun = time.monotonic()
         try:
-            encoder = load_encoder(str(checkpoint.checkpoint_path(self.run / CHECKPOINTS, step)), device=self.device)
+            path = checkpoint.checkpoint_path(self.run / CHECKPOINTS, step)
+            encoder = load_encoder(str(path), device=self.device, trust_remote_code=self.trust_remote_code)
             found = evaluate(encoder, self.inspections, self.choice, self.run / FOLDER, self.session, self.say)
         except EncoderError as error:
             self.say(f"step {step}: not scored: {error}")

@@ -34,7 +34,7 @@ def load_tokenizer(folder: Path) -> tuple[Any, Vocabulary]:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
     if fingerprint(tokenizer) != load_manifest(folder).tokenizer.fingerprint:
         raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
     return tokenizer, vocabulary_of(tokenizer)

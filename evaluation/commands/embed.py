@@ -44,6 +44,9 @@ def run(arguments: list[str]) -> int:
     except (EmbedError, EncoderError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except OSError as error:  # a full disk, a storage that is gone
+        sys.stderr.write(f"{config.output}: {error}. What is finished stays; the same command continues\n")
+        return 1
     for reason, number in note.skipped.items():
         print(f"left out: {number:,} {reason}")
     print(f"{config.output}: {note.rows:,} embeddings of {note.size} numbers ({config.shape.dtype})")

@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: between two looks (10)")
     parser.add_argument("--cpus", type=int, help="processes for classifiers (all; with --follow 1)")
     parser.add_argument("--address", help="of a Ray cluster on which classifiers are fitted")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that encoders bring along")
     parser.add_argument("--device", help="of the encoder: cpu, cuda (a GPU when there is one; with --follow cpu)")
     return parser
 
@@ -121,7 +122,10 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     names = dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])])
     for name in names:
         try:
-            encoder = load_encoder(name, device=given.device, vocabulary=vocabulary, tokenized=True)
+            trust = given.trust_remote_code
+            encoder = load_encoder(
+                name, device=given.device, vocabulary=vocabulary, tokenized=True, trust_remote_code=trust
+            )
             if unused := getattr(encoder, "unused", ()):
                 _say(f"{name}: parts of its files that no embedding is made of are left out: {', '.join(unused)}")
             found = evaluate(encoder, inspections, choice, given.output, session, _say)
@@ -186,7 +190,8 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
     torch.set_num_threads(given.cpus or 1)  # the workers have the rest
     session = SessionConfig(num_cpus=given.cpus or 1, address=given.address)
     try:
-        follower = Follower(given.follow, inspections, choice, given.device or "cpu", session, _say)
+        trust = given.trust_remote_code
+        follower = Follower(given.follow, inspections, choice, given.device or "cpu", session, _say, trust)
         number = follower.follow(given.every_seconds, given.once)
     except FollowError as error:
         sys.stderr.write(f"{error}\n")

@@ -15,6 +15,7 @@ def run(arguments: list[str]) -> int:
         "--port", type=int, default=0, help="of 127.0.0.1, to which alone the page is served (a free one)"
     )
     parser.add_argument("--top", type=int, default=10, help="texts to find (10)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model brings along")
     given = parser.parse_args(arguments)
     if not 0 <= given.port <= 65_535:
         parser.error(f"--port {given.port}: 0 to 65535")
@@ -30,7 +31,8 @@ def run(arguments: list[str]) -> int:
     try:
         index = SearchIndex(given.index)
         choice = index.facts.choice
-        encoder = encoder_of(choice.model_copy(update={"model": given.model}) if given.model else choice)
+        choice = choice.model_copy(update={"model": given.model}) if given.model else choice
+        encoder = encoder_of(choice, trust_remote_code=given.trust_remote_code)
         explorer = Explorer(index, encoder, given.top)
     except (EmbedError, EncoderError) as error:
         sys.stderr.write(f"{error}\n")
@@ -41,7 +43,7 @@ def run(arguments: list[str]) -> int:
         sys.stderr.write(f"--port {given.port}: {error.strerror}; without --port a free one is taken\n")
         return 1
     with server:
-        print(f"{server.url}  (for this machine alone; Ctrl-C ends it)", flush=True)
+        print(f"{server.url}  (for you alone: who has this address can read the texts; Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -14,13 +14,17 @@ def run(arguments: list[str]) -> int:
         "--output", type=path_argument, required=True, help="folder to make: model.onnx, tokenizer.json"
     )
     parser.add_argument("--max-tokens", type=int, help="of one input, specials included (the encoder's limit)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model brings along")
     given = parser.parse_args(arguments)
     from evaluation.encoder import EncoderError, load_encoder
 
     try:
-        from evaluation.embedding.onnx import export_onnx
+        from evaluation.embedding.onnx import export_onnx, require_onnx
 
-        export_onnx(load_encoder(given.model, device="cpu", max_tokens=given.max_tokens), given.output)
+        require_onnx()
+        trust = given.trust_remote_code
+        encoder = load_encoder(given.model, device="cpu", max_tokens=given.max_tokens, trust_remote_code=trust)
+        export_onnx(encoder, given.output)
     except (EncoderError, FileExistsError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -19,7 +19,7 @@ def run(arguments: list[str]) -> int:
 
     try:
         facts = build_index(given.embeddings, given.output, given.kind, given.source_field)
-    except (EmbedError, FileExistsError) as error:
+    except (EmbedError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     print(f"{given.output}: {facts.rows:,} texts, {facts.kind}")

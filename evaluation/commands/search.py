@@ -15,6 +15,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("query", nargs="+", help="one or several")
     parser.add_argument("--top", type=int, default=10, help="texts to show (10)")
     parser.add_argument("--model", help="the encoder, where it has moved since the embeddings were made")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model brings along")
     given = parser.parse_args(arguments)
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
@@ -24,7 +25,8 @@ def run(arguments: list[str]) -> int:
     try:
         index = SearchIndex(given.index)
         choice = index.facts.choice
-        encoder = encoder_of(choice.model_copy(update={"model": given.model}) if given.model else choice)
+        choice = choice.model_copy(update={"model": given.model}) if given.model else choice
+        encoder = encoder_of(choice, trust_remote_code=given.trust_remote_code)
         found = [(query, index.search(encoder, query, given.top)) for query in given.query]
     except (EmbedError, EncoderError) as error:
         sys.stderr.write(f"{error}\n")
@@ -35,5 +37,5 @@ def run(arguments: list[str]) -> int:
         for hit in hits:
             text = " ".join(hit.text.split())
             shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
-            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {''.join(c if c.isprintable() else ' ' for c in shown)}")
+            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {shown}")
     return 0

@@ -28,7 +28,8 @@ class Choice(Strict):
     long_texts: LongTexts = "cut"
     """Longer texts are cut, or read in windows whose embeddings are averaged by their tokens."""
     trust_remote_code: bool = False
-    """Run code that a model brings along. Only for models you trust."""
+    """Run code that a model brings along. Only for models you trust. In a note or an index this is a record: reading it
+    back grants nothing."""
 
 
 class Shape(Strict):

@@ -16,9 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from usearch.index import Index
 
+from evaluation.embedding.config import EmbedError
+from evaluation.embedding.graphfile import CONNECTIVITY, graph_vectors
+
 _PART_ROWS = 100_000
 _TOLD_ROWS = 1000
-_CONNECTIVITY, _EXPANSION = 32, 256
+_EXPANSION = 256
 _MOST_THREADS = 8  # each holds a part twice: its vectors, and its graph, which has them too
 
 
@@ -82,7 +85,10 @@ def _write(
         some = vectors[start : start + _TOLD_ROWS]
         graph.add(np.arange(start, start + len(some), dtype=np.uint64), some, threads=1)
         told(len(some))
-    graph.save(str(path))
+    try:
+        graph.save(str(path))
+    except RuntimeError as error:
+        raise OSError(f"{path} cannot be written ({error})") from error
 
 
 def _empty(size: int) -> Index:
@@ -90,7 +96,7 @@ def _empty(size: int) -> Index:
         ndim=size,
         metric="ip",
         dtype="f32",
-        connectivity=_CONNECTIVITY,
+        connectivity=CONNECTIVITY,
         expansion_add=_EXPANSION,
         expansion_search=_EXPANSION,
     )
@@ -102,13 +108,24 @@ class Graphs:
     Args:
         paths: in the order in which they were written.
         size: numbers of a vector.
+
+    Raises:
+        EmbedError: a file is cut off or altered, or they do not belong together.
     """
 
     def __init__(self, paths: Sequence[Path], size: int) -> None:
+        self._size = size
+        self._vectors = [graph_vectors(path, size) for path in paths]
         self._graphs = [_empty(size) for _ in paths]
         for graph, path in zip(self._graphs, paths, strict=True):
             graph.view(str(path))
         self._part_rows = len(self._graphs[0]) if self._graphs else 1
+        rows = [len(graph) for graph in self._graphs]
+        if any(number != self._part_rows for number in rows[:-1]) or max(rows, default=0) > self._part_rows:
+            raise EmbedError("the graphs of the index do not belong together; build the index again")
+
+    def __len__(self) -> int:
+        return sum(map(len, self._graphs))
 
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Rows and cosines, each `(queries, top)`, the nearest first.
@@ -130,4 +147,5 @@ class Graphs:
     def vectors(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """`(len(rows), size)`, of length 1."""
         places = [divmod(row, self._part_rows) for row in rows]
-        return np.stack([self._graphs[part].get(row) for part, row in places])
+        found = [self._vectors[part][row] for part, row in places]
+        return np.stack(found) if found else np.empty((0, self._size), np.float32)

@@ -5,6 +5,7 @@ Similarity is the cosine: vectors are brought to length 1. Up to `EXACT_ROWS` ev
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from common.storage import folder_aside, hash_file, hash_json, write_json
 from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
 from evaluation.embedding.job import identify, plan
-from evaluation.embedding.output import read_note
+from evaluation.embedding.output import Note, read_note
+from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, mapped, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.corpus import Document
@@ -31,7 +33,8 @@ from pipeline.units import Unit, plan_units, read_unit
 EXACT_ROWS = 20_000
 INDEX = "index.json"
 _VECTORS, _TEXTS = "vectors.npy", "texts.arrow"
-_CHUNK_ROWS = 4096
+_FILE = re.compile(r"[a-z0-9-]+\.[a-z]+")
+NO_WORD = "the encoder knows no word of the query: its embedding is null, and near to nothing"
 
 Kind = Literal["exact", "graph"]
 
@@ -49,16 +52,6 @@ class IndexFacts(Strict):
     fingerprint: str
     files: dict[str, str]
     """SHA-256 of each file."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One text of an index: its row, its id where there is one, what it came from, the text."""
-
-    row: int
-    id: str | None
-    source: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -95,13 +88,14 @@ def build_index(
         if _write_texts(aside / _TEXTS, config, source_field) != note.rows:
             raise EmbedError(f"{embeddings}: its inputs do not hold as many texts as it has embeddings")
         if kind == "exact":
-            vectors = np.lib.format.open_memmap(aside / _VECTORS, "w+", np.dtype(np.float32), (note.rows, note.size))
-            for start, chunk in _vectors(embeddings):
-                vectors[start : start + len(chunk)] = chunk
-            vectors.flush()
+            header = {"descr": "<f4", "fortran_order": False, "shape": (note.rows, note.size)}
+            with (aside / _VECTORS).open("wb") as stream:  # not mapped: on a full disk that would end the process
+                np.lib.format.write_array_header_1_0(stream, header)
+                for _, chunk in _vectors(embeddings, note):
+                    stream.write(chunk.tobytes())
         else:
             with bar(total=note.rows, unit="text", desc="index") as shown:
-                write_graphs(aside, note.size, (chunk for _, chunk in _vectors(embeddings)), shown.update)
+                write_graphs(aside, note.size, (chunk for _, chunk in _vectors(embeddings, note)), shown.update)
         facts = IndexFacts(
             kind=kind,
             rows=note.rows,
@@ -128,23 +122,28 @@ class SearchIndex:
         except (FileNotFoundError, NotADirectoryError, ValidationError) as error:
             raise EmbedError(f"{folder}: holds no index of this version of `declutr index`: {error}") from error
         for name, digest in self.facts.files.items():
-            if not (folder / name).is_file() or hash_file(folder / name) != digest:
+            if not _FILE.fullmatch(name) or not (folder / name).is_file() or hash_file(folder / name) != digest:
                 raise EmbedError(f"{folder}: {name} is missing or altered; build the index again")
-        self._texts = pa.ipc.open_file(pa.memory_map(str(folder / _TEXTS)))
+        self._texts = StoredTexts(folder / _TEXTS, self.facts.rows)
         if self.facts.kind == "exact":
-            self._vectors: NDArray[np.float32] = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
+            self._vectors = stored_vectors(folder / _VECTORS, self.facts.rows, self.facts.size)
         else:
             graphs = sorted(name for name in self.facts.files if name.startswith("graph-"))
             self._graphs = Graphs([folder / name for name in graphs], self.facts.size)
+            if len(self._graphs) != self.facts.rows:
+                raise EmbedError(f"{folder}: its graphs hold {len(self._graphs):,} rows, not {self.facts.rows:,}")
 
     def search(self, encoder: SentenceEncoder, query: str, top: int = 10) -> list[Hit]:
         """The nearest texts, the nearest first.
 
         Raises:
-            EmbedError: the encoder is not the one that made the index.
+            EmbedError: the encoder is not the one that made the index, or knows no word of the query.
         """
         self.check(encoder)
-        return self.hits(self.embed(encoder, query), top)
+        vector = self.embed(encoder, query)
+        if not vector.any():
+            raise EmbedError(NO_WORD)
+        return self.hits(vector, top)
 
     def check(self, encoder: SentenceEncoder) -> None:
         """Whether the vectors of an encoder mean anything to this index.
@@ -193,40 +192,43 @@ class SearchIndex:
 
     def texts(self, rows: Sequence[int]) -> list[Stored]:
         """What is stored in these rows."""
-        return [self._text(row) for row in rows]
-
-    def _text(self, row: int) -> Stored:
-        batch, place = divmod(row, _CHUNK_ROWS)
-        found: dict[str, Any] = self._texts.get_batch(batch).slice(place, 1).to_pylist()[0]
-        return Stored(row, found["id"], found["source"], found["text"])
+        return [self._texts.at(row) for row in rows]
 
 
-def _vectors(embeddings: Path) -> Iterator[tuple[int, NDArray[np.float32]]]:
+def _vectors(embeddings: Path, note: Note) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Embeddings of length 1 with the row of the first, some at a time."""
     start = 0
     unit = Shape(normalise=True)
-    for chunk in _stored(embeddings):
+    for chunk in _stored(embeddings, note):
+        if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
+            raise EmbedError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
         yield start, shaped(chunk.astype(np.float32), unit)
         start += len(chunk)
 
 
-def _stored(embeddings: Path) -> Iterator[NDArray[Any]]:
+def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
     if embeddings.suffix == ".npy":
-        whole = np.load(embeddings, mmap_mode="r", allow_pickle=False)
-        yield from (whole[start : start + _CHUNK_ROWS] for start in range(0, len(whole), _CHUNK_ROWS))
+        whole = mapped(embeddings, note.rows, note.size, note.config.shape.dtype)
+        yield from (whole[start : start + CHUNK_ROWS] for start in range(0, len(whole), CHUNK_ROWS))
         return
-    with pq.ParquetFile(embeddings) as file:
-        for batch in file.iter_batches(_CHUNK_ROWS, columns=["embedding"]):
-            column = batch.column(0)
-            yield column.flatten().to_numpy().reshape(len(column), -1)
+    rows = 0
+    try:
+        with pq.ParquetFile(embeddings) as file:
+            for batch in file.iter_batches(CHUNK_ROWS, columns=["embedding"]):
+                column = batch.column(0)
+                yield column.flatten().to_numpy().reshape(len(column), note.size)
+                rows += len(column)
+    except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
+        raise EmbedError(f"{embeddings}: {note.rows:,} embeddings cannot be read of it ({error})") from error
+    if rows != note.rows:
+        raise EmbedError(f"{embeddings}: holds {rows:,} embeddings, not the {note.rows:,} of its note")
 
 
 def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> int:
     """Writes texts, ids and sources in the order of the embeddings; returns their number."""
-    schema = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.string())])
     rows: list[dict[str, str | None]] = []
     total = 0
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         for unit in plan(config):
             records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
             for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
@@ -236,11 +238,11 @@ def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> i
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
                     rows.append({"text": text, "id": key.text if key else None, "source": origin})
                     total += 1
-                    if len(rows) == _CHUNK_ROWS:
-                        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+                    if len(rows) == CHUNK_ROWS:
+                        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
                         rows.clear()
         if rows:
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
     return total
 
 

@@ -3,8 +3,11 @@
 What is finished lies in a hidden folder beside the output, a part and a sidecar a unit, until the output is whole.
 """
 
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,16 @@ _CPUS_PER_WORKER = 4
 _RESTARTS = 10
 """How often a worker that dies begins anew. An input that crashes a library would do so for ever."""
 _VERSION = 1
+_LOCK = ".lock"
 
 
-def encoder_of(choice: Choice) -> SentenceEncoder:
-    """The encoder of a job.
+def encoder_of(choice: Choice, *, trust_remote_code: bool) -> SentenceEncoder:
+    """The encoder of a job or an index.
+
+    Args:
+        choice: the encoder and its treatment of long texts. It may have been read from a file of someone else, so
+            whether that file trusts the model is not looked at.
+        trust_remote_code: whether the current command trusts the model.
 
     Raises:
         EncoderError: it cannot be loaded.
@@ -41,7 +50,7 @@ def encoder_of(choice: Choice) -> SentenceEncoder:
         choice.pooling,
         max_tokens=choice.max_tokens,
         long_texts=choice.long_texts,
-        trust_remote_code=choice.trust_remote_code,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -57,7 +66,7 @@ def embed(config: EmbedConfig) -> Note:
     """
     config = located(config)
     units = plan(config)
-    encoder = encoder_of(config.choice)
+    encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has {encoder.size}")
     identities = identify(config, units, encoder.fingerprint)
@@ -67,6 +76,33 @@ def embed(config: EmbedConfig) -> Note:
         return done
     folder = config.output.absolute().with_name(f".{config.output.name}.parts")
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder, config.output):
+        return _embedded(config, units, identities, folder, encoder)
+
+
+@contextmanager
+def _alone(folder: Path, output: Path) -> Iterator[None]:
+    """Holds the folder of the parts for this command, until it or its process ends.
+
+    Raises:
+        EmbedError: another command holds it.
+    """
+    path = folder / _LOCK
+    with path.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = path.is_file() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino
+        except BlockingIOError:
+            held = False
+        if not held:
+            raise EmbedError(f"--output {output}: another `declutr embed` writes it; wait for it, or name another file")
+        yield
+
+
+def _embedded(
+    config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
+) -> Note:
+    """Embeds what is left, puts the parts together and writes the note; the parts are gone afterwards."""
     sidecars = _run(config, units, identities, folder, encoder)
     num_rows = assemble(folder, sidecars, config, encoder.size)
     note = Note(
@@ -78,7 +114,7 @@ def embed(config: EmbedConfig) -> Note:
             reason: sum(sidecar.skipped.get(reason, 0) for sidecar in sidecars)
             for reason in sorted({reason for sidecar in sidecars for reason in sidecar.skipped})
         },
-        job=job,
+        job=hash_json(identities),
         num_bytes=config.output.stat().st_size,
     )
     write_note(note, config.output)
@@ -206,7 +242,7 @@ class UnitEmbedder:
 
     def __init__(self, config: EmbedConfig, folder: str) -> None:
         self._config, self._folder = config, Path(folder)
-        self._encoder = encoder_of(config.choice)
+        self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
 
     def __call__(self, row: dict[str, str]) -> dict[str, str]:
         """`{"unit": JSON, "identity": hash}` in, `{"sidecar": JSON, "problem": words}` out."""

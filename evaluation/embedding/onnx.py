@@ -5,6 +5,7 @@ float32 `(texts, size)`. Pooling, dense layers and normalisation are inside the 
 """
 
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,21 @@ from evaluation.encoders.transformer import TransformerEncoder
 
 OPSET = 18
 SETTINGS = "declutr_onnx.json"
+
+
+def require_onnx() -> None:
+    """Checks that the libraries are installed that write a graph, before an encoder is loaded for it.
+
+    Raises:
+        EncoderError: one is not.
+    """
+    for name in ("onnx", "onnxscript"):
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise EncoderError(
+                f"export-onnx needs the package {name} (pip install onnx onnxscript): {error}"
+            ) from error
 
 
 class _Graph(nn.Module):

@@ -72,7 +72,7 @@ def embed_unit(
         told: is told how many more texts were embedded and how many more input bytes were read.
 
     Raises:
-        EmbedError: a record cannot be read, and is not to be skipped.
+        EmbedError: a record cannot be read and is not to be skipped, or an embedding is not finite.
     """
     schema = part_schema(encoder.size, config)
     skipped: Counter[str] = Counter()
@@ -98,7 +98,13 @@ def embed_unit(
                     read += 1
                 written += len(rows)
                 if rows:
-                    writer.write_batch(_batch(schema, rows, ids, embed_distinct(encoder, texts, config.shape)))
+                    values = embed_distinct(encoder, texts, config.shape)
+                    if len(bad := np.flatnonzero(~np.isfinite(values).all(axis=1))):
+                        raise EmbedError(
+                            f"{unit.name}: the embedding of record {rows[bad[0]]:,} is not finite in "
+                            f"{config.shape.dtype}: the encoder is broken, or --dtype float32 is needed"
+                        )
+                    writer.write_batch(_batch(schema, rows, ids, values))
                 if told is not None:
                     now = reading.bytes_read
                     told(len(texts), now - seen_bytes)
@@ -140,7 +146,8 @@ def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
     kept = embeddings[:, : shape.dimensions]
     if shape.normalise:
         kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), 1e-12)
-    return np.ascontiguousarray(kept, dtype=shape.dtype)
+    with np.errstate(over="ignore"):  # too large for float16: infinite, which the caller looks for
+        return np.ascontiguousarray(kept, dtype=shape.dtype)
 
 
 def _batch(schema: pa.Schema, rows: list[int], ids: list[str], values: NDArray[Any]) -> pa.RecordBatch:

@@ -65,7 +65,7 @@ class HashedWords:
         keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
         drawn = seeding.words(self.seed, "hashed-words", keys, np.zeros_like(keys), -(-self.size // 32))
         raw = np.ascontiguousarray(drawn.astype("<u4")).view(np.uint8)
-        bits = np.unpackbits(raw.reshape(len(words), -1), axis=1, bitorder="little")
+        bits = np.unpackbits(raw.reshape(len(words), 4 * drawn.shape[1]), axis=1, bitorder="little")
         return (bits[:, : self.size].astype(np.int8) << 1) - 1
 
 

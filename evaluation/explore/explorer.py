@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from common import seeding
 from evaluation.embedding.config import EmbedError
-from evaluation.embedding.index import Hit, SearchIndex, Stored
+from evaluation.embedding.index import NO_WORD, Hit, SearchIndex
+from evaluation.embedding.stored import Stored
 from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.explore.grouping import OTHERS, Grouping
 from evaluation.explore.plane import fit_plane
@@ -79,7 +80,7 @@ class Explorer:
         with self._lock:  # tokenizers are not made for several threads
             vector = self._index.embed(self._encoder, query)
             if not vector.any():
-                raise ExploreError("the encoder knows no word of the query: its embedding is null, and near to nothing")
+                raise ExploreError(NO_WORD)
             x, y = self._places(vector[None])[0]
             return {"query": {"x": x, "y": y}, "hits": self._hits(self._index.hits(vector, self._top))}
 

@@ -47,7 +47,8 @@ function say(words, wrong = false) {
 async function get(path, parameters = {}) {
   let response;
   try {
-    response = await fetch(`${path}?${new URLSearchParams(parameters)}`);
+    const headers = { "X-Declutr-Token": new URLSearchParams(location.search).get("token") ?? "" };
+    response = await fetch(`${path}?${new URLSearchParams(parameters)}`, { headers });
   } catch {
     throw new Error("No answer: is `declutr explore` still running? What went wrong is said where it was started.");
   }

@@ -1,12 +1,15 @@
-"""Serves the page and its answers to this machine alone, on the standard library's server.
+"""Serves the page and its answers to one person on this machine, on the standard library's server.
 
-A page of the world must not read the corpus through the visitor's browser. The socket listens on 127.0.0.1 only; a Host
-that is not this machine is refused, because a name of the attacker's may be made to point here (DNS rebinding); answers
-carry no permission for other origins, and questions that a browser marks as another site's are refused.
+Neither another user of the machine nor a page of the world may read the corpus. The socket listens on 127.0.0.1 only.
+Every request needs the token that the printed address has. A Host that is not this very address is refused, because a
+name of the attacker's may be made to point here (DNS rebinding); answers carry no permission for other origins, and
+questions that a browser marks as another site's are refused.
 """
 
 import json
+import secrets
 import sys
+import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
@@ -17,8 +20,12 @@ from evaluation.explore.explorer import ExploreError, Explorer, Json
 from evaluation.explore.page import page
 
 ADDRESS = "127.0.0.1"
-_HOSTS = (ADDRESS, "localhost")
+TOKEN_HEADER = "X-Declutr-Token"
+_HTTP_PORT = 80  # browsers leave it out of Host
 _IDLE_SECONDS = 30
+_MAX_CONNECTIONS = 64
+_MAX_TOKEN_QUERY = 200  # characters of an address that are looked at for the token
+_WHERE = "open the address that `declutr explore` printed"
 
 
 class _Refusal(Exception):  # noqa: N818 - what is refused is the request, nothing is broken
@@ -28,7 +35,7 @@ class _Refusal(Exception):  # noqa: N818 - what is refused is the request, nothi
 
 
 class ExploreServer(ThreadingTCPServer):
-    """Answers until it is told to stop; a thread a request.
+    """Answers until it is told to stop; a thread for each connection, and no more than 64 of them.
 
     Args:
         explorer: what answers.
@@ -46,12 +53,34 @@ class ExploreServer(ThreadingTCPServer):
         html, self.policy = page()
         self.html = html.encode()
         self.map = _encoded(explorer.map())
+        self.token = secrets.token_urlsafe(32)
+        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         super().__init__((ADDRESS, port), _Handler)
+        port = self.server_address[1]
+        self.hosts = {f"{name}{end}" for name in (ADDRESS, "localhost") for end in self._ends(port)}
+
+    @staticmethod
+    def _ends(port: int) -> list[str]:
+        return [f":{port}", ""] if port == _HTTP_PORT else [f":{port}"]
 
     @property
     def url(self) -> str:
-        """Where the page is."""
-        return f"http://{ADDRESS}:{self.server_address[1]}/"
+        """The address of the page, with the token: who has it may read the corpus."""
+        return f"http://{ADDRESS}:{self.server_address[1]}/?token={self.token}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection, or closes it where there are too many."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers a connection to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says what went wrong, unless it is only that the browser has left."""
@@ -70,6 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._refuse_strangers()
             path, _, query = self.path.partition("?")
+            self._refuse_guesses(path, query)
             if path == "/":
                 self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.html)
                 return
@@ -79,12 +109,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse_strangers(self) -> None:
         hosts = self.headers.get_all("Host", [])
-        # Any port: behind `ssh -L` it is another one.
-        if len(hosts) != 1 or hosts[0].partition(":")[0].lower() not in _HOSTS:
-            raise _Refusal(HTTPStatus.MISDIRECTED_REQUEST, f"this is not the Host asked for; open {self.server.url}")
+        if len(hosts) != 1 or hosts[0] not in self.server.hosts:
+            words = f"this is not the Host asked for; {_WHERE} (with `ssh -L`, keep its port)"
+            raise _Refusal(HTTPStatus.MISDIRECTED_REQUEST, words)
         site = self.headers.get("Sec-Fetch-Site", "none")
         if self.headers.get("Sec-Fetch-Mode") != "navigate" and site not in ("same-origin", "none"):
-            raise _Refusal(HTTPStatus.FORBIDDEN, f"another site's page asks; open {self.server.url}")
+            raise _Refusal(HTTPStatus.FORBIDDEN, f"another site's page asks; {_WHERE}")
+
+    def _refuse_guesses(self, path: str, query: str) -> None:
+        """The page has the token in its address, its questions have it in a header."""
+        in_address = parse_qs(query[:_MAX_TOKEN_QUERY]).get("token", [""])[0] if path == "/" else ""
+        given = (in_address or self.headers.get(TOKEN_HEADER, "")).encode(errors="replace")
+        if not secrets.compare_digest(given, self.server.token.encode()):
+            raise _Refusal(HTTPStatus.FORBIDDEN, f"the token is missing or wrong; {_WHERE}")
 
     def _answer(self, path: str, query: str) -> bytes:
         try:

@@ -5,10 +5,9 @@ control characters. What a browser would obey is shown instead, by its code poin
 """
 
 import html
-import unicodedata
 
-_ALLOWED = frozenset("\n\u200c\u200d\u00ad")
-"""Line feed; the joiners and the soft hyphen are part of how some scripts and emoji are written."""
+from common.terminal import visible as visible
+
 _VOID = frozenset({"meta", "br", "rect", "line"})
 
 
@@ -16,17 +15,6 @@ class Html(str):
     """Markup, as opposed to text that is still to be escaped."""
 
     __slots__ = ()
-
-
-def visible(text: str) -> str:
-    """The text with control, format and surrogate characters as their code points, `⟨U+202E⟩`; tabs as spaces."""
-    return "".join(_shown(character) for character in text.replace("\t", "    "))
-
-
-def _shown(character: str) -> str:
-    if character in _ALLOWED or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}:
-        return character
-    return f"⟨U+{ord(character):04X}⟩"
 
 
 def markup(value: object) -> Html:

@@ -19,6 +19,7 @@ from evaluation.encoder import load_encoder
 from evaluation.explore.explorer import MAX_QUERY_CHARACTERS, Explorer, sample_rows
 from evaluation.explore.grouping import MAX_GROUPS, Grouping
 from evaluation.explore.plane import fit_plane
+from evaluation.explore.server import TOKEN_HEADER
 from evaluation.report.markup import visible
 
 
@@ -33,7 +34,7 @@ def server(index):
         yield started
 
 
-def ask(server, path, host=None, method="GET", **headers):
+def ask(server, path, host=None, method="GET", token=None, **headers):
     """Status, headers, body."""
     port = server.server_address[1]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -41,6 +42,8 @@ def ask(server, path, host=None, method="GET", **headers):
         connection.putrequest(method, path, skip_host=True)
         if host != "":
             connection.putheader("Host", host or f"127.0.0.1:{port}")
+        if token != "":
+            connection.putheader(TOKEN_HEADER, token or server.token)
         for name, value in headers.items():
             connection.putheader(name.replace("_", "-"), value)
         connection.endheaders()
@@ -137,18 +140,75 @@ def test_a_query_as_long_as_may_be_is_answered(server):
 
 
 @pytest.mark.parametrize("path", ["/", "/api/map", "/api/search?text=cat"])
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:80",
+        "evil.example:PORT",
+        "",
+        "0.0.0.0",
+        "127.0.0.1",
+        "127.0.0.1:9",
+        "127.0.0.1:PORT.",
+        "127.0.0.1.:PORT",
+        "localhost.:PORT",
+        "LOCALHOST:PORT",
+        "127.1:PORT",
+        "2130706433:PORT",
+        "[::1]:PORT",
+        "127.0.0.1:0PORT",
+        "user@127.0.0.1:PORT",
+        "127.0.0.1:PORT,evil.example",
+    ],
+)
 def test_names_that_were_made_to_point_here_are_refused(server, path, host):
-    status, headers, body = ask(server, path, host=host)
+    status, headers, body = ask(server, path, host=host.replace("PORT", str(server.server_address[1])))
     assert status == 421
-    assert json.loads(body)["error"].endswith(server.url)
+    assert "open the address that `declutr explore` printed" in json.loads(body)["error"]
+    assert server.token not in body.decode()
     assert "Access-Control-Allow-Origin" not in headers
 
 
-def test_this_machine_by_any_port_is_served_and_other_sites_are_not(server):
-    """Behind `ssh -L` the port is another one; a link from elsewhere opens the page, but no script there reads it."""
-    for host in ("localhost:1234", "127.0.0.1:9", "LOCALHOST"):
-        assert ask(server, "/api/map", host=host)[0] == 200
+@pytest.mark.parametrize("path", ["/", "/api/map", "/api/search?text=cat", "/api/neighbours?row=1", "/api/other"])
+@pytest.mark.parametrize("token", ["", "x", "é", "TOKEN ", "TOKENx", "token", "TOKE"])
+def test_without_the_token_nobody_reads_anything(server, path, token):
+    """Another user of the machine reaches the port; the token is only in the address that was printed."""
+    wrong = token.replace("TOKEN", server.token).replace("TOKE", server.token[:-1])
+    wrong = wrong if wrong != f"{server.token} " else f"{server.token} x"  # HTTP takes off the space
+    for found in (ask(server, path, token=wrong), ask(server, f"{path}?token={quote(wrong)}", token="")):
+        assert found[0] == 403
+        assert "token is missing or wrong" in json.loads(found[2])["error"]
+        assert server.token not in found[2].decode()
+    assert ask(server, f"/api/map?token={server.token}", token="")[0] == 403  # in an address, for the page alone
+    assert ask(server, f"/?token={server.token}", token="")[0] == 200
+
+
+def test_connections_that_say_nothing_have_an_end(index):
+    """More than there are threads for: the next are closed, and those who ended make room again."""
+    with serving(index) as server:
+        held = [socket.create_connection(server.server_address, timeout=20) for _ in range(64)]
+        end = time.monotonic() + 20
+        while threading.active_count() < 64 and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(OSError, match=r"reset|closed|Remote end"):
+            ask(server, "/")
+        for connection in held:
+            connection.close()
+        while time.monotonic() < end:
+            try:
+                assert ask(server, "/")[0] == 200
+            except OSError:
+                time.sleep(0.01)
+            else:
+                break
+        assert ask(server, "/")[0] == 200
+
+
+def test_this_machine_is_served_and_other_sites_are_not(server):
+    """A link from elsewhere that has the token opens the page, but no script there reads it."""
+    assert ask(server, "/api/map", host=f"localhost:{server.server_address[1]}")[0] == 200
     assert ask(server, "/api/map", Sec_Fetch_Site="same-origin")[0] == 200
     assert ask(server, "/api/map", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0] == 403
     assert ask(server, "/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
@@ -203,7 +263,7 @@ def test_it_says_where_it_is_and_ends_on_ctrl_c(index, capsys):
     finally:
         thread.join()
         signal.signal(signal.SIGINT, before)
-    assert f"http://127.0.0.1:{port}/" in capsys.readouterr().out
+    assert f"http://127.0.0.1:{port}/?token=" in capsys.readouterr().out
     with socket.create_server(("127.0.0.1", port)):
         pass  # it is closed
 

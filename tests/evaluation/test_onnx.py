@@ -1,6 +1,7 @@
 """The ONNX folder, used with onnxruntime and tokenizers alone, gives the encoder's embeddings."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -39,3 +40,10 @@ def test_only_transformers_become_onnx(tmp_path, capsys):
     assert main(["export-onnx", "hashed-words:8", "--output", str(tmp_path / "onnx")]) == 1
     assert "only transformers" in capsys.readouterr().err
     assert not (tmp_path / "onnx").exists()
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
+def test_without_its_packages_it_says_what_to_install(package, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)  # importing it raises ImportError
+    assert main(["export-onnx", "nowhere", "--output", str(tmp_path / "onnx")]) == 1
+    assert f"needs the package {package} (pip install" in capsys.readouterr().err

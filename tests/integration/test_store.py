@@ -13,8 +13,9 @@ from s3server import s3_server
 
 from common.address import child
 from common.config import ConfigError
+from common.copies import pull_all
 from common.lock import LOCK
-from common.remote import is_whole, pull_all, push_folder
+from common.remote import is_whole, push_folder
 from common.remotefile import names, read_file
 from common.storage import hash_file
 from evaluation.cli import main

@@ -17,7 +17,8 @@ from evaluation.explore.server import ExploreServer
 ENCODER = "hashed-words:64"
 HOSTILE = (
     "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></li></ol> &amp; \u202eright "
-    "to left\u202c \x1b[31m \u2066 {} zebra"
+    "to left\u202c </script><style>*{display:none}</style><a href=\"javascript:document.title='run'\">x</a><!-- ]]> "
+    "<svg/onload=alert(1)>'\"--></textarea><base href=//evil.example> \x1b[31m \u2066 {} zebra"
 )
 HOSTILE_SOURCE = "<b onclick=alert(1)>bold</b>\u202e.jsonl"
 ANIMALS = [

@@ -1,0 +1,243 @@
+"""`declutr pull` into folders that hold something, from stores that are damaged or hostile: nothing here is lost."""
+
+import json
+import os
+import threading
+import time
+
+import pytest
+from s3server import s3_server
+
+from common import storage
+from common.address import filesystem
+from common.copies import pull_all
+from common.listing import LISTING
+from common.remote import main, push_folder
+from common.remotefile import Patience, RemoteError
+
+HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def sent(tmp_path):
+    """A folder that was sent, and its address."""
+    folder = tmp_path / "local"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.bin").write_bytes(b"a" * 100)
+    (folder / "deep/b").write_text("b")
+    place = f"file://{tmp_path}/remote/data"
+    push_folder(folder, place)
+    return folder, place
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.readlink() if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def strangers(folder):
+    """Changes after which a folder holds something that pull did not fetch."""
+
+    def write(name, text="mine"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    return {
+        "a file beside": lambda: write("thesis.txt"),
+        "a file in a new folder": lambda: write("report/report.html"),
+        "a hidden file": lambda: write(".env"),
+        "a changed file": lambda: write("deep/b", "edited"),
+        "a link": lambda: (folder / "link").symlink_to("/etc"),
+        "a dangling link": lambda: (folder / "link").symlink_to("nowhere"),
+        "a pipe": lambda: os.mkfifo(folder / "pipe"),
+    }
+
+
+@pytest.mark.parametrize("change", strangers(None))
+def test_what_pull_did_not_fetch_stays(sent, tmp_path, change, capsys):
+    _, place = sent
+    copy = tmp_path / "copy"
+    pull_all(place, copy)
+    strangers(copy)[change]()
+    before = contents(copy)
+    (sent[0] / "a.bin").write_bytes(b"changed")
+    push_folder(sent[0], place)
+    assert main(["pull", place, str(copy)]) == 1
+    assert "that `declutr pull` did not fetch, or that have changed since" in capsys.readouterr().err
+    assert contents(copy) == before
+    assert not list(tmp_path.glob(".copy*.tmp"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "mount", "parent"])
+def test_a_place_that_is_no_copy_is_refused(sent, tmp_path, kind, capsys):
+    """The folder of someone's documents; a file; a mount; the folder in which the store itself is."""
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents/thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("mine")
+    place = {"folder": tmp_path / "documents", "file": tmp_path / "file", "mount": "/proc", "parent": tmp_path}[kind]
+    before = contents(tmp_path)
+    assert main(["pull", sent[1], str(place)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert {name: value for name, value in contents(tmp_path).items() if not name.endswith(".lock")} == before
+
+
+def test_an_unchanged_copy_gives_way_and_keeps_what_is_the_same(sent, tmp_path):
+    folder, place = sent
+    copy = tmp_path / "copy"
+    copy.mkdir()  # an empty folder is nobody's
+    pull_all(place, copy)
+    inode = (copy / "deep/b").stat().st_ino
+    (folder / "a.bin").write_bytes(b"changed")
+    (folder / "new").write_text("new")
+    push_folder(folder, place)
+    pull_all(place, copy)
+    assert contents(copy) == contents(folder)
+    assert (copy / "deep/b").stat().st_ino == inode
+    (tmp_path / "link").symlink_to(copy)
+    (folder / "new").unlink()
+    push_folder(folder, place)
+    pull_all(place, tmp_path / "link")
+    assert contents(copy) == contents(folder)
+    assert (tmp_path / "link").is_symlink()
+    (copy / "a.bin").unlink()  # nothing is lost by fetching it again
+    pull_all(place, copy)
+    assert contents(copy) == contents(folder)
+
+
+@pytest.mark.parametrize("damage", ["altered", "missing", "list", "gone"])
+def test_a_damaged_store_leaves_the_copy_of_before(sent, tmp_path, damage):
+    folder, place = sent
+    copy = tmp_path / "copy"
+    pull_all(place, copy)
+    before = contents(copy)
+    (folder / "a.bin").write_bytes(b"changed")
+    push_folder(folder, place)
+    remote = tmp_path / "remote/data"
+    if damage == "altered":
+        (remote / "a.bin").write_bytes(b"half")
+    elif damage == "missing":
+        (remote / "a.bin").unlink()
+    elif damage == "list":
+        (remote / LISTING).write_bytes((remote / LISTING).read_bytes()[:20])
+    else:
+        (tmp_path / "remote/data").rename(tmp_path / "remote/elsewhere")
+    with pytest.raises(OSError, match=r"altered|missing|No such|no list|nothing is there"):
+        pull_all(place, copy, HASTE)
+    assert contents(copy) == before
+    assert not list(tmp_path.glob(".copy*.tmp"))
+
+
+NAMES = [
+    "../x", "/etc/x", "a/../../x", "a//b", "", ".", "a/", "..\\x", "a\\b", "C:/x", "c:x", "a/D:", "x\0y", "a\nb",
+    "\x1b[31m", "a.bin/b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_leave_the_folder_are_refused_before_a_byte_is_written(sent, tmp_path, name):
+    _, place = sent
+    listing = tmp_path / "remote/data" / LISTING
+    files = json.loads(listing.read_text())["files"]
+    listing.write_text(json.dumps({"files": files | {name: {"sha256": "0", "num_bytes": 1}}}))
+    for address, copy in ((place, tmp_path / "copy"), (f"file://{tmp_path}/remote", tmp_path / "run")):
+        with pytest.raises(RemoteError, match="names a file outside of the folder"):
+            pull_all(address, copy, HASTE)
+        assert not copy.exists()
+    assert not [path for path in tmp_path.rglob(".*") if path.name.startswith((".copy", ".run"))]
+
+
+@pytest.mark.parametrize("key", ["run/../x", "run//x", "run/./x", "run/a\\..\\..\\x", "run/C:\\x"])
+def test_keys_of_a_store_are_names_too(server, tmp_path, key):
+    """Objects may have any key; those of a folder without a list are judged before the first is fetched."""
+    import boto3
+
+    bucket = server("run", bucket="hostile")
+    endpoint = bucket.partition("endpoint_override=")[2]
+    client = boto3.client("s3", endpoint_url=endpoint)
+    client.create_bucket(Bucket="hostile")
+    for one in ("run/good", key):
+        client.put_object(Bucket="hostile", Key=one, Body=b"x")
+    try:
+        with pytest.raises(RemoteError, match="names a file outside of the folder"):
+            pull_all(bucket, tmp_path / "copy", HASTE)
+    finally:
+        for one in ("run/good", key):
+            client.delete_object(Bucket="hostile", Key=one)
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.usefixtures("sent")
+def test_links_of_a_shared_folder_are_no_way_out(tmp_path):
+    """Neither links nor pipes are followed; in a folder with a list nobody asks for them."""
+    for name, make in (("link", lambda path: path.symlink_to(tmp_path / "local")), ("pipe", os.mkfifo)):
+        make(tmp_path / "remote" / name)
+        with pytest.raises(RemoteError, match="neither files nor folders"):
+            pull_all(f"file://{tmp_path}/remote", tmp_path / "copy", HASTE)
+        (tmp_path / "remote" / name).unlink()
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(sent, tmp_path):
+    copy = tmp_path / "copy"
+    pull_all(sent[1], copy)
+    copy.rename(tmp_path / ".copy.before.tmp")
+    pull_all(sent[1], copy)
+    assert contents(copy) == contents(sent[0])
+    assert not list(tmp_path.glob(".copy*.tmp"))
+
+
+def test_a_folder_that_cannot_take_its_name_leaves_the_old_one(tmp_path):
+    def fail():
+        with storage.folder_aside(tmp_path / "run", replace=True) as aside:
+            (aside / "b").write_text("new")
+            aside.rename(tmp_path / "stolen")
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/a").write_text("old")
+    with pytest.raises(FileNotFoundError):
+        fail()
+    assert (tmp_path / "run/a").read_text() == "old"
+
+
+def test_files_that_pull_would_refuse_are_not_sent(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a\\b").write_text("x")
+    assert main(["push", str(tmp_path / "data"), f"file://{tmp_path}/there"]) == 1
+    files, path, _ = filesystem(f"file://{tmp_path}/there")
+    assert not files.exists(path)
+
+
+def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
+    """The store does not answer, a folder being in place of a file, until somebody has written into the copy."""
+    folder, place = sent
+    copy, remote = tmp_path / "copy", tmp_path / "remote/data/a.bin"
+    pull_all(place, copy)
+    (folder / "a.bin").write_bytes(b"changed")
+    push_folder(folder, place)
+    remote.unlink()
+    remote.mkdir()
+
+    def write():
+        end = time.monotonic() + 20
+        while not list(tmp_path.glob(".copy.*.tmp")) and time.monotonic() < end:
+            time.sleep(0.01)
+        (copy / "thesis.txt").write_text("mine")
+        remote.rmdir()
+        remote.write_bytes(b"changed")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with pytest.raises(RemoteError, match="changed while it was fetched"):
+        pull_all(place, copy, Patience(20, first_seconds=0.02))
+    writer.join()
+    assert (copy / "thesis.txt").read_text() == "mine"
+    assert (copy / "a.bin").read_bytes() == b"a" * 100

@@ -1,0 +1,61 @@
+"""What commands write: no control character steers the terminal, no encoding and no closed pipe ends it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tinyruns as runs
+
+from common.logs import get_logger, setup_logging
+from common.terminal import shown, visible
+
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\x1b[31m\x9b1m\u202eb\rc\bd\x7f\x00\udc80"
+
+
+def run(code, encoding="utf-8", **options):
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT), "PYTHONIOENCODING": encoding}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False, **options)
+
+
+def test_control_characters_are_visible_everywhere(capsys):
+    with shown():
+        sys.stdout.write(f"{HOSTILE}\n")
+        sys.stdout.writelines([HOSTILE, "\n"])
+        sys.stderr.write(f"{HOSTILE}\n")
+        setup_logging("test")
+        get_logger().warning("%s", HOSTILE)
+    for text in capsys.readouterr():
+        for line in text.replace("\x1b[31m", "⟨U+001B⟩[31m").splitlines():  # a colour changes nothing on standard error
+            assert visible(HOSTILE) in line
+            assert line.isprintable()
+
+
+def test_progress_bars_stay_what_they_are(capsys):
+    with shown():
+        sys.stderr.write("\r 50%|#####     |")
+        sys.stderr.write("\r100%|##########|\n")
+    assert capsys.readouterr().err == "\r 50%|#####     |\r100%|##########|\n"
+
+
+CODE = "import sys; from common.terminal import shown\nwith shown():\n    {}"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding_will_do(encoding):
+    done = run(CODE.format("print('\\u2026 \\u2013 \\udc80'); sys.stderr.write('\\u2713')"), encoding)
+    assert done.returncode == 0, done.stderr
+    assert (b"\\u2026" in done.stdout) == (encoding != "utf-8")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_has_gone_ends_the_command_without_a_word(lines):
+    """One line fits into the buffer, and meets the closed pipe at the end; many meet it on their way."""
+    code = CODE.format(f"print('\\n'.join(map(str, range({lines}))))\n    print('x')")
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+    with os.fdopen(writer, "wb") as pipe:
+        process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=pipe, stderr=subprocess.PIPE)
+    assert process.communicate()[1] == b""
+    assert process.returncode == 141

@@ -1,0 +1,56 @@
+"""`declutr embed` and `index` on a disk that is full, and two commands with one output."""
+
+import fcntl
+
+import numpy as np
+import pytest
+from volumes import small_volume
+
+from evaluation.cli import main
+
+MODEL = "hashed-words:256"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "in.txt").write_text("".join(f"word{number} and more\n" for number in range(3000)))
+    return tmp_path / "in.txt"
+
+
+@pytest.mark.parametrize("suffix", ["npy", "parquet"])
+def test_a_full_disk_is_told_and_the_same_command_continues(texts, tmp_path, suffix, capsys):
+    with small_volume(tmp_path / "disk", 16) as volume:
+        output = volume.path / f"out.{suffix}"
+        command = ["embed", MODEL, str(texts), "--output", str(output), "--unit-mib", "0.01"]
+        for left in (0, 2**20):  # in the first unit, in a later one
+            volume.fill(leave_bytes=left)
+            assert main(command) == 1
+            told = capsys.readouterr().err.splitlines()[-1]
+            assert "No space left" in told
+            assert told.endswith("What is finished stays; the same command continues")
+            assert not output.exists()
+            volume.drain()
+        assert main(command) == 0
+        for kind in ("exact", "graph"):
+            volume.fill(leave_bytes=2**20)
+            index = ["index", str(output), "--output", str(volume.path / kind), "--kind", kind]
+            assert main(index) == 1
+            assert capsys.readouterr().err.splitlines()[-1].startswith(("[Errno 28]", str(volume.path)))
+            assert not (volume.path / kind).exists()
+            volume.drain()
+            assert main(index) == 0
+
+
+def test_of_two_commands_with_one_output_the_second_is_refused(texts, tmp_path, capsys):
+    output, parts = tmp_path / "out.npy", tmp_path / ".out.npy.parts"
+    command = ["embed", MODEL, str(texts), "--output", str(output)]
+    parts.mkdir()
+    with (parts / ".lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        assert main(command) == 1
+        assert "another `declutr embed` writes it; wait for it, or name another file" in capsys.readouterr().err
+        assert parts.is_dir()
+        assert not output.exists()
+    assert main(command) == 0  # what a killed one leaves holds nobody up
+    assert np.load(output).shape == (3000, 256)
+    assert not parts.exists()

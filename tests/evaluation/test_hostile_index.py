@@ -1,0 +1,198 @@
+"""Indexes from someone else, their checksums matching whatever was altered: an error message, and never a crash."""
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tinyruns as runs
+
+from common.storage import hash_file
+from evaluation.cli import main
+from evaluation.embedding.config import EmbedError
+from evaluation.embedding.graphs import Graphs, write_graphs
+from evaluation.embedding.index import SearchIndex, build_index
+
+SIZE, ROWS = 16, 40
+
+
+@pytest.fixture
+def embedded(tmp_path):
+    (tmp_path / "in.txt").write_text("".join(f"word{number} and more\n" for number in range(ROWS)))
+    arguments = ["embed", f"hashed-words:{SIZE}", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]
+    assert main(arguments) == 0
+    return tmp_path / "out.npy"
+
+
+@pytest.fixture(params=["exact", "graph"])
+def index(embedded, tmp_path, request):
+    build_index(embedded, tmp_path / "index", request.param)
+    return tmp_path / "index"
+
+
+def sign(index):
+    """Writes the checksums of what lies there now."""
+    facts = json.loads((index / "index.json").read_text())
+    facts["files"] = {name: hash_file(index / name) for name in facts["files"]}
+    (index / "index.json").write_text(json.dumps(facts))
+
+
+def npy(array, **header):
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=True)
+    raw = stream.getvalue()
+    for old, new in header.items():
+        raw = raw.replace(*(old.encode(), new.encode()))
+    return raw
+
+
+VECTORS = {
+    "cut off": lambda raw: raw[: len(raw) // 2],
+    "empty": lambda _: b"",
+    "one byte": lambda _: b"\x93",
+    "a pickle": lambda _: pickle.dumps([1]),
+    "objects": lambda _: npy(np.array([[print] * SIZE] * ROWS)),
+    "more rows than there are": lambda raw: raw.replace(b"(40, 16)", b"(99, 16)"),
+    "a huge shape": lambda raw: raw.replace(b"(40, 16), }      ", b"(4000000000, 16), }"),
+    "a negative shape": lambda raw: raw.replace(b"(40, 16)", b"(-4, 16)"),
+    "a header that is code": lambda raw: raw.replace(b"(40, 16)", b"exit(16)"),
+    "other numbers": lambda _: npy(np.zeros((ROWS, SIZE), np.float64)),
+    "other size": lambda _: npy(np.zeros((ROWS, SIZE + 1), np.float32)),
+    "not finite": lambda _: npy(np.full((ROWS, SIZE), np.nan, np.float32)),
+    "another file": lambda _: b"PK\x03\x04" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("damage", VECTORS)
+def test_altered_vectors_are_refused(index, damage, capsys):
+    (path,) = [path for path in index.iterdir() if path.suffix in (".npy", ".usearch")]
+    raw = path.read_bytes()
+    altered = VECTORS[damage](raw)
+    path.write_bytes(altered if altered != raw else raw[:-1])
+    sign(index)
+    assert main(["search", str(index), "word1"]) == 1
+    told = capsys.readouterr().err
+    assert str(path) in told
+    assert told.count("\n") == 1
+
+
+def ipc(schema, columns):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+    return sink.getvalue().to_pybytes()
+
+
+def offsets(last):
+    """A file whose last offsets lead where there is no text."""
+    text = pa.array([*[""] * (ROWS - 1), "8 bytes."])
+    start = np.zeros(ROWS, np.int32).tobytes()
+    raw = ipc(SCHEMA, [text] * 3)
+    assert raw.count(start + b"\x08\0\0\0") == 3
+    return raw.replace(start + b"\x08\0\0\0", start + np.int32(last).tobytes())
+
+
+SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.string())])
+TEXTS = {
+    "cut off": lambda raw: raw[:-40],
+    "empty": lambda _: b"",
+    "offsets beyond": lambda _: offsets(2**31 - 1),
+    "offsets back": lambda _: offsets(-(2**20)),
+    "other columns": lambda _: ipc(pa.schema([("text", pa.int64())]), [pa.array(range(ROWS))]),
+    "fewer rows": lambda _: ipc(SCHEMA, [pa.array(["x"])] * 3),
+    "no text": lambda raw: raw.replace(b"word1 ", b"w\xff\xfe\xff1 "),
+}
+
+
+@pytest.mark.parametrize("damage", TEXTS)
+def test_altered_texts_are_refused(index, damage, capsys):
+    path = index / "texts.arrow"
+    path.write_bytes(TEXTS[damage](path.read_bytes()))
+    sign(index)
+    assert main(["search", str(index), "word1"]) == 1
+    assert "texts.arrow is cut off, altered, or not of `declutr index`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../in.txt", "/etc/passwd", "..", "", "texts.arrow/../texts.arrow", "a\x1b[31m.npy"])
+def test_an_index_has_no_files_elsewhere(index, name):
+    facts = json.loads((index / "index.json").read_text())
+    (index / "index.json").write_text(json.dumps(facts | {"files": facts["files"] | {name: "0"}}))
+    with pytest.raises(EmbedError, match="is missing or altered"):
+        SearchIndex(index)
+
+
+FUZZ = """
+import sys
+from pathlib import Path
+import numpy as np
+from evaluation.embedding.graphs import Graphs, EmbedError
+path, raw = Path(sys.argv[1]), Path(sys.argv[1]).read_bytes()
+rng, start, refused = np.random.default_rng(0), 8 + 600 * 64, 0
+queries = np.frombuffer(raw[8:start], np.float32).reshape(600, 16)[:20]
+for number in range(400):
+    altered = bytearray(raw)
+    for _ in range(3):
+        altered[rng.integers(start, (start + 1400) if number % 2 else len(raw))] ^= rng.integers(1, 256)
+    other = path.with_name(f"{number}.usearch")
+    other.write_bytes(altered)
+    try:
+        rows, _ = Graphs([other], 16).nearest(queries, 10)
+        assert rows.min() >= 0 and rows.max() < 600
+    except EmbedError:
+        refused += 1
+    other.unlink()
+print(refused)
+"""
+
+
+def test_no_altered_byte_of_a_graph_ends_the_process(tmp_path):
+    """400 graphs with three altered bytes each, in a process of their own, which would end with them."""
+    vectors = np.random.default_rng(1).standard_normal((600, 16)).astype(np.float32)
+    write_graphs(tmp_path, 16, [vectors / np.linalg.norm(vectors, axis=1, keepdims=True)], lambda _: None)
+    path = tmp_path / "graph-00000.usearch"
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+    done = subprocess.run([sys.executable, "-c", FUZZ, str(path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 250  # the others have the change in a place that is not used
+    with pytest.raises(EmbedError, match="cut off, altered"):
+        Graphs([path], 8)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_embeddings_that_are_not_finite_are_not_indexed(embedded, tmp_path, value):
+    array = np.load(embedded)
+    array[3, 2] = value
+    embedded.write_bytes(npy(array))
+    for kind in ("exact", "graph"):
+        with pytest.raises(EmbedError, match="row 3 is not finite"):
+            build_index(embedded, tmp_path / kind, kind)
+        assert not (tmp_path / kind).exists()
+
+
+@pytest.mark.parametrize("array", [np.zeros((80, 8), np.float32), np.zeros((20, 32), np.float32)])
+def test_embeddings_of_another_shape_are_not_indexed(embedded, tmp_path, array):
+    assert len(npy(array)) == embedded.stat().st_size  # the note would not tell
+    embedded.write_bytes(npy(array))
+    with pytest.raises(EmbedError, match=r"holds \(.*\) of float32, not \(40, 16\)"):
+        build_index(embedded, tmp_path / "index")
+
+
+def test_a_query_without_a_known_word_is_near_to_nothing(index, capsys):
+    assert main(["search", str(index), " "]) == 1
+    assert "near to nothing" in capsys.readouterr().err
+
+
+def test_an_encoder_that_gives_no_numbers_is_named(tmp_path, capsys):
+    (tmp_path / "v.txt").write_text("cat nan 1\ndog 1e6 1\n")
+    (tmp_path / "in.txt").write_text("cat\n")
+    (tmp_path / "half.txt").write_text("dog\n")
+    for texts, shape in (("in.txt", []), ("half.txt", ["--dtype", "float16"])):
+        output = tmp_path / "o.npy"
+        assert main(["embed", str(tmp_path / "v.txt"), str(tmp_path / texts), "--output", str(output), *shape]) == 1
+        assert "not finite" in capsys.readouterr().err
+        assert not output.exists()

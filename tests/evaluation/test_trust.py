@@ -1,0 +1,185 @@
+"""Folders from someone else: what they say of themselves never runs their code, whatever command reads them."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import tinyruns as runs
+import torch
+import yaml
+from folders import encoder_folder
+from sentevalsets import write_sets
+
+from common.config import ConfigError, load_config
+from evaluation.cli import main
+from evaluation.encoder import EncoderError, load_encoder
+from pipeline.config import PipelineConfig
+from trainer.checkpoint import ENCODER
+from trainer.config import TrainConfig
+from trainer.tensorfile import write_tensors
+
+CODE = """
+from pathlib import Path
+from transformers import RobertaConfig, RobertaModel, RobertaForMaskedLM, PreTrainedTokenizerFast
+Path({marker!r}).write_text("it ran")
+class TheirConfig(RobertaConfig):
+    model_type = "theirs"
+class TheirModel(RobertaModel):
+    config_class = TheirConfig
+class TheirMaskedModel(RobertaForMaskedLM):
+    config_class = TheirConfig
+class TheirTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+CLASSES = {
+    "AutoConfig": "theirs.TheirConfig",
+    "AutoModel": "theirs.TheirModel",
+    "AutoModelForMaskedLM": "theirs.TheirMaskedModel",
+}
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch):
+    """A file that exists once their code has run."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    yield tmp_path / "marker"
+    _forget()
+
+
+def _forget():
+    """Their modules are imported again by the next command."""
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def theirs(tmp_path, marker):
+    """An encoder whose configuration names classes in a Python file beside it."""
+    folder = encoder_folder(tmp_path / "theirs")
+    (folder / "theirs.py").write_text(CODE.format(marker=str(marker)))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "theirs", "auto_map": CLASSES}))
+    return folder
+
+
+@pytest.fixture
+def their_index(tmp_path, theirs):
+    """An index that says: made with that encoder, which is to be trusted."""
+    (tmp_path / "in.txt").write_text("ab cd\nef gh\n")
+    assert main(["embed", "hashed-words:8", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]) == 0
+    assert main(["index", str(tmp_path / "out.npy"), "--output", str(tmp_path / "index")]) == 0
+    facts = json.loads((tmp_path / "index/index.json").read_text())
+    facts["choice"] |= {"model": str(theirs), "trust_remote_code": True}
+    (tmp_path / "index/index.json").write_text(json.dumps(facts))
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def their_run(tmp_path, theirs):
+    """A run whose settings say the same; its checkpoint has no weights, and its code would run before that is seen."""
+    run, data = tmp_path / "run", tmp_path / "data"
+    (run / "checkpoints/step-00000001").mkdir(parents=True)
+    files = {ENCODER: write_tensors(run / "checkpoints/step-00000001" / ENCODER, {"x": torch.zeros(1)})}
+    state = {"step": 1, "documents": 1, "world_size": 1, "config_hash": "", "data_hash": "", "files": files}
+    (run / "checkpoints/step-00000001/state.json").write_text(json.dumps(state | {"scores": {}, "skipped": 0}))
+    (data / "tokenizer").mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(theirs / name, data / "tokenizer")
+    values = runs.train_values(data, run)
+    values["encoder"] = {"pretrained": str(theirs), "trust_remote_code": True}
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    return run
+
+
+@pytest.mark.parametrize("command", ["search", "explore", "embed", "export-onnx", "evaluate"])
+def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, capsys):
+    commands = {
+        "search": [["search", str(their_index), "ab"]],
+        "explore": [["explore", str(their_index)]],
+        "embed": [
+            ["embed", str(folder), str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]
+            for folder in (theirs, their_run)
+        ],
+        "export-onnx": [
+            ["export-onnx", str(folder), "--output", str(tmp_path / "onnx")] for folder in (theirs, their_run)
+        ],
+        "evaluate": [
+            [
+                "evaluate",
+                str(folder),
+                "--data",
+                str(tmp_path / "sets"),
+                "--output",
+                str(tmp_path / "scores"),
+                "--tasks",
+                "STS12",
+                "--allow-unchecked",
+            ]
+            for folder in (theirs, their_run)
+        ],
+    }
+    if command == "evaluate":
+        write_sets(tmp_path / "sets", rows=16)
+    for arguments in commands[command]:
+        assert main(arguments) == 1
+        assert not marker.exists(), arguments
+        assert "if you trust that code, add --trust-remote-code" in capsys.readouterr().err
+        main([*arguments, "--trust-remote-code"])
+        assert marker.exists(), arguments
+        marker.unlink()
+        _forget()
+
+
+def test_shards_bring_no_code(theirs, marker, tmp_path):
+    """A tokenizer folder that names a class of its own; nobody is asked whether to run it either."""
+    from trainer.parts import load_tokenizer
+
+    (tmp_path / "data").mkdir()
+    shutil.copytree(theirs, tmp_path / "data/tokenizer")
+    config = {"tokenizer_class": "TheirTokenizer", "auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]}}
+    (tmp_path / "data/tokenizer/tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_tokenizer(tmp_path / "data")
+    assert not marker.exists()
+
+
+TRAIN = "train: {run: r, data: d, encoder: {pretrained: m, trust_remote_code: %s}}"
+PREPARE = (
+    "prepare: {output: o, corpus: {kind: files, paths: [p]}, geometry: {num_anchors: 1, max_tokens: 8},"
+    " tokenizer: {kind: pretrained, name: n, trust_remote_code: %s}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "model", "key"),
+    [
+        (TRAIN, "train", TrainConfig, "encoder.trust_remote_code"),
+        (PREPARE, "prepare", PipelineConfig, "tokenizer.trust_remote_code"),
+    ],
+)
+def test_a_file_of_settings_grants_no_trust(tmp_path, text, section, model, key):
+    branch = key.partition(".")[0]
+    path = tmp_path / "c.yaml"
+    for value in ("true", "1", "'yes'", "null"):
+        path.write_text(text % value)
+        with pytest.raises(ConfigError, match=f"{key} = true: a file cannot grant trust"):
+            load_config(str(path), section, model)
+        assert getattr(load_config(str(path), section, model, [f"{key}=true"]), branch).trust_remote_code
+        assert not getattr(load_config(str(path), section, model, [f"{key}=false"]), branch).trust_remote_code
+    path.write_text(text % "false")
+    assert not getattr(load_config(str(path), section, model), branch).trust_remote_code
+
+
+@pytest.mark.parametrize("data", ["github://a:b@/x", "simplecache::file:///etc", "reference://x", "ssh://host/x"])
+def test_a_run_chooses_neither_protocols_nor_folders_to_write_to(their_run, tmp_path, data):
+    values = yaml.safe_load((their_run / "config.yaml").read_text())
+    (their_run / "config.yaml").write_text(yaml.safe_dump(values | {"data": data, "cache": str(tmp_path / "chosen")}))
+    with pytest.raises(EncoderError, match="not fetched"):
+        load_encoder(str(their_run))
+    values["data"] = f"file://{tmp_path}/data"
+    (their_run / "config.yaml").write_text(yaml.safe_dump(values | {"cache": str(tmp_path / "chosen")}))
+    with pytest.raises(EncoderError, match="if you trust that code"):  # the tokenizer was fetched, the model not run
+        load_encoder(str(their_run))
+    assert not (tmp_path / "chosen").exists()
