@@ -13,7 +13,8 @@ def look(values: Mapping[str, Any]) -> list[str]:
     """Problems of `output`, `corpus.paths` and `tokenizer.name`, one line each."""
     corpus, tokenizer = values.get("corpus"), values.get("tokenizer")
     paths = corpus.get("paths") if isinstance(corpus, Mapping) else None
-    local = [path for path in paths or [] if isinstance(path, str) and not is_remote(path)]
+    listed = paths if isinstance(paths, list) else []  # anything else is a problem of the setting, not of a place
+    local = [path for path in listed if isinstance(path, str) and not is_remote(path)]
     found = [f"corpus.paths: {problem}" for path in local if (problem := _path_problem(path))]
     output = values.get("output")
     if isinstance(output, str):
