@@ -26,6 +26,7 @@ from pipeline.worker import judged_documents
 ESTIMATE = "estimate.json"
 _SAMPLE_SECONDS = 20.0
 _RANGED = ("documents", "kept", "num_tokens", "text_bytes")
+"""Estimates whose deviation is told."""
 _ROW_BYTES = 64
 """Of a shard: id, lengths, offset and a short source; beside tokens and windows."""
 
@@ -156,10 +157,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         cpu_seconds=found.cpu_seconds,
         num_cpus=num_cpus,
         seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
-        deviations={
-            name: round(math.sqrt(getattr(spread, name)), 3)
-            for name in ("documents", "kept", "num_tokens", "text_bytes")
-        },
+        deviations={name: round(math.sqrt(getattr(spread, name)), 3) for name in _RANGED},
     )
 
 

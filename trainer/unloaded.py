@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from common.excerpt import excerpt
+
 # Heads and buffers that many published files bring along and no masked language model has. Nobody misses them.
 _HARMLESS = (
     "pooler.",
@@ -58,13 +60,15 @@ class Unloaded:
         found = []
         if self.encoder:
             found.append(
-                f"{name}: its files lack weights of the encoder, which would be random: {_names(self.encoder)}. The "
-                "files are incomplete, or config.json belongs to another encoder; fetch it again"
+                f"{name}: its files lack weights of the encoder, which would be random: "
+                f"{excerpt(self.encoder, _NAMED)}. The files are incomplete, or config.json belongs to another "
+                "encoder; fetch it again"
             )
         if self.head and needs_head:
             found.append(
-                f"{name}: brings no MLM head, and the MLM loss would go through random weights: {_names(self.head)}. "
-                "Train without it (objective.terms=contrastive), or begin with a new head (encoder.new_mlm_head=true)"
+                f"{name}: brings no MLM head, and the MLM loss would go through random weights: "
+                f"{excerpt(self.head, _NAMED)}. Train without it (objective.terms=contrastive), or begin with a new "
+                "head (encoder.new_mlm_head=true)"
             )
         return found
 
@@ -72,13 +76,8 @@ class Unloaded:
         """A line about weights that are left out; None where there are none."""
         if not self.unused:
             return None
-        return f"encoder.pretrained = {pretrained}: weights that are not used: {_names(self.unused)}"
+        return f"encoder.pretrained = {pretrained}: weights that are not used: {excerpt(self.unused, _NAMED)}"
 
 
 def _harmless(name: str) -> bool:
     return any(part in name for part in _HARMLESS)
-
-
-def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
