@@ -10,7 +10,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.credentials import redact, refused_settings
-from common.paths import expand as expand
 from common.suggestions import meant, misread, unknown_key
 from common.yamlfile import YamlError, read_yaml, read_yaml_file
 

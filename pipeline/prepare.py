@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import ConfigError, expand, load_config, print_config
+from common.config import ConfigError, load_config, print_config
 from common.credentials import refused_settings
 from common.lock import RunLock, RunLockedError
 from common.logs import get_logger, setup_logging
+from common.paths import expand
 from common.storage import write_aside, write_text
 from pipeline.choosing.config import problems as choosing_problems
 from pipeline.choosing.evaluation_sets import INDEX, build_index

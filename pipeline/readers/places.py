@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.address import address_of, filesystem, is_remote, network_errors
-from common.config import expand
 from common.hub import hub_problem
+from common.paths import expand
 from pipeline.corpus import Input
 from pipeline.readers.names import is_hidden
 from pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
