@@ -14,7 +14,8 @@ from pathlib import Path
 from common.address import child
 from common.excerpt import excerpt
 from common.listing import Record, decoded, encoded, records, tree
-from common.remotefile import PATIENT, AlteredError, Patience, RemoteError, fetch_file
+from common.patience import PATIENT, AlteredError, Patience, RemoteError
+from common.remotefile import fetch_file
 from common.storage import folder_aside, put_back, write_text
 
 _FETCHES = 8  # files on their way at once: a store gives each stream only so much
@@ -25,7 +26,7 @@ def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
 
     Args:
         url: a folder that was sent whole, or one of such folders and further files, like a run.
-        local: the folder it becomes: a new one, an empty one, or a copy that `pull` made and nobody changed.
+        local: the folder it becomes: a new one, an empty one, or an unchanged copy that `pull` made.
         patience: with a place that does not answer.
 
     Raises:

@@ -17,13 +17,8 @@ from common.copies import fetch_all, pull_all
 from common.listing import LISTING, Record, read_listing, records, refuse_names, write_listing
 from common.logs import setup_logging
 from common.paths import expand
-from common.remotefile import (
-    PATIENT,
-    Patience,
-    push_file,
-    remove_file,
-    remove_tree,
-)
+from common.patience import PATIENT, Patience
+from common.remotefile import push_file, remove_file, remove_tree
 from common.storage import folder_aside
 
 
