@@ -237,7 +237,7 @@ def _written(loc: Sequence[int | str], values: Any) -> list[str]:
 
 def _shown(value: Any) -> str:
     """A value for a message, cut where it is long."""
-    text = redact(repr(value))  # before it is cut: a piece of an address cannot be told for one
+    text = redact(repr(value))  # before it is cut: a piece of an address does not look like one
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

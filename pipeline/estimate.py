@@ -70,7 +70,7 @@ class Estimate(Strict):
         ]
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """Where the true figure lies nearly always: two deviations to each side; None where all of it was read."""
+        """The range of the true figure, nearly always: two deviations to each side; None where all of it was read."""
         if not (deviation := self.deviations.get(name)):
             return None
         value = getattr(self, name)
@@ -174,7 +174,7 @@ def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
 def _judge(
     records: Sequence[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
 ) -> Found:
-    """What some records come to."""
+    """The sums over some records."""
     found = Found()
     for judged, tokens in judged_documents(iter(records), folder, config, tokenizer, engine):
         found += Found(1, int(tokens is not None), 0 if tokens is None else len(tokens), judged.entry.text_bytes)

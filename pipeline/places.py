@@ -1,4 +1,4 @@
-"""What is wrong with the places that a preparation names: found from the settings alone, right or wrong as they are."""
+"""Problems of the places that a preparation names: found from the settings alone, right or wrong as they are."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ def look(values: Mapping[str, Any]) -> list[str]:
 
 
 def output_place_problems(output: str, inputs: list[str]) -> list[str]:
-    """Why a folder cannot take the shards: it cannot be made, or lies in a folder that is read."""
+    """Reasons why a folder cannot take the shards: it cannot be made, or lies in a folder that is read."""
     if is_remote(output):
         return ["is an address; name a folder, then `declutr push FOLDER ADDRESS`"]
     try:

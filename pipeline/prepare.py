@@ -84,7 +84,7 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
 
 
 def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> Manifest:
-    """Does what is missing in a folder that no other command works on."""
+    """Makes what is missing in a folder that no other command works on."""
     tokenizer = set_up(config, folder, units, plan)
     sidecars = run_stages(config, folder, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])

@@ -6,7 +6,7 @@ from common.config import Strict
 
 
 class SessionConfig(Strict):
-    """Where the work runs. Has no influence on results."""
+    """The place where the work runs, of no influence on results."""
 
     num_cpus: int | None = Field(default=None, ge=1)
     """Logical CPUs of a local session; all of this machine's when not set. A cluster has its own."""

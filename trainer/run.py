@@ -209,7 +209,7 @@ def _read(path: Path, kind: type[Record]) -> Record | None:
     except FileNotFoundError:
         return None
     except DamagedError as error:
-        get_logger().warning("%s; going on without it", error)
+        get_logger().warning("%s; continuing without it", error)
         return None
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.excerpt import excerpt
 
-# Heads and buffers that many published files bring along and no masked language model has. Nobody misses them.
+# Heads and buffers that many published files hold and no masked language model has. Nothing needs them.
 _HARMLESS = (
     "pooler.",
     "seq_relationship.",
@@ -19,7 +19,7 @@ _NAMED = 6  # names in one message; of more the number is given
 
 @dataclass(frozen=True)
 class Unloaded:
-    """What was not loaded; nothing for an encoder from scratch.
+    """Weights that were not loaded; none for an encoder from scratch.
 
     Attributes:
         encoder: weights of the encoder that the files lack, or have in another shape: their values are random.
@@ -50,7 +50,7 @@ class Unloaded:
         )
 
     def problems(self, pretrained: str | None, needs_head: bool) -> list[str]:
-        """Random weights that nobody asked for, one line a problem.
+        """Random weights where trained ones are due, one line a problem.
 
         Args:
             pretrained: name or folder of the encoder.

@@ -1,4 +1,4 @@
-"""Which weights an encoder needs, lacks and leaves out: a model that was loaded in part gives wrong scores."""
+"""Weights that an encoder needs, lacks and leaves out: a model that was loaded in part gives wrong scores."""
 
 import pickle
 import zipfile

@@ -1,4 +1,4 @@
-"""Are a split's rows the published ones? Sentences shifted, exchanged, swapped, repeated, tokenized in another way."""
+"""Checks of a split's rows against the published ones: shifted, exchanged, repeated, tokenized otherwise."""
 
 from collections.abc import Iterator
 

@@ -84,7 +84,7 @@ def _match(plain: Path, parts: tuple[str, ...], skipped: Skipped) -> Iterator[In
 
 
 def _step(folder: Path, part: str, lost: list[Path]) -> Iterator[Path]:
-    """What matches one component of a pattern in a folder; folders that cannot be searched are added to `lost`."""
+    """Paths that match one component of a pattern in a folder; folders that cannot be searched are added to `lost`."""
     try:
         if part == "**":
             yield folder
@@ -103,7 +103,7 @@ def _step(folder: Path, part: str, lost: list[Path]) -> Iterator[Path]:
 
 
 def _met(path: Path, relative: str, folder_kind: str, skipped: Skipped) -> Iterator[Input]:
-    """What a search met and does not search further."""
+    """Takes or counts a path that a search met and does not search further."""
     try:
         mode = path.stat().st_mode
     except OSError:
