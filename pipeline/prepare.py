@@ -77,7 +77,7 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
                     raise ConfigError("prepare", found)
                 return _make(config, folder, units, plan)
         finally:
-            if not any(folder.iterdir()):
+            if folder.is_dir() and not any(folder.iterdir()):  # one that was renamed meanwhile hides no reason
                 folder.rmdir()
     except OSError as error:  # a full disk, a storage that is gone, a folder that is not ours to write to
         raise ShardError(f"prepare: {error}. What is finished in {folder} stays; the same command continues") from error
@@ -162,11 +162,11 @@ def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], 
         for line in describe_skipped(plan.skipped):
             get_logger().warning(line)
         found += output_problems(folder, config, plan) or content_problems(folder, config, units, verify)
-    is_name = isinstance(config.tokenizer, PretrainedTokenizer) and not any("tokenizer.name" in one for one in places)
-    if is_name and (plan is None or not (expand(config.output) / TOKENIZER).exists()):
-        assert isinstance(config.tokenizer, PretrainedTokenizer)
+    tokenizer = config.tokenizer
+    is_there = plan is not None and (expand(config.output) / TOKENIZER).exists()
+    if isinstance(tokenizer, PretrainedTokenizer) and not is_there and not any("tokenizer.name" in p for p in places):
         try:
-            load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+            load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
         except ConfigError as error:
             found += error.problems
     return units, plan, found
