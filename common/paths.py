@@ -25,13 +25,18 @@ def expand(path: str) -> Path:
         raise PathError(f"{path!r} holds a NUL character")
     if os.path.lexists(path):
         return Path(path)
-    expanded = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 - Path.expanduser raises RuntimeError
+    expanded = str(expand_known(path))
     if unset := _VARIABLE.search(expanded):
         raise PathError(f"{path!r}: {unset[0]} is not set")
     if expanded.startswith("~"):
         who = expanded.partition("/")[0]
         raise PathError(f"{path!r}: there is no home folder {who}; write the path out")
     return Path(expanded)
+
+
+def expand_known(path: str) -> Path:
+    """The path with `~` and those `$VARIABLES` expanded that this machine has; the others may be set on another."""
+    return Path(os.path.expanduser(os.path.expandvars(path)))  # noqa: PTH111 - Path.expanduser raises RuntimeError
 
 
 def path_argument(text: str) -> Path:

@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO, cast
 
 from common.terminal import Piped
@@ -27,6 +28,11 @@ class Lasting:
         except OSError as error:
             self._drop(error)
             return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes several texts."""
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         """Flushes the stream."""

@@ -7,6 +7,7 @@ from typing import Any
 from common.address import is_remote
 from common.hub import looks_like_a_path
 from common.paths import PathError, expand, folder_problem
+from pipeline.manifest import MANIFEST
 
 
 def look(values: Mapping[str, Any]) -> list[str]:
@@ -41,7 +42,8 @@ def output_place_problems(output: str, inputs: list[str]) -> list[str]:
         for path in inputs
         if not _path_problem(path) and (root := expand(path)).is_dir() and _inside(folder, root)
     ]
-    problem = folder_problem(folder)
+    finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk will do
+    problem = None if finished else folder_problem(folder)
     return [*found, problem] if problem else found
 
 

@@ -116,10 +116,11 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         sys.stderr.write("nothing is scored: there are no usable data of the chosen tasks\n")
         return False
     session = SessionConfig(num_cpus=given.cpus, address=given.address)
-    texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
-    vocabulary = {word for text in texts for word in text.split()}  # of word vectors, only what occurs is read
-    evaluated, failed = [], []
+    evaluated, failed, vocabulary = [], [], None
     names = dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])])
+    if any(Path(name).is_file() for name in names):  # of a file of word vectors, only what occurs is read
+        texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
+        vocabulary = {word for text in texts for word in text.split()}
     for name in names:
         try:
             trust = given.trust_remote_code

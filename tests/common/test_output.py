@@ -21,6 +21,8 @@ with bar(total=3, desc="work", unit="step") as shown:
         shown.refresh()
         get_logger().info("step %d", number)
         print("step", number, flush=True)
+        sys.stderr.writelines(["a line\\n"])
+        sys.stdout.writelines(["a line\\n"])
 with open(sys.argv[1], "w") as stream:
     stream.write("done")
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.address import filesystem, is_remote
-from common.paths import expand
+from common.paths import expand, expand_known
 from common.storage import fsync_path
 from trainer.doctor.finding import EVERYWHERE, Finding, judged
 
@@ -44,13 +44,13 @@ def located(path: str) -> str:
     """A path as a run would give it to its workers: absolute; variables that are unknown here are left to the nodes."""
     if is_remote(path):
         return path
-    expanded = expand(path)
+    expanded = expand_known(path)
     return str(expanded) if str(expanded).startswith("$") else str(expanded.absolute())
 
 
 def standing(path: str) -> str:
     """The path, or the nearest folder above it that exists: a run makes what is missing."""
-    here = expand(path)
+    here = expand_known(path)
     if is_remote(path) or str(here).startswith("$"):
         return path
     return str(next(folder for folder in (here, *here.parents) if folder.exists()))
