@@ -24,6 +24,7 @@ from trainer.language_model import EncoderConfig, load_hf_config, max_span_token
 from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss
 from trainer.parts import build_encoder
 from trainer.places import place_problems
+from trainer.sentences import left_out
 from trainer.state import read_origin
 
 DECISIVE = "decisive.json"
@@ -267,6 +268,8 @@ def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
     except _UNLOADABLE as error:
         return [_unloadable(encoder, error)]
     if remark := built.unloaded.remark(encoder.pretrained):
+        get_logger().warning("%s", remark)
+    if remark := left_out(encoder.pretrained, encoder.pooling):
         get_logger().warning("%s", remark)
     if built.config.layout != encoder.layout:
         get_logger().warning(
