@@ -15,11 +15,16 @@ _FINAL = (
     "INVALID_ACCESS_KEY_ID",
     "SIGNATURE_DOES_NOT_MATCH",
     "ExpiredToken",
+    "(HTTP status 400) during Head",
     "To create buckets,",
 )
 # The cause behind a store's error code, and the remedy; the first that matches.
 _REMEDIES = {
     "ExpiredToken": "The credentials have expired: renew them and give the same command again",
+    "(HTTP status 400) during Head": (
+        "A store gives no reason to this question; often the credentials have expired: renew them and give the same "
+        "command again"
+    ),
     "TOO_SKEWED": "The clock of this host differs too much from the store's: set it",
     "StorageFull": "The store is full: make room there",
     "QuotaExceeded": "The quota of this store is used up: raise it or make room there",

@@ -247,6 +247,8 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
 def _size_problems(folder: Path, written: Shard | _Listed | LedgerFile) -> list[str]:
     """A file that is missing or has another size than when it was written."""
     path = folder / written.name
+    if Path(written.name).is_absolute() or ".." in Path(written.name).parts:
+        return [f"{folder / MANIFEST} names {written.name}, which is not in its folder; prepare the folder again"]
     if not path.is_file():
         return [f"{path} is missing; run `prepare` again, it makes what is missing"]
     size = path.stat().st_size

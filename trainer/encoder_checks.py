@@ -15,6 +15,7 @@ from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.parts import build_encoder
+from trainer.sentences import left_out
 from trainer.settings import EncoderConfig
 
 # Errors of transformers where a model cannot be built or its files cannot be read.
@@ -81,6 +82,8 @@ def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
     except _UNLOADABLE as error:
         return [_unloadable(encoder, error)]
     if remark := built.unloaded.remark(encoder.pretrained):
+        get_logger().warning("%s", remark)
+    if remark := left_out(encoder.pretrained, encoder.pooling):
         get_logger().warning("%s", remark)
     if built.config.layout != encoder.layout:
         get_logger().warning(

@@ -1,6 +1,7 @@
 """Problems of the places that a run names: found without torch and Ray, before either is loaded."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from common.address import is_remote
@@ -10,6 +11,12 @@ from pipeline.manifest import MANIFEST, ShardError, load_manifest
 from trainer.config import TrainConfig
 
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
+# What a run writes. Another kind of entry under such a name would end it after hours, when it writes there.
+_FILES = (
+    "config.yaml", "decisive.json", "failures.log", "fork.json", "lock.json", "metrics.jsonl", "seconds.json",
+    "summary.json", "export/declutr.json",
+)  # fmt: skip
+_FOLDERS = ("checkpoints", "export", "tensorboard")
 
 
 def place_problems(config: TrainConfig) -> list[str]:
@@ -53,7 +60,20 @@ def _run_problem(name: str) -> str | None:
     for file, what in _NOT_A_RUN.items():
         if (folder / file).is_file():
             return f"holds {what}; name another folder"
-    return folder_problem(folder)
+    return folder_problem(folder) or _kind_problem(folder)
+
+
+def _kind_problem(run: Path) -> str | None:
+    """A folder where a run has a file, or the reverse."""
+    for name in _FILES:
+        if (run / name).is_dir():
+            return f"{name} in it is a folder, where a run has a file; move it elsewhere"
+    for name in _FOLDERS:
+        if (run / name).is_symlink() and not (run / name).exists():
+            return f"{name} in it is a link to nothing, where a run has a folder; remove the link"
+        if (run / name).exists() and not (run / name).is_dir():
+            return f"{name} in it is a file, where a run has a folder; move it elsewhere"
+    return None
 
 
 def _data_problem(name: str) -> str | None:

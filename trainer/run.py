@@ -14,6 +14,7 @@ from common.lock import RunLock
 from common.logs import get_logger
 from common.paths import expand
 from common.records import DamagedError, Record, read_record
+from common.remotefile import Patience
 from common.scores import SCORES
 from common.storage import write_json, write_text
 from pipeline.shards import ShardSet
@@ -135,8 +136,9 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
                 done = supervisor.run_to_end()
         finally:
             _add_seconds(run, time.monotonic() - begun)
-            if store is not None:
-                _send_at_the_end(store)
+            if store is not None:  # whoever told the run to stop will not wait ten minutes for a store that is away
+                hurried = Patience(total_seconds=config.scaling.stop_seconds)
+                _send_at_the_end(store if signals.received is None else RunStore(config.run, run, hurried))
         if store is not None:
             store.fetch()
         if done < steps:

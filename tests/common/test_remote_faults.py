@@ -41,6 +41,16 @@ def test_throttling_and_short_answers_are_waited_out(store, folder, tmp_path):
     faults.clear()
 
 
+def test_expired_credentials_are_a_refusal_where_the_store_gives_no_reason(store):
+    """An answer to HEAD has no body, so the store's own code is missing; waiting ten minutes would not help."""
+    address, faults = store
+    write_file(address("there"), b"x")
+    faults.refuse(400, "ExpiredToken", methods=("HEAD",))
+    with pytest.raises(RemoteError, match=r"(?s)refuses: .*often the credentials have expired: renew them"):
+        read_file(address("there"))
+    faults.clear()
+
+
 def test_an_upload_that_breaks_off_is_no_folder_and_is_taken_up_again(store, folder):
     address, faults = store
     faults.refuse(400, "InvalidPart", methods=("POST",), left=1)

@@ -71,6 +71,23 @@ def test_a_truncated_and_a_missing_shard_are_named_with_their_sizes(tmp_path):
         ShardSet(folder, "train")
 
 
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_shard_outside_the_folder_is_not_read(tmp_path, absolute):
+    """A manifest is data of somebody else: its names stay inside its folder, also where the file there is sound."""
+    write(tmp_path / "elsewhere")
+    folder = write(tmp_path / "out")
+    name = f"{tmp_path if absolute else '..'}/elsewhere/train-00000.arrow"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0]["name"] = name
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (problem,) = check_shards(folder)
+    assert f"names {name}, which is not in its folder" in problem
+    with pytest.raises(ShardError, match="not in its folder"):
+        ShardSet(folder, "train")
+    with pytest.raises(ShardError, match="not in its folder"):
+        ShardSet(folder, "train", look=False).take(np.arange(57))
+
+
 def test_damage_that_keeps_the_size_is_found(tmp_path):
     folder = write(tmp_path / "out")
     path = folder / "train-00001.arrow"

@@ -165,3 +165,27 @@ def test_the_last_step_before_a_damaged_line(run, damage):
         stream.write(DAMAGED[damage] + b"\n")
     found = read_last_step(run / METRICS)
     assert found is None if damage == "nested deeply" else found["step"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "folder") for name in ("config.yaml", "lock.json", METRICS, "seconds.json", "export/declutr.json")),
+        *((name, "file") for name in ("checkpoints", "export", "tensorboard")),
+        ("export", "link to nothing"),
+    ],
+)
+def test_an_entry_of_another_kind_is_named_before_any_work(made, run, name, kind):
+    """Continuing would not help, so the message must not promise that it does."""
+    place = run / name
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    if kind == "folder":
+        place.mkdir(parents=True)
+    elif kind == "file":
+        place.write_text("")
+    else:
+        place.symlink_to("gone")
+    with pytest.raises(ConfigError, match=f"run = .*: {name} in it is a {kind}"):
+        train(made[0], run)

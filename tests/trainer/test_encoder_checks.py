@@ -113,6 +113,28 @@ def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "told"),
+    [
+        (("Transformer", "Pooling", "Normalize"), {"pooling_mode_mean_tokens": True}, ()),
+        (("Transformer", "Pooling"), {"pooling_mode": "mean"}, ()),
+        (("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, ("its module Dense is not used",)),
+        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, ("another than encoder.pooling = mean",)),
+    ],
+)
+def test_modules_of_a_sentence_encoder_that_are_not_taken_over(data, tmp_path, pretrained, log, kinds, pooling, told):
+    """A dense layer, or another pooling, is not dropped without a word."""
+    folder = pretrained(BertForMaskedLM)
+    paths = dict.fromkeys(kinds, "") | {"Pooling": "1_Pooling"}
+    modules = [{"path": paths[kind], "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
+    assert len(log) == len(told)
+    assert all(words in line for words, line in zip(told, log, strict=True))
+
+
 def test_a_run_that_has_weights_of_its_own_goes_on(data, tmp_path, pretrained):
     """Its checkpoints hold the head, whatever the encoder brought along: runs from before this was asked."""
     config = given(data, tmp_path, {"pretrained": str(pretrained(BertModel))})
