@@ -176,7 +176,9 @@ def test_word_vectors_of_both_formats(tmp_path, head, ending):
     assert few.fingerprint == whole.fingerprint
 
 
-@pytest.mark.parametrize("raw", [b"", b"the,1,2\n", b"a 1 2\nb 1\n", b"a 1 2\nb 1 x\n", b"\x1f\x8b broken"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"the,1,2\n", b"a 1 2\nb 1\n", b"a 1 2\nb 1 x\n", b"3 0\na\nb\n", b"\x1f\x8b broken"]
+)
 def test_broken_word_vectors_are_refused(tmp_path, raw):
     path = tmp_path / ("words.vec.gz" if raw[:1] == b"\x1f" else "words.vec")
     path.write_bytes(raw)
