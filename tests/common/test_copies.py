@@ -225,6 +225,19 @@ def test_a_full_disk_of_this_host_is_no_outage_of_the_store(sent, tmp_path, caps
         assert contents(volume.path / "copy") == contents(sent[0])
 
 
+def test_what_push_does_not_send_is_said(sent, capsys):
+    os.mkfifo(sent[0] / "fifo")
+    (sent[0] / "loop").symlink_to(".")
+    (sent[0] / "gone").symlink_to("nowhere")
+    assert main(["push", str(sent[0]), sent[1]]) == 0
+    told = capsys.readouterr().err
+    assert [name for name in ("fifo", "gone", "loop", "a.bin") if f"{name} is not sent" in told] == [
+        "fifo",
+        "gone",
+        "loop",
+    ]
+
+
 def test_files_that_pull_would_refuse_are_not_sent(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a\\b").write_text("x")

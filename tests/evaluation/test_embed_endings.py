@@ -63,10 +63,11 @@ def begun(texts, tmp_path):
     output = tmp_path / "out.npy"
     command = ["embed", MODEL, str(texts), "--output", str(output), "--unit-mib", "0.01"]
     assert main(command) == 0
-    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
-        output.unlink()
+    output.unlink()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("evaluation.embedding.job.assemble", lambda *_: (_ for _ in ()).throw(SystemExit))
-        main(command)
+        with pytest.raises(SystemExit):
+            main(command)
     return command, output
 
 
