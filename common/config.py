@@ -173,6 +173,14 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     return None
 
 
+def first_problem(error: ValueError, model: type[BaseModel]) -> str:
+    """The first problem of a file that was validated, in one line; of another error its message."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    found = describe(error, model)
+    return found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+
+
 def describe(error: ValidationError, model: type[BaseModel], values: Any = None, section: str = "") -> list[str]:
     """One line a problem: dotted key, the value it holds, what is wrong with it.
 

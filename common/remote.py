@@ -15,7 +15,7 @@ import msgspec
 from common.address import child, is_remote, short_name
 from common.copies import fetch_all, pull_all
 from common.listing import LISTING, Record, read_listing, records, refuse_names, write_listing
-from common.logs import setup_logging
+from common.logs import get_logger, setup_logging
 from common.paths import expand
 from common.patience import PATIENT, Patience
 from common.remotefile import push_file, remove_file, remove_tree
@@ -122,6 +122,10 @@ def _whole_listing(url: str, patience: Patience) -> dict[str, Record]:
     return listing
 
 
+def _is_left_out(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `push FOLDER ADDRESS` or `pull ADDRESS FOLDER`; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -139,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = expand(arguments.source)
             if not folder.is_dir():
                 raise FileNotFoundError(f"{folder} is no folder")
+            left = [path for path in sorted(folder.rglob("*")) if not path.is_file() and _is_left_out(path)]
+            for path in left:
+                get_logger().warning("%s is not sent: a link to a folder or to nothing, or no file", path)
             push_folder(folder, arguments.target)
         else:
             if not is_remote(arguments.source) and expand(arguments.source).is_file():

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -68,12 +68,26 @@ def fetch_file(url: str, target: Path, patience: Patience = PATIENT) -> tuple[st
         with files.open(place, "rb") as source, target.open("wb") as stream:
             while chunk := source.read(_CHUNK_BYTES):
                 digest.update(chunk)
-                stream.write(chunk)
+                with _own_disk(target):
+                    stream.write(chunk)
+                    stream.flush()
                 num_bytes += len(chunk)
-        fsync_path(target)
+        with _own_disk(target):
+            fsync_path(target)
         return digest.hexdigest(), num_bytes
 
     return persist(url, patience, fetch)
+
+
+@contextlib.contextmanager
+def _own_disk(target: Path) -> Iterator[None]:
+    """Errors of the disk of this host, which are not the store's: waiting for the store does not help."""
+    try:
+        yield
+    except OSError as error:
+        raise RemoteError(
+            f"{target} cannot be written on this host ({error.strerror}): make room, and give the same command again"
+        ) from error
 
 
 def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:

@@ -56,6 +56,8 @@ def rows(run: Path, now: float | None = None) -> list[Row]:
     Raises:
         CheckpointsError: there is no run, it has no checkpoint yet, or its settings cannot be read.
     """
+    if run.is_file():
+        raise CheckpointsError(f"{run} is a file; name the folder of a run")
     folder = run / CHECKPOINTS
     steps = checkpoint.steps_in(folder)
     if not steps:

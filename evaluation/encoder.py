@@ -31,8 +31,8 @@ from trainer import checkpoint
 from trainer.checkpoint import CHECKPOINTS
 from trainer.config import TrainConfig
 from trainer.export import EXPORT, SETTINGS
-from trainer.language_model import EncoderConfig, max_span_tokens
-from trainer.layouts import packs
+from trainer.language_model import EncoderConfig, UnfitEncoderError, max_span_tokens
+from trainer.layouts import embedding_layout
 from trainer.model import Encoder
 from trainer.parts import build_encoder
 
@@ -148,8 +148,13 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
         _lower_case(tokenizer)
     chosen = pooling or (recipe.pooling if recipe else "mean")
     encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen), model, seed=0).eval()
-    if not packs(encoder):
-        encoder.set_layout(encoder.config.model_copy(update={"layout": "padded"}))
+    try:
+        layout = embedding_layout(encoder)
+    except UnfitEncoderError as error:
+        raise EncoderError(
+            f"{name}: {error}. Batches of it would give wrong embeddings; take another encoder"
+        ) from error
+    encoder.set_layout(encoder.config.model_copy(update={"layout": layout}))
     return encoder, tokenizer, recipe, unused
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from common.config import first_problem
 from common.logs import get_logger
 from common.storage import folder_aside, read_json, write_json
 from trainer.objectives import Declutr
@@ -137,8 +137,9 @@ def read_state(path: Path, verify: bool = True) -> RunState:
         raise CheckpointError(f"{path}: {name} is {word} ({error.strerror})") from error
     except OSError as error:
         raise UnreadableError(f"{path}: {name} cannot be read ({error.strerror})") from error
-    except (ValueError, ValidationError) as error:
-        raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({error})") from error
+    except ValueError as error:
+        why = first_problem(error, RunState)
+        raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({why})") from error
     return state
 
 

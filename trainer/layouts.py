@@ -1,4 +1,4 @@
-"""The layout that an encoder computes correctly: tried on a few made-up spans, before it is trained.
+"""The layout that an encoder computes correctly: tried on a few made-up spans, before it is trained or embeds texts.
 
 The reference is every span alone: nothing can leak into it, and there is no padding. Families differ in ways that no
 flag tells: some ignore the packed layout and attend to the whole row, some let padding through.
@@ -23,10 +23,23 @@ _MOST_TOKENS = 512  # of the span that is longer than a local attention's window
 _CANNOT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
 
 
-def packs(encoder: Encoder) -> bool:
-    """Does this encoder give the same hidden states packed as every span alone? It is left as it was."""
+def embedding_layout(encoder: Encoder) -> Layout:
+    """The layout in which an encoder that is not trained gives every text what it gives it alone: packed, else padded.
+
+    Args:
+        encoder: with its weights; it is left as it was.
+
+    Broken weights show nothing of a layout; padded is taken then, and the embeddings show that they are not finite.
+
+    Raises:
+        UnfitEncoderError: neither layout does.
+    """
     with _Trial(encoder) as trial:
-        return trial.equals_alone("packed")
+        if trial.equals_alone("packed"):
+            return "packed"
+        if trial.equals_alone("padded") or trial.is_broken():
+            return "padded"
+        raise UnfitEncoderError(_unequal(encoder, "a text's embedding changes with the other texts", trial.why))
 
 
 def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
@@ -50,13 +63,15 @@ def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
         if wanted == "packed" and trial.equals_alone("packed") and trial.trains("packed"):
             return "packed"
         if not trial.equals_alone("padded"):
-            raise UnfitEncoderError(
-                f"model type {kind}: a span's embedding changes with the other spans of its batch, packed and padded "
-                f"alike{trial.why}; {advice}"
-            )
+            problem = _unequal(encoder, "a span's embedding changes with the other spans", trial.why)
+            raise UnfitEncoderError(f"{problem}; {advice}")
         if not trial.trains("padded"):
             raise UnfitEncoderError(f"model type {kind}: its forward fails in training{trial.why}; {advice}")
         return "padded"
+
+
+def _unequal(encoder: Encoder, what: str, why: str) -> str:
+    return f"model type {encoder.model.config.model_type}: {what} of its batch, packed and padded alike{why}"
 
 
 class _Trial:
@@ -88,6 +103,10 @@ class _Trial:
             return _equal(self._hidden(self.batch, layout), self.alone)
 
         return self._passes(test)
+
+    def is_broken(self) -> bool:
+        """Whether hidden states are not finite even where every span is alone; asked after `equals_alone`."""
+        return self.alone is not None and not bool(self.alone.isfinite().all())
 
     def trains(self, layout: Layout) -> bool:
         """Does a forward with dropout go through?"""

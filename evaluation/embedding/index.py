@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from common.bars import bar
-from common.config import Strict
-from common.storage import folder_aside, hash_file, hash_json, write_json
+from common.config import Strict, first_problem
+from common.storage import folder_aside, hash_file, write_json
 from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
-from evaluation.embedding.job import identify, plan
+from evaluation.embedding.job import jobs, plan
 from evaluation.embedding.output import Note, read_note
 from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, mapped, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
@@ -79,7 +79,7 @@ def build_index(
     note = read_note(embeddings)
     config = note.config.model_copy(update={"output": embeddings.absolute()})
     units = plan(config)
-    if hash_json(identify(config, units, note.fingerprint)) != note.job:
+    if note.job not in jobs(config, units, note.fingerprint):
         raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
@@ -119,8 +119,11 @@ class SearchIndex:
     def __init__(self, folder: Path) -> None:
         try:
             self.facts = IndexFacts.model_validate_json((folder / INDEX).read_bytes())
-        except (FileNotFoundError, NotADirectoryError, ValidationError) as error:
-            raise EmbedError(f"{folder}: holds no index of this version of `declutr index`: {error}") from error
+        except (OSError, ValidationError) as error:
+            why = error.strerror if isinstance(error, OSError) else first_problem(error, IndexFacts)
+            raise EmbedError(
+                f"{folder / INDEX} is no index of this version of `declutr index` ({why}); build the index again"
+            ) from error
         for name, digest in self.facts.files.items():
             if not _FILE.fullmatch(name) or not (folder / name).is_file() or hash_file(folder / name) != digest:
                 raise EmbedError(f"{folder}: {name} is missing or altered; build the index again")

@@ -21,7 +21,7 @@ from evaluation.embedding.units import UnitSidecar, corpus_of, embed_unit, finis
 from evaluation.encoder import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.readers.skipped import Skipped, describe_skipped
-from pipeline.units import Unit, hash_unit, plan_units
+from pipeline.units import Unit, hash_unit, mark_units, plan_units
 
 SMALL_MIB = 16
 """Less than this is embedded in this process: Ray's start would take longer than it saves."""
@@ -30,7 +30,8 @@ _MAX_UNITS = 4096
 _CPUS_PER_WORKER = 4
 _RESTARTS = 10
 """How often a worker that dies begins anew. An input that crashes a library would do so for ever."""
-_VERSION = 1
+VERSIONS = (2, 1)
+"""Of identities, the current one first. A note may have the older one, which knows local files by their times alone."""
 _LOCK = ".lock"
 
 
@@ -70,8 +71,7 @@ def embed(config: EmbedConfig) -> Note:
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has {encoder.size}")
     identities = identify(config, units, encoder.fingerprint)
-    job = hash_json(identities)
-    if done := _done(config.output, job):
+    if done := _done(config.output, jobs(config, units, encoder.fingerprint)):
         get_logger().info("%s is embedded already", config.output)
         return done
     folder = config.output.absolute().with_name(f".{config.output.name}.parts")
@@ -131,15 +131,31 @@ def located(config: EmbedConfig) -> EmbedConfig:
     return config.model_copy(update={"inputs": inputs, "choice": choice, "output": config.output.absolute()})
 
 
-def identify(config: EmbedConfig, units: list[Unit], fingerprint: str) -> list[str]:
+def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, version: int = VERSIONS[0]) -> list[str]:
     """For each unit SHA-256 of its input, the encoder and the settings that decide its embeddings."""
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
-    settings |= {"version": _VERSION, "fingerprint": fingerprint, "suffix": config.output.suffix}
-    return [hash_json([settings, hash_unit(unit), _times(unit)]) for unit in units]
+    settings |= {"version": version, "fingerprint": fingerprint, "suffix": config.output.suffix}
+    seen = _times if version == 1 else _contents
+    return [hash_json([settings, hash_unit(unit), seen(unit)]) for unit in units]
+
+
+def jobs(config: EmbedConfig, units: list[Unit], fingerprint: str) -> set[str]:
+    """What a note of this very job may say of it, in any version."""
+    return {hash_json(identify(config, units, fingerprint, version)) for version in VERSIONS}
+
+
+def _times(unit: Unit) -> list[int]:
+    paths = [Path(part.path) for part in unit.parts]
+    return [path.stat().st_mtime_ns for path in paths if path.is_file()]
+
+
+def _contents(unit: Unit) -> dict[str, str | None] | None:
+    """Sizes, times, tags and samples of the unit's files."""
+    return unit.stamp.model_dump() if unit.stamp else None
 
 
 def plan(config: EmbedConfig) -> list[Unit]:
-    """The units of the inputs.
+    """The units of the inputs, with the marks of their files.
 
     Raises:
         EmbedError: everything that can be seen to be wrong before any work.
@@ -165,16 +181,10 @@ def plan(config: EmbedConfig) -> list[Unit]:
         raise EmbedError("\n".join(problems))
     for line in describe_skipped(skipped.kinds()):
         get_logger().warning(line)
-    return units
+    return mark_units(units)
 
 
-def _times(unit: Unit) -> list[int]:
-    """When the local files of a unit were last changed: contents that changed without changing size are read anew."""
-    paths = [Path(part.path) for part in unit.parts]
-    return [path.stat().st_mtime_ns for path in paths if path.is_file()]
-
-
-def _done(output: Path, job: str) -> Note | None:
+def _done(output: Path, jobs: set[str]) -> Note | None:
     """The note of a finished output of this very job."""
     if not note_path(output).is_file():
         return None
@@ -182,7 +192,7 @@ def _done(output: Path, job: str) -> Note | None:
         note = read_note(output)
     except EmbedError:  # of another version, or its output is gone
         return None
-    return note if note.job == job else None
+    return note if note.job in jobs else None
 
 
 def _run(

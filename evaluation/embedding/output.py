@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from common.config import Strict
+from common.config import Strict, first_problem
 from common.storage import write_aside, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.units import UnitSidecar, part_schema
@@ -46,8 +46,9 @@ def read_note(output: Path) -> Note:
     path = note_path(output)
     try:
         note = Note.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError) as error:
-        raise EmbedError(f"{output}: has no note {path.name} of `declutr embed` beside it: {error}") from error
+    except (OSError, ValidationError) as error:
+        why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
+        raise EmbedError(f"{output}: has no note {path.name} of `declutr embed` beside it ({why})") from error
     if not output.is_file() or output.stat().st_size != note.num_bytes:
         raise EmbedError(f"{output}: is missing or of another size than its note {path.name} says; embed again")
     return note

@@ -16,7 +16,7 @@ from common.storage import write_aside, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.corpus import Document, Failure, FilesCorpus, Record
-from pipeline.units import Unit, read_unit
+from pipeline.units import Unit, read_unit, stamp_read
 
 MAX_TEXT_MIB = 512
 _WINDOW_TEXTS = 8192
@@ -109,6 +109,7 @@ def embed_unit(
                     now = reading.bytes_read
                     told(len(texts), now - seen_bytes)
                     seen_bytes = now
+    stamp_read(unit)
     path = folder / f"{unit.name}.arrow"
     sidecar = UnitSidecar(
         unit=unit.name,

@@ -133,6 +133,8 @@ def _read(path: Path, wanted: set[str] | None) -> Iterator[tuple[list[str], NDAr
         for number, line in enumerate(stream, start=1):
             if number == 1 and len(head := line.split()) == 2 and head[0].isdigit() and head[1].isdigit():
                 size = int(head[1])
+                if not size:
+                    raise EncoderError(f"{path}, line 1: word vectors of 0 numbers")
                 continue
             separator = separator or (b"\t" if b"\t" in line else b" ")
             first, _, rest = line.rstrip().partition(separator)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from s3server import s3_server
+from volumes import small_volume
 
 from common import storage
 from common.address import filesystem
@@ -206,6 +207,35 @@ def test_a_folder_that_cannot_take_its_name_leaves_the_old_one(tmp_path):
     with pytest.raises(FileNotFoundError):
         fail()
     assert (tmp_path / "run/a").read_text() == "old"
+
+
+def test_a_full_disk_of_this_host_is_no_outage_of_the_store(sent, tmp_path, capsys):
+    (sent[0] / "large").write_bytes(os.urandom(2**21))
+    push_folder(*sent)
+    with small_volume(tmp_path / "disk", 4) as volume:
+        volume.fill(leave_bytes=2**20)
+        began = time.monotonic()
+        assert main(["pull", sent[1], str(volume.path / "copy")]) == 1
+        assert time.monotonic() - began < 20
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert "large cannot be written on this host (No space left on device)" in told
+        assert not (volume.path / "copy").exists()
+        volume.drain()
+        assert main(["pull", sent[1], str(volume.path / "copy")]) == 0
+        assert contents(volume.path / "copy") == contents(sent[0])
+
+
+def test_what_push_does_not_send_is_said(sent, capsys):
+    os.mkfifo(sent[0] / "fifo")
+    (sent[0] / "loop").symlink_to(".")
+    (sent[0] / "gone").symlink_to("nowhere")
+    assert main(["push", str(sent[0]), sent[1]]) == 0
+    told = capsys.readouterr().err
+    assert [name for name in ("fifo", "gone", "loop", "a.bin") if f"{name} is not sent" in told] == [
+        "fifo",
+        "gone",
+        "loop",
+    ]
 
 
 def test_files_that_pull_would_refuse_are_not_sent(tmp_path):

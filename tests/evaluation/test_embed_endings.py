@@ -1,6 +1,7 @@
 """`declutr embed` and `index` on a disk that is full, and two commands with one output."""
 
 import fcntl
+import os
 
 import numpy as np
 import pytest
@@ -54,3 +55,29 @@ def test_of_two_commands_with_one_output_the_second_is_refused(texts, tmp_path, 
     assert main(command) == 0  # what a killed one leaves holds nobody up
     assert np.load(output).shape == (3000, 256)
     assert not parts.exists()
+
+
+@pytest.fixture
+def begun(texts, tmp_path):
+    """A job of which some units are finished, and its output."""
+    output = tmp_path / "out.npy"
+    command = ["embed", MODEL, str(texts), "--output", str(output), "--unit-mib", "0.01"]
+    assert main(command) == 0
+    output.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evaluation.embedding.job.assemble", lambda *_: (_ for _ in ()).throw(SystemExit))
+        with pytest.raises(SystemExit):
+            main(command)
+    return command, output
+
+
+def test_inputs_replaced_between_kill_and_restart_are_read_anew(begun, texts):
+    """Another content of the same size and time."""
+    command, output = begun
+    times = texts.stat()
+    texts.write_text(texts.read_text().replace("word0 and", "other and"))
+    os.utime(texts, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert texts.stat().st_size == times.st_size
+    assert main(command) == 0
+    assert main([*command[:4], str(output.with_name("new.npy"))]) == 0
+    assert np.array_equal(np.load(output), np.load(output.with_name("new.npy")))

@@ -5,9 +5,10 @@ import gzip
 import numpy as np
 import pytest
 import torch
+from families import REFUSED
 from folders import TEXTS, encoder_folder, write
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from evaluation.encoder import EncoderError, load_encoder
 
@@ -37,6 +38,19 @@ def test_a_sentence_transformers_folder(tmp_path, family, pooling, after):
     expected = SentenceTransformer(str(path), device="cpu").encode(TEXTS)
     assert encoder.size == expected.shape[1] == (12 if "Dense" in after else 32)
     close(encoder.encode(TEXTS), expected)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_whose_padding_reaches_the_texts_is_refused_by_name(family, folder, tmp_path):
+    """Batches of it would differ from each text alone, by as much as 0.3."""
+    settings = REFUSED[family] | {"pad_token_id": 1, "max_position_embeddings": 140, "initializer_range": 0.3}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **{**settings, "bos_token_id": 0})
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(EncoderError, match=f"model type {family}: a text's embedding changes with the other texts"):
+        load_encoder(str(tmp_path), device="cpu")
 
 
 def test_a_prompt_and_lower_case(tmp_path):
@@ -162,7 +176,9 @@ def test_word_vectors_of_both_formats(tmp_path, head, ending):
     assert few.fingerprint == whole.fingerprint
 
 
-@pytest.mark.parametrize("raw", [b"", b"the,1,2\n", b"a 1 2\nb 1\n", b"a 1 2\nb 1 x\n", b"\x1f\x8b broken"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"the,1,2\n", b"a 1 2\nb 1\n", b"a 1 2\nb 1 x\n", b"3 0\na\nb\n", b"\x1f\x8b broken"]
+)
 def test_broken_word_vectors_are_refused(tmp_path, raw):
     path = tmp_path / ("words.vec.gz" if raw[:1] == b"\x1f" else "words.vec")
     path.write_bytes(raw)

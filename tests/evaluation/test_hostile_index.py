@@ -118,6 +118,22 @@ def test_altered_texts_are_refused(index, damage, capsys):
     assert "texts.arrow is cut off, altered, or not of `declutr index`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b'{"version": 2}', b"[" * 100_000])
+def test_a_damaged_list_of_contents_is_told_in_one_line(index, embedded, raw, capsys):
+    for path, command in (
+        (index / "index.json", ["search", str(index), "word1"]),
+        (index / "index.json", ["explore", str(index)]),
+        (embedded.with_name("out.npy.json"), ["index", str(embedded), "--output", str(index.with_name("other"))]),
+    ):
+        path.write_bytes(raw)
+        assert main(command) == 1
+        told = capsys.readouterr().err
+        assert path.name in told
+        assert told.count("\n") == 1
+        assert len(told) < 400 + len(str(index))
+        assert "pydantic" not in told
+
+
 @pytest.mark.parametrize("name", ["../in.txt", "/etc/passwd", "..", "", "texts.arrow/../texts.arrow", "a\x1b[31m.npy"])
 def test_an_index_has_no_files_elsewhere(index, name):
     facts = json.loads((index / "index.json").read_text())

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.attention import AttentionLayout
 from trainer.batches import SpanBatch
 from trainer.language_model import EncoderConfig, max_span_tokens, mlm_head, vocabulary_of
-from trainer.layouts import packs
+from trainer.layouts import embedding_layout
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
 SHAPES = {
@@ -192,12 +192,12 @@ def test_scratch_needs_a_type():
 def test_packs_tells_who_can(family):
     """Trying the layouts leaves the encoder as it was; positions that the padded forward does not use are found out."""
     encoder = tiny_encoder(family, torch.float32)
-    assert packs(encoder)
+    assert embedding_layout(encoder) == "packed"
     assert encoder.training
     assert encoder.config.layout == "packed"
     if family != "modernbert":  # its positions are relative: shifted ones change nothing
         encoder.padding_index = 30
-        assert not packs(encoder)
+        assert embedding_layout(encoder) == "padded"
 
 
 def test_groups_cover_every_token_once():
