@@ -5,6 +5,10 @@ from pydantic import Field
 from common.config import Strict
 
 
+class SessionError(RuntimeError):
+    """No session of Ray starts on this machine."""
+
+
 class SessionConfig(Strict):
     """Where the work runs. Has no influence on results."""
 
