@@ -32,7 +32,7 @@ class Lines:
             sys.stderr.flush()
 
     def flush(self) -> None:
-        """Does nothing: a line is flushed when it is written."""
+        """Accepts the call; a line is flushed when it is written."""
 
 
 def bar(**settings: Any) -> "tqdm[Any]":

@@ -10,7 +10,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.credentials import redact, refused_settings
-from common.paths import expand as expand
 from common.suggestions import choices_of, meant, misread, unknown_key
 from common.yamlfile import YamlError, read_yaml, read_yaml_file
 
@@ -238,7 +237,7 @@ def _written(loc: Sequence[int | str], values: Any) -> list[str]:
 
 def _shown(value: Any) -> str:
     """A value for a message, cut where it is long."""
-    text = redact(repr(value))  # before it is cut: a piece of an address cannot be told for one
+    text = redact(repr(value))  # before it is cut: a piece of an address does not look like one
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

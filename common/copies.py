@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.address import child
+from common.excerpt import excerpt
 from common.listing import Record, decoded, encoded, records, tree
-from common.remotefile import PATIENT, AlteredError, Patience, RemoteError, fetch_file
+from common.patience import PATIENT, AlteredError, Patience, RemoteError
+from common.remotefile import fetch_file
 from common.storage import folder_aside, put_back, write_text
 
 _FETCHES = 8  # files on their way at once: a store gives each stream only so much
-_SHOWN = 3
 
 
 def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
@@ -25,7 +26,7 @@ def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
 
     Args:
         url: a folder that was sent whole, or one of such folders and further files, like a run.
-        local: the folder it becomes: a new one, an empty one, or a copy that `pull` made and nobody changed.
+        local: the folder it becomes: a new one, an empty one, or an unchanged copy that `pull` made.
         patience: with a place that does not answer.
 
     Raises:
@@ -48,7 +49,7 @@ def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
         here = _replaceable(local, mark, wanted)
         if here != wanted:
             with folder_aside(local, replace=True) as aside:
-                here = _fetched(url, wanted, local, here, aside, patience)
+                here = fetch_all(url, wanted, aside, patience, local, here)
                 if _stamps(local) != stamps:
                     raise RemoteError(f"{local} changed while it was fetched; it is left as it is. Name a new folder")
         write_text(mark, encoded(here).decode())
@@ -79,29 +80,44 @@ def _replaceable(local: Path, mark: Path, wanted: Mapping[str, Record | None]) -
     fetched = decoded(mark.read_bytes(), str(mark)) if mark.is_file() else {}
     foreign += [name for name, record in here.items() if record not in (fetched.get(name), wanted.get(name))]
     if foreign:
-        named = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
         raise RemoteError(
-            f"{local} holds files that `declutr pull` did not fetch, or that have changed since: {named}. Nothing was "
-            "fetched or deleted: name a new folder, or delete this one yourself"
+            f"{local} holds files that `declutr pull` did not fetch, or that have changed since: {excerpt(foreign)}. "
+            "Nothing was fetched or deleted: name a new folder, or delete this one yourself"
         )
     return here
 
 
-def _fetched(
+def fetch_all(
     url: str,
     wanted: Mapping[str, Record | None],
-    local: Path,
-    here: Mapping[str, Record],
     aside: Path,
     patience: Patience,
+    before: Path | None = None,
+    here: Mapping[str, Record] | None = None,
 ) -> dict[str, Record]:
-    """Puts every file into `aside`, from `local` where it is the same; returns what lies there now."""
+    """Fetches the files of a folder, several at a time.
+
+    Args:
+        url: the folder.
+        wanted: its files by name; None: nothing is known of the file.
+        aside: takes them.
+        patience: with a place that does not answer.
+        before: an earlier copy.
+        here: its files; those that are as they should be are taken from there.
+
+    Returns:
+        The files that `aside` has now.
+
+    Raises:
+        AlteredError: a file is missing, or another than its list says.
+        RemoteError: the place refuses, or did not answer in time.
+    """
 
     def fetch(name: str) -> Record:
         target, expected = aside / name, wanted[name]
         target.parent.mkdir(parents=True, exist_ok=True)
-        if expected is not None and here.get(name) == expected:
-            target.hardlink_to(local / name)
+        if before is not None and here is not None and expected is not None and here.get(name) == expected:
+            target.hardlink_to(before / name)
             return expected
         found = Record(*fetch_file(child(url, name), target, patience))
         if expected is not None and found != expected:

@@ -40,7 +40,7 @@ def redact(text: str) -> str:
 
 
 def refusal(address: str) -> str | None:
-    """Why an address is refused, in words that hold no secret; None where it holds no credentials."""
+    """The reason why an address is refused, in words that hold no secret; None where it holds no credentials."""
     if (shown := redact(address)) == address:
         return None
     scheme = address.partition("://")[0].rpartition(":")[2].lower()

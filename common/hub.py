@@ -21,7 +21,7 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def hub_problem() -> str | None:
-    """Why the hub cannot be asked; None where it answers, whatever it answers."""
+    """The reason why the hub cannot be asked; None where it answers, whatever it answers."""
     from huggingface_hub import constants  # a second that only those pay who need it
 
     if constants.is_offline_mode():
@@ -47,7 +47,7 @@ def hub_or_cache() -> Iterator[str | None]:
 
 
 def stay_offline_unless_it_answers() -> None:
-    """Has every library of this process take what is kept here where the hub does not answer, without trying again."""
+    """Sets the hub's client of this process offline where the hub does not answer: only its cache here is read."""
     from huggingface_hub import constants
 
     if hub_problem():

@@ -8,7 +8,8 @@ from unicodedata import category
 import msgspec
 
 from common.address import child
-from common.remotefile import AlteredError, Patience, entries, read_file, write_file
+from common.patience import AlteredError, Patience
+from common.remotefile import entries, read_file, write_file
 from common.storage import hash_file
 
 LISTING = ".files.json"

@@ -28,7 +28,7 @@ class _Visible(logging.Formatter):
 def setup_logging(role: str) -> None:
     """Logs of this process go to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more.
 
-    Where nobody reads its output any more, the process goes on in silence (common/streams.py).
+    Where the reader of its output has ended, the process continues in silence (common/streams.py).
     """
     lasting_streams()
     level = os.environ.get("DECLUTR_LOG", "INFO").upper()

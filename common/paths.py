@@ -50,7 +50,7 @@ def path_argument(text: str) -> Path:
 
 
 def folder_problem(folder: Path) -> str | None:
-    """Why a folder cannot be made or written to; None where it can. Nothing is left behind by the look.
+    """The reason why a folder cannot be made or written to; None where it can. Nothing is left behind by the look.
 
     Asked of the system itself, by a folder that is made and removed: permissions alone say nothing of /proc, of
     read-only disks and of quotas.

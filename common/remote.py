@@ -8,28 +8,18 @@ import argparse
 import fcntl
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from common.address import child, is_remote, short_name
-from common.config import expand
-from common.copies import pull_all
+from common.copies import fetch_all, pull_all
 from common.listing import LISTING, Record, read_listing, records, refuse_names, write_listing
 from common.logs import setup_logging
-from common.remotefile import (
-    PATIENT,
-    AlteredError,
-    Patience,
-    fetch_file,
-    push_file,
-    remove_file,
-    remove_tree,
-)
+from common.paths import expand
+from common.patience import PATIENT, Patience
+from common.remotefile import push_file, remove_file, remove_tree
 from common.storage import folder_aside
-
-_FETCHES = 8  # files on their way at once: a store gives each stream only so much
 
 
 def push_folder(local: Path, url: str, patience: Patience = PATIENT) -> None:
@@ -122,16 +112,7 @@ def _pull(url: str, listing: dict[str, Record], local: Path, patience: Patience,
         if local.exists() and (not renew or records(local) == listing):
             return
         with folder_aside(local, replace=True) as aside:
-
-            def fetch(name: str) -> None:
-                target = aside / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if Record(*fetch_file(child(url, name), target, patience)) != listing[name]:
-                    raise AlteredError(f"{child(url, name)} is truncated or altered (checksum differs)")
-
-            with ThreadPoolExecutor(_FETCHES) as pool:
-                for _ in pool.map(fetch, listing):
-                    pass
+            fetch_all(url, listing, aside, patience)
 
 
 def _whole_listing(url: str, patience: Patience) -> dict[str, Record]:

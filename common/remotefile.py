@@ -3,73 +3,20 @@
 import contextlib
 import hashlib
 import posixpath
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from fsspec.implementations.arrow import ArrowFSWrapper
 
 from common.address import filesystem, network_errors
 from common.credentials import redact
-from common.logs import get_logger
+from common.patience import PATIENT, AlteredError, Patience, RemoteError, persist
 from common.storage import fsync_path, write_aside
 
 _CHUNK_BYTES = 8 * 2**20
-# What waiting does not change, in Arrow's words.
-_FINAL = (
-    "ACCESS_DENIED",
-    "NO_SUCH_BUCKET",
-    "INVALID_ACCESS_KEY_ID",
-    "SIGNATURE_DOES_NOT_MATCH",
-    "ExpiredToken",
-    "To create buckets,",
-)
-# The cause behind a store's error code, and the remedy; the first that matches.
-_REMEDIES = {
-    "ExpiredToken": "The credentials have expired: renew them and give the same command again",
-    "TOO_SKEWED": "The clock of this host differs too much from the store's: set it",
-    "StorageFull": "The store is full: make room there",
-    "QuotaExceeded": "The quota of this store is used up: raise it or make room there",
-    "HTTP status 507": "The store is full: make room there",
-    "SLOW_DOWN": "The store throttles: fewer hosts at a time, or a prefix of its own for this run",
-    "HTTP status 503": "The store throttles or is overloaded",
-    "ACCESS_DENIED": "Credentials, their rights and this host's clock decide this",
-    "INVALID_ACCESS_KEY_ID": "Credentials decide this",
-    "SIGNATURE_DOES_NOT_MATCH": "Credentials decide this",
-    "NO_SUCH_BUCKET": "Name a bucket that exists",
-}
-
-Answer = TypeVar("Answer")
-
-
-class RemoteError(OSError):
-    """A folder that cannot be sent or fetched: what, where, since when, what to do."""
-
-
-class AlteredError(RemoteError):
-    """What lies there is not what was sent: waiting does not help."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long to wait for a place that is away.
-
-    Attributes:
-        total_seconds: after which it is given up.
-        first_seconds: before the second try; each further wait is twice as long as the one before.
-        longest_seconds: of a wait.
-    """
-
-    total_seconds: float = 600.0
-    first_seconds: float = 0.5
-    longest_seconds: float = 30.0
-
-
-PATIENT = Patience()
 
 
 def push_file(local: Path, url: str, patience: Patience = PATIENT) -> None:
@@ -84,7 +31,7 @@ def push_file(local: Path, url: str, patience: Patience = PATIENT) -> None:
         _make_room(files, place)
         files.put_file(str(local), place)
 
-    _persist(url, patience, send)
+    persist(url, patience, send)
 
 
 def pull_file(url: str, local: Path, patience: Patience = PATIENT) -> bool:
@@ -101,7 +48,7 @@ def pull_file(url: str, local: Path, patience: Patience = PATIENT) -> bool:
         except FileNotFoundError:
             return False
 
-    if not _persist(url, patience, is_file):
+    if not persist(url, patience, is_file):
         return False
     with write_aside(local) as aside:
         fetch_file(url, aside, patience)
@@ -126,7 +73,7 @@ def fetch_file(url: str, target: Path, patience: Patience = PATIENT) -> tuple[st
         fsync_path(target)
         return digest.hexdigest(), num_bytes
 
-    return _persist(url, patience, fetch)
+    return persist(url, patience, fetch)
 
 
 def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
@@ -144,7 +91,7 @@ def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
         except FileNotFoundError:
             return None
 
-    return _persist(url, patience, read)
+    return persist(url, patience, read)
 
 
 def size_of(url: str, patience: Patience = PATIENT) -> int | None:
@@ -162,7 +109,7 @@ def size_of(url: str, patience: Patience = PATIENT) -> int | None:
         except FileNotFoundError:
             return None
 
-    return _persist(url, patience, look)
+    return persist(url, patience, look)
 
 
 def modified(url: str, patience: Patience = PATIENT) -> float | None:
@@ -181,7 +128,7 @@ def modified(url: str, patience: Patience = PATIENT) -> float | None:
             return None
 
     try:
-        found = _persist(url, patience, look)
+        found = persist(url, patience, look)
     except NotImplementedError as error:
         raise RemoteError(f"{url}: no time of the last change is kept there") from error
     return None if found is None else found.replace(tzinfo=found.tzinfo or UTC).timestamp()
@@ -194,7 +141,7 @@ def write_file(url: str, content: bytes, patience: Patience = PATIENT) -> None:
         RemoteError: the place refuses, or did not answer in time.
     """
     files, place = _open(url)
-    _persist(url, patience, lambda: _write(files, place, content))
+    persist(url, patience, lambda: _write(files, place, content))
 
 
 def remove_file(url: str, patience: Patience = PATIENT) -> None:
@@ -204,7 +151,7 @@ def remove_file(url: str, patience: Patience = PATIENT) -> None:
         RemoteError: the place refuses, or did not answer in time.
     """
     files, place = _open(url)
-    _persist(url, patience, lambda: _gone(partial(files.rm_file, place)))
+    persist(url, patience, lambda: _gone(partial(files.rm_file, place)))
 
 
 def remove_tree(url: str, patience: Patience = PATIENT) -> None:
@@ -214,7 +161,7 @@ def remove_tree(url: str, patience: Patience = PATIENT) -> None:
         RemoteError: the place refuses, or did not answer in time.
     """
     files, place = _open(url)
-    _persist(url, patience, lambda: _gone(partial(files.rm, place, recursive=True)))
+    persist(url, patience, lambda: _gone(partial(files.rm, place, recursive=True)))
 
 
 def _gone(remove: Callable[[], None]) -> None:
@@ -238,7 +185,7 @@ def names(url: str, patience: Patience = PATIENT) -> list[str]:
             return []
         return sorted(posixpath.basename(str(name).rstrip("/")) for name in found)
 
-    return _persist(url, patience, look)
+    return persist(url, patience, look)
 
 
 def entries(url: str, patience: Patience = PATIENT) -> dict[str, bool]:
@@ -264,7 +211,7 @@ def entries(url: str, patience: Patience = PATIENT) -> dict[str, bool]:
             raise AlteredError(f"{url}: neither files nor folders are {strange}")
         return {name: kinds[name] == "file" for name in sorted(kinds)}
 
-    return _persist(url, patience, look)
+    return persist(url, patience, look)
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -290,46 +237,3 @@ def _make_room(files: Any, place: str) -> None:
     """Makes the folder of a file; a store has none, and would be asked for each part of the path."""
     if not isinstance(files, ArrowFSWrapper):
         files.makedirs(posixpath.dirname(place), exist_ok=True)
-
-
-def _persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answer:
-    """Does it, again and again while the place is away; one line in the log an outage, one when it is over.
-
-    Raises:
-        RemoteError: refused, or away for longer than `patience.total_seconds`.
-    """
-    began, wait, told = time.monotonic(), patience.first_seconds, False
-    while True:
-        try:
-            with network_errors():
-                answer = action()
-        except FileNotFoundError as error:
-            raise AlteredError(f"{url}: {error}") from error
-        except RemoteError:  # judged already
-            raise
-        except OSError as error:
-            if isinstance(error, PermissionError) or any(word in str(error) for word in _FINAL):
-                raise RemoteError(f"{url} refuses: {error}{_remedy(error)}") from error
-            away = time.monotonic() - began
-            if away + wait > patience.total_seconds:
-                raise RemoteError(
-                    f"{url} has not answered for {away:.0f} s, the last error: {error}{_remedy(error)}"
-                ) from error
-            if not told:
-                told_error = f"{error}{_remedy(error)}"
-                get_logger().warning(
-                    "%s does not answer (%s); trying again for %.0f s", url, told_error, patience.total_seconds
-                )
-                told = True
-            time.sleep(wait)
-            wait = min(2 * wait, patience.longest_seconds)
-        else:
-            if told:
-                get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
-            return answer
-
-
-def _remedy(error: OSError) -> str:
-    """The sentence that follows a store's own message; empty where nothing is known."""
-    known = (remedy for code, remedy in _REMEDIES.items() if code in str(error))
-    return next((f". {remedy}" for remedy in known), "")

@@ -1,4 +1,4 @@
-"""Output streams of a long command: work goes on when nobody reads them any more, and no character ends it."""
+"""Output streams of a long command: work continues when their reader has ended, and no character ends it."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ class Lasting:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes a text, or drops it where nobody reads."""
+        """Writes a text, or drops it where the reader has ended."""
         try:
             return self._stream.write(text)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Which setting a person meant: the keys of a configuration, and the nearest of them to a key that is unknown."""
+"""The setting that a person meant: the keys of a configuration, and the nearest of them to a key that is unknown."""
 
 import difflib
 import math
@@ -16,7 +16,7 @@ def meant(word: str, choices: Sequence[str]) -> str:
 
 
 def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") -> str:
-    """What to write instead of an unknown key: the nearest key beside it, one of its name elsewhere, or all beside it.
+    """The advice on an unknown key: the nearest key beside it, one of its name elsewhere, or all beside it.
 
     Args:
         path: the key and the branches above it.

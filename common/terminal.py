@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO, cast
 _ALLOWED = frozenset("\n\u200c\u200d\u00ad")
 """Line feed; the joiners and the soft hyphen are part of how some scripts and emoji are written."""
 _OURS = re.compile(r"\A\r+|\x1b\[[0-9;]*m")
-"""What progress bars and coloured log lines are made of: a return at the beginning, a change of colour."""
+"""Signs of progress bars and coloured log lines: a return at the beginning, a change of colour."""
 
 
 def visible(text: str) -> str:
@@ -72,7 +72,7 @@ class Piped(_Shown):
             self._end()
 
     def lasting(self) -> TextIO:
-        """The same stream for a long command, which nobody who stops reading ends (common/streams.py)."""
+        """The same stream for a long command, which a reader's end does not end (common/streams.py)."""
         return cast(TextIO, _Shown(self._stream, ours=False))
 
     def _end(self) -> NoReturn:
@@ -86,7 +86,7 @@ def shown() -> Iterator[None]:
     """Within this, nothing that is written to a terminal steers it, whatever encoding the terminal has.
 
     Raises:
-        SystemExit: nobody reads standard output any more.
+        SystemExit: the reader of standard output has ended.
     """
     before = sys.stdout, sys.stderr
     for stream in before:

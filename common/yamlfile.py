@@ -132,7 +132,7 @@ def _measure(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
 
 
 def _told(error: yaml.MarkedYAMLError, text: str) -> str:
-    """What is wrong and where, in one line."""
+    """The problem and its place, in one line."""
     problem, mark = error.problem or error.context or "", error.problem_mark or error.context_mark
     if problem == "but found another document":
         problem = "there is more than one document"

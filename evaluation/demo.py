@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from common.config import expand, load_config
+from common.config import load_config
+from common.paths import expand
 from common.storage import write_json
 from evaluation.encoder import load_encoder
 from pipeline.config import PipelineConfig

@@ -154,7 +154,7 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
 
 
 def _start(path: Path) -> str:
-    """What an export or a run was trained on from; "" where that was nothing or is not known."""
+    """The encoder that an export or a run was trained on from; "" where there was none or is not known."""
     for file in (path / EXPORT / SETTINGS, path / SETTINGS):
         if file.is_file():
             try:

@@ -72,7 +72,7 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
     if reason is None and name == "tiktoken" and (version("tiktoken"), version("tokenizers")) not in _AGREEING:
         reason = disagreement_of_patterns()
     if reason is None:
-        # Each has a backend of its own: what one sets on it must not reach the other.
+        # Each has its own backend: what one sets on it must not reach the other.
         fast = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")), name, parsed)
         reference = Encoder(backend, parsed=parsed)
         reason = disagreement(reference, fast, difficult_texts(backend)) or disagreement(reference, fast, sample)

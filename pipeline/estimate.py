@@ -31,6 +31,7 @@ _SAMPLE_SECONDS = 20.0
 _LEAST_SECONDS = 60.0
 """Below this the start of Ray's workers decides how long the work takes, which no sample tells."""
 _RANGED = ("documents", "kept", "num_tokens", "text_bytes")
+"""Estimates whose deviation is told."""
 _ROW_BYTES = 64
 """Of a shard: id, lengths, offset and a short source; beside tokens and windows."""
 
@@ -75,7 +76,7 @@ class Estimate(Strict):
         ]
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """Where the true figure lies nearly always: two deviations to each side; None where all of it was read."""
+        """The range of the true figure, nearly always: two deviations to each side; None where all of it was read."""
         if not (deviation := self.deviations.get(name)):
             return None
         value = getattr(self, name)
@@ -166,10 +167,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         cpu_seconds=found.cpu_seconds,
         num_cpus=num_cpus,
         seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
-        deviations={
-            name: round(math.sqrt(getattr(spread, name)), 3)
-            for name in ("documents", "kept", "num_tokens", "text_bytes")
-        },
+        deviations={name: round(math.sqrt(getattr(spread, name)), 3) for name in _RANGED},
     )
 
 

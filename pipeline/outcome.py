@@ -90,6 +90,6 @@ def summary(manifest: Manifest, output: str) -> str:
 
 
 def _not_read(manifest: Manifest) -> str:
-    """What a search of folders did not take, in words."""
+    """The files that a search of folders did not take, in words."""
     kinds = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
     return kinds and f"; not read: {kinds}"

@@ -1,4 +1,4 @@
-"""What is wrong with the places that a preparation names: found from the settings alone, right or wrong as they are."""
+"""Problems of the places that a preparation names: found from the settings alone, right or wrong as they are."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,8 @@ def look(values: Mapping[str, Any]) -> list[str]:
     """Problems of `output`, `corpus.paths` and `tokenizer.name`, one line each."""
     corpus, tokenizer = values.get("corpus"), values.get("tokenizer")
     paths = corpus.get("paths") if isinstance(corpus, Mapping) else None
-    local = [path for path in paths or [] if isinstance(path, str) and not is_remote(path)]
+    listed = paths if isinstance(paths, list) else []  # anything else is a problem of the setting, not of a place
+    local = [path for path in listed if isinstance(path, str) and not is_remote(path)]
     found = [f"corpus.paths: {problem}" for path in local if (problem := _path_problem(path))]
     output = values.get("output")
     if isinstance(output, str):
@@ -28,7 +29,7 @@ def look(values: Mapping[str, Any]) -> list[str]:
 
 
 def output_place_problems(output: str, inputs: list[str]) -> list[str]:
-    """Why a folder cannot take the shards: it cannot be made, or lies in a folder that is read."""
+    """Reasons why a folder cannot take the shards: it cannot be made, or lies in a folder that is read."""
     if is_remote(output):
         return ["is an address; name a folder, then `declutr push FOLDER ADDRESS`"]
     try:

@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import ConfigError, expand, load_config, print_config
+from common.config import ConfigError, load_config, print_config
 from common.credentials import refused_settings
 from common.lock import RunLock, RunLockedError
 from common.logs import get_logger, setup_logging
+from common.paths import expand
 from common.storage import write_aside, write_text
 from pipeline.choosing.config import problems as choosing_problems
 from pipeline.choosing.evaluation_sets import INDEX, build_index
@@ -78,14 +79,14 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
                     raise ConfigError("prepare", found)
                 return _make(config, folder, units, plan)
         finally:
-            if not any(folder.iterdir()):
+            if folder.is_dir() and not any(folder.iterdir()):  # one that was renamed meanwhile hides no reason
                 folder.rmdir()
     except OSError as error:  # a full disk, a storage that is gone, a folder that is not ours to write to
         raise ShardError(f"prepare: {error}. What is finished in {folder} stays; the same command continues") from error
 
 
 def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> Manifest:
-    """Does what is missing in a folder that no other command works on."""
+    """Makes what is missing in a folder that no other command works on."""
     tokenizer = set_up(config, folder, units, plan)
     sidecars = run_stages(config, folder, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
@@ -163,11 +164,11 @@ def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], 
         for line in describe_skipped(plan.skipped):
             get_logger().warning(line)
         found += output_problems(folder, config, plan) or content_problems(folder, config, units, verify)
-    is_name = isinstance(config.tokenizer, PretrainedTokenizer) and not any("tokenizer.name" in one for one in places)
-    if is_name and (plan is None or not (expand(config.output) / TOKENIZER).exists()):
-        assert isinstance(config.tokenizer, PretrainedTokenizer)
+    tokenizer = config.tokenizer
+    is_there = plan is not None and (expand(config.output) / TOKENIZER).exists()
+    if isinstance(tokenizer, PretrainedTokenizer) and not is_there and not any("tokenizer.name" in p for p in places):
         try:
-            load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+            load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
         except ConfigError as error:
             found += error.problems
     return units, plan, found

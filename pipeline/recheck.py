@@ -1,4 +1,4 @@
-"""Whether inputs still hold what finished units were made from, although their names and sizes are the same."""
+"""Comparison of inputs with what finished units were made from, where their names and sizes are the same."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ _THREADS = 4
 
 
 def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit], verify: bool = False) -> list[str]:
-    """Why the work in a folder cannot go on with these inputs, one line; none when it is new or they are the same.
+    """The reason why a folder's work cannot continue with these inputs, if any.
 
     A time that changed is no change by itself: a file whose head, middle and tail are the same is read whole, and
     compared with what was noted when it was prepared.

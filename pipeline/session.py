@@ -129,7 +129,7 @@ def _short_folder() -> str | None:
 
 @contextmanager
 def _deaf_to_hangups() -> Iterator[None]:
-    """Processes that are begun in the block never hear SIGHUP: the one that began them ends them in good order."""
+    """Blocks SIGHUP for processes that start in it: the process that started them ends them in good order."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield

@@ -10,7 +10,7 @@ class SessionError(RuntimeError):
 
 
 class SessionConfig(Strict):
-    """Where the work runs. Has no influence on results."""
+    """The place where the work runs, of no influence on results."""
 
     num_cpus: int | None = Field(default=None, ge=1)
     """Logical CPUs of a local session; all of this machine's when not set. A cluster has its own."""

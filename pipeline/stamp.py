@@ -1,4 +1,4 @@
-"""What tells one content of an input from another: its time, a cheap digest, a digest of every byte that is read."""
+"""Marks that tell one content of an input from another: its time, a cheap digest, one of all bytes that are read."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

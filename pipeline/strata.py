@@ -23,7 +23,7 @@ _UNKNOWN_SPREAD = 0.3
 
 @dataclass(frozen=True)
 class Found:
-    """What was read, or what that stands for."""
+    """Sums over what was read, or over what that stands for."""
 
     documents: float = 0
     kept: float = 0
@@ -58,7 +58,7 @@ class Sampled:
         return sum(size for _, size in self.bites)
 
     def estimate(self) -> Found:
-        """What the bytes that it stands for hold."""
+        """Sums over the bytes that it stands for."""
         return sum((found for found, _ in self.bites), Found()) * (self.stands_for / max(1, self.num_bytes))
 
 
@@ -75,7 +75,7 @@ class Stratum:
         return sum(part.num_bytes for part in self.parts)
 
     def estimate(self) -> Found:
-        """What all of its parts hold."""
+        """Sums over all of its parts."""
         return sum((one.estimate() for one in self.sampled), Found())
 
     def variance(self) -> Found:

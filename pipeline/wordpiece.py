@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 _MOST_PIECES = 1 << 17
-"""Pieces whose ids are held, in 30 MB or so; when there are more, the table begins anew."""
+"""Pieces whose ids are held, in 30 MB or so; when there are more, the table is emptied."""
 _LONGEST = 48
 """Characters of a piece whose ids are held. Longer ones hardly come again."""
 _CHARACTERS_AT_ONCE = 1 << 17
@@ -29,7 +29,7 @@ _CANDIDATES += range(0xFF01, 0xFF66)
 
 
 def obstacle(parsed: dict[str, Any]) -> str | None:
-    """Why a table of pieces cannot stand in for this tokenizer, in words; None when it can.
+    """The reason why a table of pieces cannot replace this tokenizer, in words; None when it can.
 
     Args:
         parsed: the tokenizer's settings as JSON values (`pipeline.bytelevel.parse`).
@@ -83,7 +83,7 @@ class _Pieces(dict[str, bytes]):
 
 
 def _signs(backend: Tokenizer) -> Iterator[str]:
-    """Characters that this tokenizer makes a word of their own, and that no accent is reordered across."""
+    """Characters that are words by themselves to this tokenizer, and that no accent is reordered across."""
     normalise = backend.normalizer.normalize_str if backend.normalizer else str
     for character in map(chr, _CANDIDATES):
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(normalise(f"a{character}a"))]

@@ -4,7 +4,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from common.address import is_remote, short_name
-from common.config import expand
+from common.paths import expand
 from common.remote import local_copy
 from trainer.config import TrainConfig
 

@@ -64,7 +64,7 @@ class KeyedDropout(nn.Module):
         return hidden.masked_fill(dropped, 0.0) * (1 / (1 - self.p))
 
     def _dropped(self, hidden: Tensor, keys: Tensor) -> Tensor | None:
-        """Which elements are dropped; None where they are no tokens', like DeBERTa's embeddings of distances."""
+        """The elements that are dropped; None where they are no tokens', like DeBERTa's embeddings of distances."""
         *rows, length = keys.shape
         if hidden.shape[:-1] != keys.shape:
             if hidden.ndim == 4 and [hidden.shape[0]] == rows and hidden.shape[2:] == (length, length):

@@ -1,4 +1,4 @@
-"""How easy the contrastive task of a run is: where a batch holds few documents, or is told apart from the start."""
+"""Remarks on a contrastive task that is too easy: a batch of few documents, or one that is told apart at the start."""
 
 import math
 

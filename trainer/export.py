@@ -115,7 +115,8 @@ def _is_of(target: Path, state: RunState) -> bool:
 
 def _keep(target: Path, why: str) -> None:
     """Makes room for a new export; somebody may have put work of their own into the old one."""
-    get_logger().warning("%s: %s; exporting again, what was there is kept as %s", target, why, set_aside(target))
+    kept = set_aside(target)
+    get_logger().warning("%s: %s; exporting again, what was there is kept as %s", target, why, kept)
 
 
 def _identity(state: RunState) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from common.address import is_remote
-from common.config import ConfigError, expand
+from common.config import ConfigError
+from common.paths import expand
 from common.storage import folder_aside, write_json, write_text
 from pipeline.manifest import data_hash, load_manifest
 from pipeline.shards import ShardSet

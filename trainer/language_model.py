@@ -79,7 +79,7 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
 
 @contextmanager
 def _source(pretrained: str) -> Iterator[str]:
-    """Where a pretrained model is: a folder, or a name of the hub; where that is not reached, its cache is read."""
+    """The place of a pretrained model: a folder, or a name of the hub; where that is not reached, its cache is read."""
     folder = expand(pretrained)
     if folder.is_dir():
         yield str(folder)

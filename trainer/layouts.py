@@ -1,4 +1,4 @@
-"""Which layout an encoder computes correctly: tried on a few made-up spans, before it is trained.
+"""The layout that an encoder computes correctly: tried on a few made-up spans, before it is trained.
 
 The reference is every span alone: nothing can leak into it, and there is no padding. Families differ in ways that no
 flag tells: some ignore the packed layout and attend to the whole row, some let padding through.

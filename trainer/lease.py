@@ -19,7 +19,8 @@ import msgspec
 from common.address import child
 from common.lock import LOCK, Holder, RunLockedError, lives, read_holder, refusal, this_process
 from common.logs import get_logger
-from common.remotefile import Patience, modified, read_file, remove_file, write_file
+from common.patience import Patience
+from common.remotefile import modified, read_file, remove_file, write_file
 
 _BEAT_SECONDS = 10.0
 _ONCE = Patience(total_seconds=0.0)

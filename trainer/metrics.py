@@ -75,8 +75,9 @@ class MetricsWriter:
     def __init__(self, folder: Path, after_step: int) -> None:
         lines, damaged = _read_lines(folder / METRICS)
         if damaged:
+            kept_as = set_aside(folder / METRICS)
             words = "%s: damaged, left out of it; the whole file is kept as %s"
-            get_logger().warning(words, _places(folder / METRICS, damaged), set_aside(folder / METRICS))
+            get_logger().warning(words, _places(folder / METRICS, damaged), kept_as)
         kept = [line for line in lines if line["step"] <= after_step]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._lines = Journal(folder / METRICS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.logs import get_logger
-from common.remotefile import RemoteError
+from common.patience import RemoteError
 from trainer.checkpoint import Contents
 from trainer.state import RunState
 from trainer.tensorfile import num_bytes

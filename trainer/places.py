@@ -1,4 +1,4 @@
-"""What is wrong with the places that a run names: found without torch and Ray, before either is loaded."""
+"""Problems of the places that a run names: found without torch and Ray, before either is loaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -74,7 +74,7 @@ def _model_problem(name: str) -> str | None:
 
 
 def fork_problem(name: str, config: TrainConfig) -> str | None:
-    """What is wrong with the place of a new run, before the old one is read."""
+    """The problem of the place of a new run, before the old one is read."""
     if is_remote(name):
         return None
     try:

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from common.address import is_remote
-from common.config import expand, print_config
+from common.config import print_config
 from common.lock import RunLock
 from common.logs import get_logger
+from common.paths import expand
 from common.records import DamagedError, Record, read_record
 from common.scores import SCORES
 from common.storage import write_json, write_text
@@ -208,7 +209,7 @@ def _read(path: Path, kind: type[Record]) -> Record | None:
     except FileNotFoundError:
         return None
     except DamagedError as error:
-        get_logger().warning("%s; going on without it", error)
+        get_logger().warning("%s; continuing without it", error)
         return None
 
 

@@ -13,19 +13,9 @@ from pydantic import ValidationError
 
 from common.address import child, is_remote
 from common.logs import get_logger
+from common.patience import PATIENT, AlteredError, Patience, RemoteError
 from common.remote import is_whole, pull_folder, push_folder, remove_folder
-from common.remotefile import (
-    PATIENT,
-    AlteredError,
-    Patience,
-    RemoteError,
-    names,
-    pull_file,
-    push_file,
-    read_file,
-    remove_file,
-    size_of,
-)
+from common.remotefile import names, pull_file, push_file, read_file, remove_file, size_of
 from pipeline.manifest import data_hash, load_manifest
 from trainer import checkpoint, ranking, retention
 from trainer.board import BOARD

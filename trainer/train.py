@@ -18,8 +18,9 @@ from typing import Any
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
 
 from common.address import is_remote
-from common.config import ConfigError, expand, load_config, print_config
+from common.config import ConfigError, load_config, print_config
 from common.logs import get_logger, setup_logging
+from common.paths import expand
 from trainer.config import TrainConfig
 from trainer.places import fork_problem, look, place_problems
 from trainer.scaling import ScalingConfig

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-# Heads and buffers that many published files bring along and no masked language model has. Nobody misses them.
+from common.excerpt import excerpt
+
+# Heads and buffers that many published files hold and no masked language model has. Nothing needs them.
 _HARMLESS = (
     "pooler.",
     "seq_relationship.",
@@ -17,7 +19,7 @@ _NAMED = 6  # names in one message; of more the number is given
 
 @dataclass(frozen=True)
 class Unloaded:
-    """What was not loaded; nothing for an encoder from scratch.
+    """Weights that were not loaded; none for an encoder from scratch.
 
     Attributes:
         encoder: weights of the encoder that the files lack, or have in another shape: their values are random.
@@ -48,7 +50,7 @@ class Unloaded:
         )
 
     def problems(self, pretrained: str | None, needs_head: bool) -> list[str]:
-        """Random weights that nobody asked for, one line a problem.
+        """Random weights where trained ones are due, one line a problem.
 
         Args:
             pretrained: name or folder of the encoder.
@@ -58,13 +60,15 @@ class Unloaded:
         found = []
         if self.encoder:
             found.append(
-                f"{name}: its files lack weights of the encoder, which would be random: {_names(self.encoder)}. The "
-                "files are incomplete, or config.json belongs to another encoder; fetch it again"
+                f"{name}: its files lack weights of the encoder, which would be random: "
+                f"{excerpt(self.encoder, _NAMED)}. The files are incomplete, or config.json belongs to another "
+                "encoder; fetch it again"
             )
         if self.head and needs_head:
             found.append(
-                f"{name}: brings no MLM head, and the MLM loss would go through random weights: {_names(self.head)}. "
-                "Train without it (objective.terms=contrastive), or begin with a new head (encoder.new_mlm_head=true)"
+                f"{name}: brings no MLM head, and the MLM loss would go through random weights: "
+                f"{excerpt(self.head, _NAMED)}. Train without it (objective.terms=contrastive), or begin with a new "
+                "head (encoder.new_mlm_head=true)"
             )
         return found
 
@@ -72,13 +76,8 @@ class Unloaded:
         """A line about weights that are left out; None where there are none."""
         if not self.unused:
             return None
-        return f"encoder.pretrained = {pretrained}: weights that are not used: {_names(self.unused)}"
+        return f"encoder.pretrained = {pretrained}: weights that are not used: {excerpt(self.unused, _NAMED)}"
 
 
 def _harmless(name: str) -> bool:
     return any(part in name for part in _HARMLESS)
-
-
-def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.cluster import named_cluster
 from trainer.scaling import ScalingConfig
 
 FIRST_SECONDS = 10.0
@@ -62,7 +63,7 @@ class Waiting:
 def crowded(scaling: ScalingConfig) -> str | None:
     """A sentence where a session on this machine has fewer CPUs than its workers reserve; None where it has enough."""
     workers, each, there = scaling.most_workers, scaling.cpus_per_worker, os.cpu_count() or 1
-    if scaling.address or os.environ.get("RAY_ADDRESS") or workers * each <= there:
+    if named_cluster(scaling.address)[1] or workers * each <= there:
         return None
     return (
         f"scaling.workers = {workers}, of {each} CPU(s) each, share the {there} CPUs of this machine: start and every "

@@ -75,7 +75,7 @@ class Worker:
         Raises:
             NonFiniteLossError: on every rank alike.
             SaveError: checkpoints cannot be written; on every rank.
-            UnfitEncoderError: a start with random weights that nobody asked for; on every rank.
+            UnfitEncoderError: a start with random weights where trained ones are due; on every rank.
         """
         config, stepper, world = self.config, self.stepper, self.stepper.world
         done = self.pulse.step = self.resume()

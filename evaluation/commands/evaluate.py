@@ -25,10 +25,10 @@ def run(arguments: list[str]) -> int:
     """Runs it; returns the exit status, 1 when a transfer failed, data are refused or unusable, or scores lack."""
     parser = _parser()
     given = parser.parse_intermixed_args(arguments)
-    if given.mteb:
+    if given.mteb is not None:
+        if not given.encoders or given.follow or given.pretrained:
+            parser.error("--mteb takes one ENCODER or more, and neither --follow nor --pretrained")
         return _evaluate_mteb(given)
-    if not (given.data or given.download):
-        parser.error("one of the arguments --data --download --mteb is required")
     from evaluation.senteval.checking import inspect
     from evaluation.senteval.overview import overview
     from evaluation.senteval.plan import choose_tasks
@@ -60,13 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, run, checkpoint, model name or folder, "
                         "word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
-    where = parser.add_mutually_exclusive_group()
+    where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=path_argument, help="fetch what is missing into this folder first")
+    where.add_argument("--mteb", metavar="TASK[,TASK]", help="tasks of MTEB instead (pip install 'declutr-ray[mteb]')")
     parser.add_argument("--mirror", help="address that has the same files, instead of the public ones")
     parser.add_argument("--allow-unchecked", action="store_true", help="own data: mark what differs, do not refuse it")
     parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer), by commas")
-    parser.add_argument("--mteb", metavar="TASK[,TASK]", help="tasks of MTEB instead (pip install 'declutr-ray[mteb]')")
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
     parser.add_argument(
@@ -170,14 +170,15 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
         return 1
     for name in given.encoders:
         try:
-            scores[name] = score_mteb(load_encoder(name, device=given.device), tasks, given.output, _say)
+            encoder = load_encoder(name, device=given.device, trust_remote_code=given.trust_remote_code)
+            scores[name] = score_mteb(encoder, tasks, given.output, _say)
         except EncoderError as error:
             sys.stderr.write(f"not scored: {error}\n")
             continue
         write_mteb(scores, given.output)
     if scores:
         print(f"{given.output / 'mteb.json'} has the main scores, {given.output / 'mteb'} all of MTEB's figures")
-    return int(not scores or len(scores) < len(given.encoders))
+    return int(len(scores) < len(given.encoders))
 
 
 def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "Choice") -> int:

@@ -43,8 +43,8 @@ def run(arguments: list[str]) -> int:
         sys.stderr.write(f"--port {given.port}: {error.strerror}; without --port a free one is taken\n")
         return 1
     with server:
-        print(f"{server.url}  (for you alone: who has this address can read the texts; Ctrl-C ends it)", flush=True)
-        try:
+        try:  # a reader of the line may answer with Ctrl-C before `print` has returned
+            print(f"{server.url}  (for you alone: who has this address can read the texts; Ctrl-C ends it)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common.bars import bar
-from common.config import expand
 from common.logs import get_logger
+from common.paths import expand
 from common.storage import hash_json
 from evaluation.embedding.config import Choice, EmbedConfig, EmbedError
 from evaluation.embedding.output import Note, assemble, note_path, read_note, write_note

@@ -14,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.hub import hub_problem
+from common.hub import hub_problem, looks_like_a_path
 from common.storage import read_json
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE
@@ -180,7 +180,7 @@ def _file(name: str, file: str) -> Path | None:
     if Path(name).exists():
         path = Path(name) / file
         return path if path.is_file() else None
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # the hub's names are NAME and OWNER/NAME
+    if looks_like_a_path(name):
         raise EncoderError(f"{name} cannot be loaded: there is no such folder")
     try:
         return Path(hf_hub_download(name, file, local_files_only=hub_problem() is not None))

@@ -1,4 +1,4 @@
-"""Which weights an encoder needs, lacks and leaves out: a model that was loaded in part gives wrong scores."""
+"""Weights that an encoder needs, lacks and leaves out: a model that was loaded in part gives wrong scores."""
 
 import pickle
 import zipfile
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.excerpt import excerpt
 from common.storage import read_json
 from evaluation.encoders.protocol import EncoderError
 
 DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 """Errors that the libraries raise for files that are damaged, cut short or of another model."""
-_SHOWN = 3
 _POOLER = "pooler"
 
 
@@ -92,6 +92,4 @@ def _of_pooler(key: str) -> bool:
 
 
 def _some(keys: Iterable[str]) -> str:
-    known = sorted(keys)
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return ", ".join(known[:_SHOWN]) + more
+    return excerpt(sorted(keys))

@@ -1,10 +1,10 @@
-"""Are a split's rows the published ones? Sentences shifted, exchanged, swapped, repeated, tokenized in another way."""
+"""Checks of a split's rows against the published ones: shifted, exchanged, repeated, tokenized otherwise."""
 
 from collections.abc import Iterator
 
 from evaluation.senteval.data import Split, TaskData
 from evaluation.senteval.findings import Finding
-from evaluation.senteval.published import Published, PublishedSplit, published
+from evaluation.senteval.published import Published, published
 from evaluation.senteval.rows import Digests, digests_of, file_rows, same_sentences
 
 _MIN_DISTINCT = 0.9
@@ -37,14 +37,14 @@ def check_rows(data: TaskData, figures: Published, chance: str) -> Iterator[Find
         if expected.digests is None:
             yield from _repeated(data, name)
             continue
-        found = digests_of(data, split)
+        found, known = digests_of(data, split), expected.digests
         where = f"{data.task.label} {name}" if len(figures.splits) > 1 else data.task.label
-        if found.rows == expected.digests.rows:
+        if found.rows == known.rows:
             continue
-        if found.gold != expected.digests.gold:
-            yield _other_labels(where, found, expected, chance, _owner(found.gold, where))
+        if found.gold != known.gold:
+            yield _other_labels(where, found, known, chance, _owner(found.gold, where), bool(expected.unscored))
         else:
-            yield _other_sentences(where, split, found, expected, chance)
+            yield _other_sentences(where, split, found, known, chance)
 
 
 def _repeated(data: TaskData, name: str) -> Iterator[Finding]:
@@ -56,16 +56,14 @@ def _repeated(data: TaskData, name: str) -> Iterator[Finding]:
                       "repeated", _TRAINED_ON)  # fmt: skip
 
 
-def _other_labels(where: str, found: Digests, expected: PublishedSplit, chance: str, owner: str) -> Finding:
-    known = expected.digests
-    assert known is not None
+def _other_labels(where: str, found: Digests, known: Digests, chance: str, owner: str, has_unscored: bool) -> Finding:
     if found.rows_sorted == known.rows_sorted:
         return Finding("warn", f"{where}: the published rows in another order, so folds and batches are others")
     said = f"{where}: right number of labels, not the published ones"
     if owner:
         return Finding("refuse", f"{said}: they are those of {owner}", chance or _NO_CORRELATION)
     if same_sentences(found, known):
-        told = ", or moved between scored and unscored rows" if expected.unscored else ""
+        told = ", or moved between scored and unscored rows" if has_unscored else ""
         return Finding(
             "refuse", f"{said}, for the published sentences: labels were shifted, reordered or changed{told}",
             chance or _NO_CORRELATION,
@@ -81,9 +79,7 @@ def _other_labels(where: str, found: Digests, expected: PublishedSplit, chance: 
     )
 
 
-def _other_sentences(where: str, split: Split, found: Digests, expected: PublishedSplit, chance: str) -> Finding:
-    known = expected.digests
-    assert known is not None
+def _other_sentences(where: str, split: Split, found: Digests, known: Digests, chance: str) -> Finding:
     if same_sentences(found, known):
         form = "the original, untokenized form" if _untokenized(split) else "another tokenization or case"
         return Finding(

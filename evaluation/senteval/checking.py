@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.excerpt import excerpt
 from evaluation.senteval.alterations import check_rows
 from evaluation.senteval.data import DataError, MissingDataError, Split, TaskData
 from evaluation.senteval.findings import Finding, Inspection, worst_first
@@ -72,9 +73,8 @@ def _bytes(data: TaskData, figures: Published) -> Iterator[Finding]:
         yield Finding("warn", f"{data.task.label}: no hash of the published files is known here to compare them with")
         return
     other = [name.rpartition("/")[2] for name, digest in figures.files.items() if data.files[name] != digest]
-    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
     yield Finding("warn", f"{len(other)} of {len(figures.files)} files are not byte for byte the published ones: "
-                  f"{', '.join(other[:3])}{more}")  # fmt: skip
+                  f"{excerpt(other)}")  # fmt: skip
 
 
 def _identical(data: TaskData, figures: Published) -> bool:

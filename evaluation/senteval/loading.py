@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.excerpt import excerpt
 from evaluation.senteval import formats
 from evaluation.senteval.data import EMPTY, DataError, MissingDataError, Split, TaskData
 from evaluation.senteval.formats import Rows
@@ -90,9 +91,8 @@ def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
     if missing:
         kind = MissingDataError if len(missing) == len(paths) else DataError
         faked = f"one over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         found = where_else(task, folder, tuple(name for name in task_files(task) if not (folder / name).is_file()))
-        told = f"{folder / task.folder}: no {', '.join(missing[:3])}{more}"
+        told = f"{folder / task.folder}: no {excerpt(missing)}"
         raise kind(f"{told}; {found}" if found else told, faked=faked)
     features: dict[str, NDArray[np.float32]] = {}
     rows = _read(task, folder / task.folder, features)

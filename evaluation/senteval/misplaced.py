@@ -1,4 +1,4 @@
-"""Where a task's files are, if not where they belong: a folder too high or too deep, or names in another case."""
+"""Places of a task's files that are not where they belong: a folder too high or too deep, or names in another case."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -10,7 +10,7 @@ _MAX_LISTED = 100
 
 
 def where_else(task: Task, folder: Path, names: tuple[str, ...]) -> str:
-    """What a user should change, for files that are not where they belong; "" where none is found near.
+    """The advice on files that are not where they belong; "" where none is found near.
 
     Args:
         task: whose files.
@@ -26,13 +26,13 @@ def where_else(task: Task, folder: Path, names: tuple[str, ...]) -> str:
         name, path = next(iter(there.items()))
         below = path.relative_to(root).as_posix()
         if root == folder:
-            return f"{below} is there: it must be called {name}, in this case"
+            return f"{below} was found: it must be called {name}, in this case"
         case = "" if below == name else f", and call {below} there {name}"
         return f"{len(there)} of {len(names)} files are at {root / task.folder}: name {root} with --data{case}"
     short = [str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in names]
     for name, full in zip(short, names, strict=True):
         if (path := _look(folder, name)) is not None:
-            return f"{path} is there: it belongs to {folder / full}"
+            return f"{path} was found: it belongs to {folder / full}"
     return ""
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from common.excerpt import excerpt
 from evaluation.senteval.checking import UNCHECKED
 from evaluation.senteval.downloading import Fetched
 from evaluation.senteval.findings import Inspection
@@ -43,7 +44,6 @@ def transfers(fetched: Sequence[Fetched], sources: Sources) -> Iterator[str]:
         if file.note:
             notes.setdefault((file.outcome, file.note), []).append(file.path)
     for (outcome, note), paths in notes.items():
-        shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-        yield f"  {outcome}: {shown}: {note}"
+        yield f"  {outcome}: {excerpt(paths)}: {note}"
     for gone in sources.gone:
         yield f"  cannot be fetched: {', '.join(gone.tasks)}: {gone.why}"

@@ -4,10 +4,11 @@ Names are SentEval's own (`senteval/engine.py` of facebookresearch/SentEval, com
 DeCLUTR papers' tables.
 """
 
-import difflib
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
+
+from common.suggestions import meant
 
 Group = Literal["downstream", "probing"]
 Procedure = Literal["inner_kfold", "kfold", "split", "relatedness", "retrieval", "similarity"]
@@ -114,20 +115,9 @@ def find(name: str, others: Collection[str] = ()) -> Task:
     """
     task = _BY_NAME.get(name.lower())
     if task is None:
-        near = _nearest(name, others)
+        near = meant(name, [*(known for task in TASKS for known in (task.name, task.label)), *others])
         raise UnknownTaskError(
-            f"no task {name!r}; {f'did you mean {near}? There' if near else 'there'} are "
+            f"no task {name!r}{near}{' There' if near else '; there'} are "
             f"{', '.join(dict.fromkeys([*(task.name for task in TASKS), *others]))}"
         )
     return task
-
-
-def _nearest(name: str, others: Collection[str]) -> str:
-    """The name or label most like `name`, whatever its case, hyphens and underscores; "" where none is."""
-    known = {_bare(one): one for task in TASKS for one in (task.name, task.label)} | {_bare(one): one for one in others}
-    found = difflib.get_close_matches(_bare(name), known, n=1, cutoff=0.75)
-    return known[found[0]] if found else ""
-
-
-def _bare(name: str) -> str:
-    return "".join(character for character in name.lower() if character.isalnum())

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from common.config import Strict, expand
+from common.config import Strict
+from common.paths import expand
 from pipeline.choosing.gopher import Drop
 
 _CLOSING = "\"'”’»)]"

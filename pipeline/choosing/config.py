@@ -1,6 +1,7 @@
 """Configuration of cleaning and choosing: the `choosing` section of `prepare`. What is null is off."""
 
-from common.config import Strict, expand
+from common.config import Strict
+from common.paths import expand
 from common.storage import hash_file
 from pipeline.choosing.boilerplate import Boilerplate
 from pipeline.choosing.c4 import C4Rules, c4_problems, c4_reasons

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from common.config import Strict, expand
+from common.config import Strict
+from common.paths import expand
 from common.storage import hash_file, hash_json, write_aside
 from pipeline.choosing.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
 from pipeline.choosing.words import folded_words, hash_folded

@@ -3,7 +3,7 @@
 import os
 
 from common.address import is_remote
-from common.config import expand
+from common.paths import expand
 from pipeline.corpus import FilesCorpus, Input
 from pipeline.readers.names import SUFFIXES, TAR_SUFFIX, bare_suffix
 from pipeline.readers.places import find_inputs

@@ -168,7 +168,7 @@ def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record
 
 
 def _kind(start: str) -> str:
-    """What JSON value begins with this character."""
+    """The kind of JSON value that begins with this character."""
     return {"n": "null", "t": "true", "f": "false", "[": "a list", "{": "an object", '"': "a string"}.get(
         start, "a number"
     )

@@ -47,7 +47,7 @@ def read_part(part: Part, rules: Rules, meter: Meter) -> Iterator[Record]:
 
 
 def _why_lost(path: str) -> str:
-    """Why a place could not be read when files were looked for, as far as it can be told now."""
+    """The reason why a place could not be read when files were looked for, as far as it shows now."""
     what = "folder" if os.path.isdir(path) else "link" if os.path.islink(path) else "file"  # noqa: PTH112, PTH114
     try:
         if what == "folder":

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.address import address_of, filesystem, is_remote, network_errors
-from common.config import expand
 from common.hub import hub_problem
+from common.paths import expand
 from pipeline.corpus import Input
 from pipeline.readers.names import is_hidden
 from pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
@@ -84,7 +84,7 @@ def _match(plain: Path, parts: tuple[str, ...], skipped: Skipped) -> Iterator[In
 
 
 def _step(folder: Path, part: str, lost: list[Path]) -> Iterator[Path]:
-    """What matches one component of a pattern in a folder; folders that cannot be searched are added to `lost`."""
+    """Paths that match one component of a pattern in a folder; folders that cannot be searched are added to `lost`."""
     try:
         if part == "**":
             yield folder
@@ -103,7 +103,7 @@ def _step(folder: Path, part: str, lost: list[Path]) -> Iterator[Path]:
 
 
 def _met(path: Path, relative: str, folder_kind: str, skipped: Skipped) -> Iterator[Input]:
-    """What a search met and does not search further."""
+    """Takes or counts a path that a search met and does not search further."""
     try:
         mode = path.stat().st_mode
     except OSError:

@@ -41,7 +41,7 @@ _SHOWN_PROBLEMS = 20
 
 
 class Cut(NamedTuple):
-    """What one file comes to."""
+    """The parts and the problem of one file."""
 
     parts: list[Part]
     problem: str | None = None

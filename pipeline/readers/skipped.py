@@ -74,6 +74,6 @@ def describe_skipped(kinds: dict[str, Skip]) -> list[str]:
 
 
 def advice_on(name: str) -> str:
-    """What can be done about a file that was named and is of no known format; empty where nothing is known."""
+    """The advice on a file that was named and is of no known format; empty where nothing is known."""
     advice = _ADVICE.get(bare_suffix(name))
     return f"; {advice}" if advice else ""

@@ -12,8 +12,8 @@ from common import storage
 from common.address import filesystem
 from common.copies import pull_all
 from common.listing import LISTING
+from common.patience import Patience, RemoteError
 from common.remote import main, push_folder
-from common.remotefile import Patience, RemoteError
 
 HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
 
@@ -217,22 +217,22 @@ def test_files_that_pull_would_refuse_are_not_sent(tmp_path):
 
 
 def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
-    """The store does not answer, a folder being in place of a file, until somebody has written into the copy."""
+    """The store does not answer, a link to a folder being in place of a file, until the copy was written to."""
     folder, place = sent
     copy, remote = tmp_path / "copy", tmp_path / "remote/data/a.bin"
     pull_all(place, copy)
     (folder / "a.bin").write_bytes(b"changed")
     push_folder(folder, place)
     remote.unlink()
-    remote.mkdir()
+    remote.symlink_to(tmp_path)
+    (tmp_path / "new").write_bytes(b"changed")
 
     def write():
         end = time.monotonic() + 20
         while not list(tmp_path.glob(".copy.*.tmp")) and time.monotonic() < end:
             time.sleep(0.01)
         (copy / "thesis.txt").write_text("mine")
-        remote.rmdir()
-        remote.write_bytes(b"changed")
+        (tmp_path / "new").rename(remote)  # at no moment is nothing there
 
     writer = threading.Thread(target=write)
     writer.start()

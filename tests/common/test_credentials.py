@@ -7,7 +7,8 @@ import pytest
 from common.address import filesystem
 from common.config import ConfigError, load_config
 from common.credentials import redact, refusal
-from common.remotefile import RemoteError, read_file
+from common.patience import RemoteError
+from common.remotefile import read_file
 from evaluation.cli import main as declutr
 from pipeline.config import PipelineConfig
 from pipeline.prepare import main as prepare_main

@@ -10,8 +10,9 @@ from s3server import s3_server
 from common.address import child, filesystem
 from common.copies import pull_all
 from common.listing import LISTING
+from common.patience import Patience, RemoteError
 from common.remote import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
-from common.remotefile import Patience, RemoteError, names, pull_file, push_file, read_file, remove_file, write_file
+from common.remotefile import names, pull_file, push_file, read_file, remove_file, write_file
 
 HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
 SMALL = bytes(range(256))

@@ -78,7 +78,7 @@ def test_tasks_that_give_no_score_are_no_success(tmp_path, capsys):
 )
 def test_a_task_that_is_not_known_brings_a_suggestion(tmp_path, written, meant, capsys):
     assert main(["evaluate", "hashed-words:8", "--data", str(tmp_path), "--tasks", f"MR,{written}"]) == 1
-    assert f"no task {written!r}; did you mean {meant}?" in capsys.readouterr().err
+    assert f"no task {written!r}; did you mean `{meant}`?" in capsys.readouterr().err
 
 
 def test_word_vectors_take_the_words_of_the_data_as_they_stand(folder, tmp_path):

@@ -93,7 +93,7 @@ def their_run(tmp_path, theirs):
     return run
 
 
-@pytest.mark.parametrize("command", ["search", "explore", "embed", "export-onnx", "evaluate"])
+@pytest.mark.parametrize("command", ["search", "explore", "embed", "export-onnx", "evaluate", "mteb"])
 def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, capsys):
     commands = {
         "search": [["search", str(their_index), "ab"]],
@@ -105,6 +105,7 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
         "export-onnx": [
             ["export-onnx", str(folder), "--output", str(tmp_path / "onnx")] for folder in (theirs, their_run)
         ],
+        "mteb": [["evaluate", str(theirs), "--mteb", "STSBenchmark", "--output", str(tmp_path / "scores")]],
         "evaluate": [
             [
                 "evaluate",
@@ -120,6 +121,8 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
             for folder in (theirs, their_run)
         ],
     }
+    if command == "mteb":
+        pytest.importorskip("mteb", reason="pip install declutr-ray[mteb]")
     if command == "evaluate":
         write_sets(tmp_path / "sets", rows=16)
     for arguments in commands[command]:

@@ -86,7 +86,7 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_p
     for changes, message in (
         ({"encoder": wider, "steps": 10}, r"holds other shapes.*intermediate.*\[48, 32\].*\[64, 32\]"),
         ({"optim": {"lr": 0.1}}, "is at step 8 already, the new run ends at 8"),
-        ({"spans": {"max_tokens": 15}}, "spans.max_tokens = 15"),
+        ({"spans": {"max_tokens": 17}}, "spans.max_tokens = 17"),
     ):
         with pytest.raises(ConfigError, match=message):
             fork(config_of(data, copied, **changes), str(tmp_path / "new"))
@@ -168,11 +168,11 @@ def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_
 
 def test_problems_are_said_although_ray_has_begun_to_start(data, tmp_path, capsys):
     ray.shutdown()
-    values = runs.train_values(data, tmp_path / "run", batch_documents=10**6, spans={"max_tokens": 15})
+    values = runs.train_values(data, tmp_path / "run", batch_documents=10**6, spans={"max_tokens": 17})
     assert main([str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
     out, said = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in said
     assert "batch_documents = 1000000" in said
-    assert "spans.max_tokens = 15" in said
+    assert "spans.max_tokens = 17" in said
     assert not ray.is_initialized()

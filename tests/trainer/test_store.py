@@ -12,8 +12,9 @@ from prepared import Row, write_prepared
 from states import state_of
 
 from common.address import child
+from common.patience import Patience, RemoteError
 from common.remote import is_whole, push_folder
-from common.remotefile import Patience, RemoteError, names, read_file, remove_file, write_file
+from common.remotefile import names, read_file, remove_file, write_file
 from pipeline.shards import ShardError, ShardSet
 from trainer import checkpoint
 from trainer.cache import data_folder, run_folder

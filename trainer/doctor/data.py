@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from common.address import child, is_remote
-from common.config import expand
+from common.paths import expand
 from common.remote import is_whole
 from common.remotefile import read_file
 from common.storage import hash_file

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.address import filesystem, is_remote
-from common.config import expand
+from common.paths import expand
 from common.storage import fsync_path
 from trainer.doctor.finding import EVERYWHERE, Finding, judged
 

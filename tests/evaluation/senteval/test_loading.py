@@ -30,7 +30,7 @@ def test_twenty_eight_tasks_are_known_by_name_and_by_label(folder):
     assert (len(TASKS), len(DOWNSTREAM)) == (28, 18)
     assert find("sick-r").name == "SICKRelatedness"
     assert find("SentLen") is find("length")
-    with pytest.raises(UnknownTaskError, match=r"no task 'STS17'; did you mean STS16\? There are CR, MR"):
+    with pytest.raises(UnknownTaskError, match=r"no task 'STS17'; did you mean `STS16`\? There are CR, MR"):
         find("STS17")
     for task in TASKS:
         data = load(task, folder)

@@ -17,13 +17,17 @@ from evaluation.senteval.tasks import TASKS, find
         (".", {"downstream": "SentEval/data/downstream"}, r"name .*SentEval/data with --data"),
         ("downstream", {}, r"name .*/data with --data"),
         ("downstream/MR", {}, r"name .*/data with --data"),
-        (".", {"downstream": "Downstream"}, r"Downstream/MR/rt-polarity.pos is there: it must be called downstream/MR"),
+        (
+            ".",
+            {"downstream": "Downstream"},
+            r"Downstream/MR/rt-polarity.pos was found: it must be called downstream/MR",
+        ),
         (
             ".",
             {"downstream/MR": "downstream/mr"},
-            r"mr/rt-polarity.pos is there: it must be called downstream/MR/rt-pol",
+            r"mr/rt-polarity.pos was found: it must be called downstream/MR/rt-pol",
         ),
-        (".", {"downstream/MR": "MR"}, r"MR/rt-polarity.pos is there: it belongs to .*downstream/MR/rt-polarity.pos"),
+        (".", {"downstream/MR": "MR"}, r"MR/rt-polarity.pos was found: it belongs to .*downstream/MR/rt-polarity.pos"),
         ("gone", {}, r"gone is no folder"),
     ],
 )
