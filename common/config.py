@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.credentials import redact, refused_settings
-from common.suggestions import meant, misread, unknown_key
+from common.suggestions import choices_of, meant, misread, unknown_key
 from common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
@@ -208,7 +208,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
         elif item["type"].startswith("union_tag"):
             kind = item["ctx"]["discriminator"].strip("'")
             given = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
-            choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", ""))
+            choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", "")) or choices_of([*path, kind], model)
             said = f"{key}.{kind} = {_shown(given)}: "
             message = f"it is one of {', '.join(choices)}{meant(str(given), choices)}" if choices else "missing"
         elif not item["loc"]:

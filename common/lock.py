@@ -25,7 +25,7 @@ _STALE_SECONDS = 60.0
 
 
 class RunLockedError(RuntimeError):
-    """Another command works on this run folder."""
+    """Another command works in this folder."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -153,8 +153,8 @@ def this_process(token: str) -> Holder:
 
 
 def refusal(run: str | Path, holder: Holder) -> str:
-    """A sentence that names the holder of a run."""
-    return f"{run}: another command works on this run (host {holder.host}, pid {holder.pid}, since {holder.since})"
+    """A sentence that names the holder of a run or of an output folder."""
+    return f"{run}: another command works here (host {holder.host}, pid {holder.pid}, since {holder.since})"
 
 
 def lives(holder: Holder, age_seconds: Callable[[], float]) -> bool:

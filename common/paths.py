@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
+_NEARLY_AN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:(?:\\|/(?!/))")
 
 
 class PathError(ValueError):
@@ -17,7 +18,8 @@ def expand(path: str) -> Path:
     """A user's path with `~` and `$VARIABLES` expanded; a name that exists as it is written is left alone.
 
     Raises:
-        PathError: it is empty, or names a variable or a user that there is not.
+        PathError: it is empty, begins as an address with one slash or a path of Windows does, or names a variable or a
+            user that there is not.
     """
     if not path.strip():
         raise PathError("an empty path; name a file or a folder")
@@ -25,6 +27,11 @@ def expand(path: str) -> Path:
         raise PathError(f"{path!r} holds a NUL character")
     if os.path.lexists(path):
         return Path(path)
+    if _NEARLY_AN_ADDRESS.match(path):
+        raise PathError(
+            f"{path!r} is neither an address (protocol://bucket/name, with two slashes) nor a path of this machine; "
+            f"write ./{path} if a folder has that name"
+        )
     expanded = str(expand_known(path))
     if unset := _VARIABLE.search(expanded):
         raise PathError(f"{path!r}: {unset[0]} is not set")

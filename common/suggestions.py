@@ -40,6 +40,17 @@ def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") 
     return f"; known here: {', '.join(beside)}" if beside else ""
 
 
+def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
+    """The names that a key such as `kind` may hold, over all branches that have it.
+
+    Args:
+        path: the key and the branches above it.
+        model: of the whole section.
+    """
+    fields = [branch.model_fields.get(path[-1]) for branch in _below((model,), path[:-1])]
+    return [str(choice) for field in fields if field for choice in get_args(field.annotation)]
+
+
 def misread(values: Any, model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:
     """Lines on numbers for which yes, no or .nan was given: validation takes them for 1, 0 and a number."""
     if isinstance(values, dict):

@@ -3,8 +3,9 @@
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -12,10 +13,12 @@ from pydantic import Field, ValidationError
 from common.config import Strict
 from common.logs import get_logger
 from common.storage import write_text
-from pipeline.config import PipelineConfig
+from pipeline.config import PipelineConfig, identity
 from pipeline.corpus import Record
 from pipeline.encoder import EngineName
-from pipeline.manifest import SPLITS, Manifest
+from pipeline.ledger import Entry
+from pipeline.manifest import SPLITS, Counts, Manifest
+from pipeline.outcome import lines_hint, nothing_kept
 from pipeline.sample import output_engine
 from pipeline.schema import UINT16_VOCABULARY
 from pipeline.strata import Found, Stratum, bites, draw_strata
@@ -25,6 +28,8 @@ from pipeline.worker import judged_documents
 
 ESTIMATE = "estimate.json"
 _SAMPLE_SECONDS = 20.0
+_LEAST_SECONDS = 60.0
+"""Below this the start of Ray's workers decides how long the work takes, which no sample tells."""
 _RANGED = ("documents", "kept", "num_tokens", "text_bytes")
 """Estimates whose deviation is told."""
 _ROW_BYTES = 64
@@ -58,7 +63,8 @@ class Estimate(Strict):
 
     def lines(self) -> list[str]:
         """The estimate for people."""
-        minutes = self._seconds / 60
+        seconds = self._seconds
+        long = f"{seconds / 60:,.1f} minutes" if seconds >= _LEAST_SECONDS else f"{math.ceil(seconds)} seconds"
         kept = f"of which {self.kept:,} kept{self._range('kept')} ({self.kept / max(1, self.documents):.0%})"
         return [
             f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
@@ -66,7 +72,7 @@ class Estimate(Strict):
             f"  text        {self.text_bytes / MIB:,.1f} MiB",
             f"  tokens      {self.num_tokens:,} kept{self._range('num_tokens')}",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
-            f"  time        {minutes:,.1f} minutes on {self.num_cpus} CPUs (and a few seconds for Ray to start)",
+            f"  time        {long} on {self.num_cpus} CPUs (and up to a minute for Ray to start)",
         ]
 
     def bounds(self, name: str) -> tuple[int, int] | None:
@@ -81,7 +87,7 @@ class Estimate(Strict):
 
         Args:
             manifest: what was made.
-            seconds: that it took, where that is known.
+            seconds: that it took, where that is known. Less than a minute is not compared.
         """
         totals = manifest.totals
         found = [
@@ -91,7 +97,9 @@ class Estimate(Strict):
             ("text bytes", self.text_bytes, totals["text_bytes"]),
             ("shard bytes", self.shard_bytes, sum(shard.num_bytes for shard in manifest.shards)),
         ]
-        return found + ([] if seconds is None else [("seconds", round(self._seconds), round(seconds))])
+        return found + (
+            [] if seconds is None or seconds < _LEAST_SECONDS else [("seconds", round(self._seconds), round(seconds))]
+        )
 
     def score(self, manifest: Manifest, seconds: float | None = None) -> str:
         """One line: how far each estimate was from what came out."""
@@ -107,7 +115,7 @@ class Estimate(Strict):
 
     def _range(self, name: str) -> str:
         bounds = self.bounds(name)
-        return f" ({bounds[0]:,} to {bounds[1]:,})" if bounds else ""
+        return f" ({bounds[0]:,} to {bounds[1]:,})" if bounds and bounds[0] < bounds[1] else ""
 
 
 def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> Estimate:
@@ -127,6 +135,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     """
     engine = output_engine(config, folder, units)
     list(judged_documents(iter(()), folder, config, tokenizer, engine))  # loading is no part of the rate
+    seen = _Seen()
     strata = draw_strata([part for unit in units for part in unit.parts])
     total = sum(stratum.num_bytes for stratum in strata)
     for stratum in strata:
@@ -134,12 +143,13 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
             began, started = time.perf_counter(), time.process_time()
             reading = read_unit(Unit(name="00000", parts=[one.part]), config.corpus)
             for records, num_bytes in bites(reading, one.part.num_bytes):
-                found = _judge(records, folder, config, tokenizer, engine)
+                found = _judge(records, folder, config, tokenizer, engine, seen)
                 now = time.process_time()
                 one.bites.append((replace(found, cpu_seconds=now - started), num_bytes))
                 started = now
                 if time.perf_counter() - began > _SAMPLE_SECONDS * one.stands_for / total:
                     break
+    _warn(seen, config, units)
     found = sum((stratum.estimate() for stratum in strata), Found())
     spread = sum((stratum.variance() for stratum in strata), Found())
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
@@ -161,6 +171,39 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     )
 
 
+@dataclass
+class _Seen:
+    """Fates of the documents of a sample."""
+
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    text_bytes: int = 0
+    longest_tokens: int = 0
+
+    def add(self, entry: Entry, kept: bool) -> None:
+        """Counts one more document."""
+        self.kept += kept
+        if not kept:
+            (self.failed if entry.id is None else self.dropped)[entry.fate] += 1
+        self.text_bytes += entry.text_bytes
+        self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
+
+    def counts(self) -> Counts:
+        """The same, as the words of pipeline/outcome.py take it."""
+        read = self.kept + self.dropped.total() + self.failed.total()
+        return Counts(read=read, **vars(self))
+
+
+def _warn(seen: _Seen, config: PipelineConfig, units: Sequence[Unit]) -> None:
+    """Warns, in the words of `prepare`, where the sample holds nothing to keep or lines that should be whole files."""
+    counts = seen.counts()
+    sources = (part.source for unit in units for part in unit.parts)
+    hint = lines_hint(counts.read, counts.dropped, identity(config)["corpus"], sources)
+    for problem in filter(None, (nothing_kept(counts, config), hint)):
+        get_logger().warning("in the sample: %s", problem)
+
+
 def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
     """Seconds of the unit that takes longest: no number of CPUs makes the work shorter."""
     rates: dict[tuple[str, int], float] = {}
@@ -172,12 +215,18 @@ def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
 
 
 def _judge(
-    records: Sequence[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
+    records: Sequence[Record],
+    folder: Path,
+    config: PipelineConfig,
+    tokenizer: TokenizerInfo,
+    engine: EngineName,
+    seen: _Seen,
 ) -> Found:
-    """The sums over some records."""
+    """Sums of some records; their fates are counted in `seen`."""
     found = Found()
     for judged, tokens in judged_documents(iter(records), folder, config, tokenizer, engine):
         found += Found(1, int(tokens is not None), 0 if tokens is None else len(tokens), judged.entry.text_bytes)
+        seen.add(judged.entry, tokens is not None)
     return found
 
 

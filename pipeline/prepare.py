@@ -30,6 +30,7 @@ from pipeline.progress import seconds_spent
 from pipeline.readers.skipped import Skipped, describe_skipped
 from pipeline.recheck import content_problems
 from pipeline.sample import output_tokenizer
+from pipeline.session_config import SessionError
 from pipeline.shards import check_shards
 from pipeline.stages import run_stages
 from pipeline.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
@@ -61,6 +62,7 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
         ShardError: too large a share of the documents could not be read, totals that do not close, or an output folder
             that cannot be written to.
         RunLockedError: another command works on the output folder.
+        SessionError: no session of Ray starts on this machine.
     """
     units, plan, found = _examine(config, verify_inputs)
     if found or plan is None:
@@ -195,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write("\n".join(plan_ahead(config).lines()) + "\n")
             return 0
         manifest = prepare(config, arguments.verify_inputs)
-    except (ConfigError, ShardError, RunLockedError) as error:
+    except (ConfigError, ShardError, RunLockedError, SessionError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except KeyboardInterrupt:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from ray.data import DataContext
 from ray.util.annotations import RayDeprecationWarning
 
 from pipeline.session_config import SessionConfig as SessionConfig
+from pipeline.session_config import SessionError
 
 
 @dataclass
@@ -55,6 +58,7 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
 
     Raises:
         ConfigError: no cluster answers there.
+        SessionError: no session starts on this machine.
     """
     if _local.started and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()
@@ -85,7 +89,27 @@ def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> Non
     else:
         end_orphaned_agents()
         folder = {"_temp_dir": short} if (short := _short_folder()) else {}
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet, **folder)
+        try:
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet, **folder)
+        except Exception as error:
+            if type(error) not in (Exception, RuntimeError):  # with these two Ray says that its processes do not start
+                raise
+            raise SessionError(_not_started(error)) from error
+
+
+def _not_started(error: Exception) -> str:
+    """Why a local session may not have started, with the room that it found."""
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    room = ", ".join(
+        f"{place} {shutil.disk_usage(place).free // 2**20:,} MiB"
+        for place in (folder, "/dev/shm")
+        if os.path.isdir(place)  # noqa: PTH112
+    )
+    return (
+        f"Ray does not start on this machine: {str(error).splitlines()[0]} Free: {room}, memory "
+        f"{psutil.virtual_memory().available // 2**20:,} MiB; load {os.getloadavg()[0]:.0f}. Make room, or wait until "
+        f"the machine is less busy; then the same command continues. Ray's logs: {folder}/ray"
+    )
 
 
 def _short_folder() -> str | None:

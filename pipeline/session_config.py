@@ -5,6 +5,10 @@ from pydantic import Field
 from common.config import Strict
 
 
+class SessionError(RuntimeError):
+    """No session of Ray starts on this machine."""
+
+
 class SessionConfig(Strict):
     """The place where the work runs, of no influence on results."""
 

@@ -13,8 +13,8 @@ from common.config import print_config
 from common.lock import RunLock
 from common.logs import get_logger
 from common.paths import expand
+from common.patience import Patience
 from common.records import DamagedError, Record, read_record
-from common.remotefile import Patience
 from common.scores import SCORES
 from common.storage import write_json, write_text
 from pipeline.shards import ShardSet

@@ -270,8 +270,12 @@ def _on_ray(
     if not todo:
         return
     from pipeline.session import start_ray
+    from pipeline.session_config import SessionError
 
-    start_ray()
+    try:
+        start_ray()
+    except SessionError as error:
+        raise EmbedError(str(error)) from error
     import ray  # after the session, which keeps it quiet
     from ray.exceptions import RayActorError, WorkerCrashedError
 

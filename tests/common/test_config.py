@@ -1,5 +1,7 @@
 """The loader: every problem at once, in words that name key, value and limit."""
 
+from typing import Annotated, Literal
+
 import pytest
 from pydantic import Field, model_validator
 
@@ -11,7 +13,16 @@ class Inner(Strict):
     rate: float = 1e-3
 
 
+class Sheep(Strict):
+    kind: Literal["sheep"]
+
+
+class Horse(Strict):
+    kind: Literal["horse", "pony"]
+
+
 class Outer(Strict):
+    animal: Annotated[Sheep | Horse, Field(discriminator="kind")] | None = None
     inner: Inner = Inner()
     inputs: tuple[str, ...] = ()
     name: str
@@ -90,7 +101,7 @@ def test_override_that_is_not_yaml(load):
 
 
 def test_unknown_key_without_a_near_one(load):
-    known = "known here: inner, inputs, name, low, high"
+    known = "known here: animal, inner, inputs, name, low, high"
     found = problems(load, "train: {name: a, zzzzz: 1, yyyyy: 2}")
     assert found == [f"zzzzz: unknown key; {known}", "yyyyy: unknown key"]
 
@@ -113,6 +124,8 @@ def test_unknown_key_without_a_near_one(load):
         ("inputs=a.txt", "write [a.txt]"),
         ("name=12", "put it into quotes within quotes"),
         ("name=", "name = None: is empty"),
+        ("animal={legs: 4}", "animal.kind = None: it is one of sheep, horse, pony"),
+        ("animal.kind=hors", "animal.kind = 'hors': it is one of sheep, horse, pony; did you mean `horse`?"),
         ("name=!!python/name:os.system", "is refused"),
     ],
 )

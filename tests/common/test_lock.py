@@ -37,7 +37,7 @@ def take(folder, lost=lambda: None):
 
 
 def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder):
-    with pytest.raises(RunLockedError, match=rf"another command works on this run .*pid {holder.pid}"):
+    with pytest.raises(RunLockedError, match=rf"another command works here .*pid {holder.pid}"):
         take(tmp_path)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
 

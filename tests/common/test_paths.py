@@ -20,6 +20,8 @@ def test_home_and_variables_are_expanded(tmp_path, monkeypatch):
     assert expand("~/x") == tmp_path / "x"
     assert path_argument("~/$MINE/${MINE}") == tmp_path / "runs" / "runs"
     assert expand("a b\né") == Path("a b\né")
+    assert expand("./s3:/x") == Path("s3:/x")
+    assert expand("runs/12:30") == Path("runs/12:30")
 
 
 def test_a_name_that_exists_is_left_alone(tmp_path, monkeypatch):
@@ -28,7 +30,9 @@ def test_a_name_that_exists_is_left_alone(tmp_path, monkeypatch):
     assert expand("$NOT_SET") == Path("$NOT_SET")
 
 
-@pytest.mark.parametrize("path", ["", " ", "a\0b", "$NOT_SET/x", "${NOT_SET}", "~no-such-user/x"])
+@pytest.mark.parametrize(
+    "path", ["", " ", "a\0b", "$NOT_SET/x", "${NOT_SET}", "~no-such-user/x", "s3:/bucket/x", "file:/tmp/x", "C:\\x"]
+)
 def test_paths_that_name_no_place(path, monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
     with pytest.raises(PathError):

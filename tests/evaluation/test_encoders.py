@@ -42,7 +42,7 @@ def test_a_sentence_transformers_folder(tmp_path, family, pooling, after):
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_whose_padding_reaches_the_texts_is_refused_by_name(family, folder, tmp_path):
-    """Batches of it would differ from each text alone, by as much as 0.3."""
+    """A text of a padded batch would differ from the same text alone."""
     settings = REFUSED[family] | {"pad_token_id": 1, "max_position_embeddings": 140, "initializer_range": 0.3}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)

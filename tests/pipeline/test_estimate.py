@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from prepared import Row, write_prepared
 
 from pipeline import estimate as estimating
 from pipeline.estimate import Estimate
@@ -60,6 +61,36 @@ def test_what_is_read_to_its_end_has_no_range(tmp_path, make_config):
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
     made = plan_ahead(make_config(tmp_path / "a.txt"))
     assert (made.documents, made.bounds("documents")) == (100, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        (
+            "one two three\n" * 50,
+            ["none of 50 documents is long enough: the longest has", "set corpus.format=text_file"],
+        ),
+        ("\xff\n" * 50, ["no document could be read, all 50 failed (50 invalid_utf8)"]),
+        ("one two three " * 400 + "\n", []),
+    ],
+    ids=["short", "unreadable", "kept"],
+)
+def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplog, text, advice):
+    (tmp_path / "a.txt").write_bytes(text.encode("latin-1"))
+    lines = plan_ahead(make_config(tmp_path / "a.txt", geometry={"num_anchors": 1, "max_tokens": 64})).lines()
+    assert any("seconds on" in line for line in lines)
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("in the sample: ")]
+    assert len(told) == len(advice)
+    for line, words in zip(told, advice, strict=True):
+        assert words in line
+
+
+def test_seconds_are_compared_from_a_minute_on(tmp_path, make_config):
+    manifest = write_prepared(tmp_path / "made", [[Row("a few words")]])
+    (tmp_path / "a.txt").write_text("one two three\n")
+    made = plan_ahead(make_config(tmp_path / "a.txt"))
+    assert "seconds" not in made.score(manifest, 59.0)
+    assert "seconds" in made.score(manifest, 61.0)
 
 
 def test_many_folders_become_a_bounded_number_of_strata(tmp_path, make_config):

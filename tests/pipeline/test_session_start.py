@@ -1,0 +1,25 @@
+"""A local session that does not start: one message, no traceback. Real processes of Ray."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START = "from pipeline.session import start_ray\nfrom pipeline.session_config import SessionError\n"
+START += "try: start_ray(1)\nexcept SessionError as error: print(error)"
+
+
+@pytest.mark.ray
+def test_a_session_that_does_not_start_is_one_message(tmp_path):
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        bare = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "TMPDIR"))}
+        environment = bare | {"PYTHONPATH": str(ROOT), "RAY_GCS_SERVER_PORT": str(taken.getsockname()[1])}
+        ran = subprocess.run(
+            [sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+    assert ran.stdout.startswith("Ray does not start on this machine: "), ran.stderr
+    assert "MiB" in ran.stdout
