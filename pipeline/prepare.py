@@ -82,7 +82,9 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
             if folder.is_dir() and not any(folder.iterdir()):  # one that was renamed meanwhile hides no reason
                 folder.rmdir()
     except OSError as error:  # a full disk, a storage that is gone, a folder that is not ours to write to
-        raise ShardError(f"prepare: {error}. What is finished in {folder} stays; the same command continues") from error
+        raise ShardError(
+            f"prepare: {error}. What is finished in {folder} stays; without the cause, the same command continues"
+        ) from error
 
 
 def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> Manifest:

@@ -117,6 +117,8 @@ class SearchIndex:
     """
 
     def __init__(self, folder: Path) -> None:
+        if not (folder / INDEX).is_file():
+            raise EmbedError(f"{folder} holds no index; make one with `declutr index EMBEDDINGS --output FOLDER`")
         try:
             self.facts = IndexFacts.model_validate_json((folder / INDEX).read_bytes())
         except (OSError, ValidationError) as error:
