@@ -88,7 +88,10 @@ class TrainConfig(Strict):
     def _what_fits_together(self) -> "TrainConfig":
         found = self._best_problems()
         if self.steps is not None and self.epochs is not None:
-            found.append(f"give steps = {self.steps} or epochs = {self.epochs}, not both")
+            found.append(
+                f"give steps = {self.steps} or epochs = {self.epochs}, not both; on a command line epochs=null or "
+                "steps=null leaves the other"
+            )
         if self.scaling.shard_parameters and self.microbatch_tokens == "auto":
             found.append(
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
