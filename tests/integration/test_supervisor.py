@@ -1,8 +1,10 @@
 """What the driver survives, refuses, and says."""
 
 import os
+import shutil
 import signal
 
+import pyarrow as pa
 import pytest
 import ray
 import tinyruns as runs
@@ -127,20 +129,26 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
         assert (ended_early(tmp_path / "run", config(patience), 3) is not None) == ended, "more patience goes on"
 
 
-def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, log):
-    """A file where rank 0 wants a folder: the same error at the same step, whoever tries."""
+def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, tmp_path, log):
+    """Shards altered behind their size and time, which only a full check sees: the same error, whoever tries."""
     for step in steps_in(copied / "checkpoints")[-1:]:
         (checkpoint_path(copied / "checkpoints", step) / "state.json").unlink()  # the last steps are to be done again
-    board = copied / "tensorboard"
-    for path in board.iterdir():
-        path.unlink()
-    board.rmdir()
-    board.write_text("in the way")
-    config = config_of(data, copied, scaling={"same_failures": 2, "back_off_seconds": 0.1})
+    altered = shutil.copytree(data, tmp_path / "altered")
+    for path in altered.glob("train-*.arrow"):
+        before, content = path.stat(), bytearray(path.read_bytes())
+        whole = pa.py_buffer(bytes(content))
+        reader = pa.ipc.open_file(whole)
+        for number in range(reader.num_record_batches):
+            windows = reader.get_batch(number).column("windows").buffers()[3]
+            start = windows.address - whole.address
+            content[start : start + windows.size] = b"\x7f" * windows.size
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    config = config_of(altered, copied, scaling={"same_failures": 2, "back_off_seconds": 0.1})
     with pytest.raises(TrainingFailedError) as ended:
         run_training(config)
     message = str(ended.value)
-    assert "worker 0: FileExistsError" in message
+    assert "worker 0: ShardError" in message
     assert "The same happened 2 times in a row" in message
     assert len(message.splitlines()) == 2
     assert "Traceback" not in message
