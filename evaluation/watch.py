@@ -17,7 +17,7 @@ from evaluation.senteval.harness import evaluate
 from evaluation.senteval.plan import Choice
 from pipeline.session import SessionConfig
 from trainer import checkpoint
-from trainer.checkpoint import CHECKPOINTS, CheckpointError
+from trainer.checkpoint import CHECKPOINTS
 from trainer.run import SUMMARY
 
 FOLDER = "scores"
@@ -92,14 +92,8 @@ class Follower:
     def pending(self) -> list[tuple[int, str]]:
         """Steps and weights without a score of this choice, the newest first."""
         done = {(line.step, line.checkpoint) for line in read_scores(self.run) if line.choice == self.identity}
-        found = []
-        for step in reversed(checkpoint.steps_in(self.run / CHECKPOINTS)):
-            try:
-                state = checkpoint.read_state(checkpoint.checkpoint_path(self.run / CHECKPOINTS, step), verify=False)
-            except CheckpointError:
-                continue  # being pruned, or broken: the trainer passes it over as well
-            found.append((step, state.identity))
-        return [key for key in found if key not in done]
+        found = [(step, state.identity) for step, state in checkpoint.states_in(self.run / CHECKPOINTS)]
+        return [key for key in reversed(found) if key not in done]
 
     def score(self, step: int, identity: str) -> bool:
         """Scores one checkpoint and appends its line; False where it is gone or damaged, which is said."""

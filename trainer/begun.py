@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from common.storage import read_json
-from trainer import checkpoint
-from trainer.checkpoint import CHECKPOINTS
+from trainer.checkpoint import CHECKPOINTS, states_in
 from trainer.checks import DECISIVE
 from trainer.config import TrainConfig
 
@@ -28,11 +27,4 @@ def as_begun(config: TrainConfig, run: Path) -> TrainConfig:
 
 def _hashes(run: Path) -> set[str]:
     """Hashes of the configurations of a run's checkpoints."""
-    found = set()
-    for step in checkpoint.steps_in(run / CHECKPOINTS):
-        try:
-            state = checkpoint.read_state(checkpoint.checkpoint_path(run / CHECKPOINTS, step), verify=False)
-        except checkpoint.CheckpointError:  # passed over at the resume as well, which logs it
-            continue
-        found.add(state.config_hash)
-    return found
+    return {state.config_hash for _, state in states_in(run / CHECKPOINTS)}

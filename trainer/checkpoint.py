@@ -7,7 +7,7 @@ parameter name), objective.safetensors (the queue, if any) and state.json (RunSt
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -168,6 +168,22 @@ def steps_in(folder: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return steps_among(names)
+
+
+def states_in(folder: Path) -> Iterator[tuple[int, RunState]]:
+    """Steps and states of the checkpoints whose state can be read, in order; their files are not verified.
+
+    The others are passed over in silence: they are logged where a run resumes.
+
+    Raises:
+        OSError: as `steps_in`.
+    """
+    for step in steps_in(folder):
+        try:
+            state = read_state(checkpoint_path(folder, step), verify=False)
+        except CheckpointError:
+            continue
+        yield step, state
 
 
 def steps_among(names: Iterable[str]) -> list[int]:

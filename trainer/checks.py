@@ -123,13 +123,9 @@ def read_decisive(run: Path) -> dict[str, Any] | None:
 
 def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
     """Checkpoints of another configuration, where no file is left that names what differs."""
-    for step in checkpoint.steps_in(run / CHECKPOINTS):
-        path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
-        try:
-            other = checkpoint.read_state(path, verify=False).config_hash != config.hash()
-        except checkpoint.CheckpointError:  # passed over at the resume as well, which logs it
-            continue
-        if other:
+    for step, state in checkpoint.states_in(run / CHECKPOINTS):
+        if state.config_hash != config.hash():
+            path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
             return [
                 f"run = {config.run}: {path.name} is of another configuration, and {DECISIVE}, which would tell what "
                 "differs, is missing or damaged; name another folder"
@@ -154,11 +150,7 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
 
 def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[str]:
     """The folder holds a run of other shards: its next steps would read other documents than its plan says."""
-    for step in checkpoint.steps_in(run / CHECKPOINTS):
-        try:
-            state = checkpoint.read_state(checkpoint.checkpoint_path(run / CHECKPOINTS, step), verify=False)
-        except checkpoint.CheckpointError:  # passed over at the resume as well, which says so
-            continue
+    for _, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.data_hash != data_hash(manifest):
             return [
                 f"run = {config.run}: was trained on other shards than data = {config.data} holds now; "

@@ -58,15 +58,8 @@ def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
 
 def unscored(folder: Path, score: str) -> list[int]:
     """Steps of the checkpoints that have no value of a score (yet)."""
-    rate, found = rating(folder, score), []
-    for step in checkpoint.steps_in(folder):
-        try:
-            state = checkpoint.read_state(checkpoint.checkpoint_path(folder, step), verify=False)
-        except CheckpointError:  # named where it is read whole
-            continue
-        if rate(state) is None:
-            found.append(step)
-    return found
+    rate = rating(folder, score)
+    return [step for step, state in checkpoint.states_in(folder) if rate(state) is None]
 
 
 def history(run: Path, score: str, step: int) -> dict[int, float]:
