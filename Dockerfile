@@ -28,6 +28,9 @@ COPY --chown=declutr common common
 COPY --chown=declutr pipeline pipeline
 COPY --chown=declutr trainer trainer
 COPY --chown=declutr evaluation evaluation
+COPY --chown=declutr doctor doctor
+COPY --chown=declutr inspection inspection
+COPY --chown=declutr cli cli
 COPY --chown=declutr benchmarks benchmarks
 RUN python -m pip install --no-cache-dir --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks import documents, memory, models, packed, record
-from trainer.batches import RankBatch
-from trainer.masking import MaskingConfig
-from trainer.objectives import DeclutrConfig
-from trainer.spans import SpanConfig
-from trainer.step import Stepper
+from trainer.data.batches import RankBatch
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.declutr.spans import SpanConfig
+from trainer.step.step import Stepper
 
 SIZES = (16, 64, 256, 1024, 4096)
 _FIRST = 16  # documents of the step that makes the optimizer's state

@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 
 from common import seeding
-from pipeline.schema import ID_BYTES, shard_schema
-from pipeline.windows import Geometry, window_starts
-from trainer.spans import SpanConfig
+from pipeline.shards.schema import ID_BYTES, shard_schema
+from pipeline.shards.windows import Geometry, window_starts
+from trainer.objectives.declutr.spans import SpanConfig
 
 _FIRST_ORDINARY = 4  # ids below are RoBERTa's specials
 

@@ -24,12 +24,12 @@ from transformers import AutoConfig, AutoModel
 from benchmarks import record
 from common import seeding
 from common.storage import write_json
-from evaluation.encoder import load_encoder
-from pipeline.corpus import Document
-from pipeline.pydocs import PythonDocs
-from pipeline.tokenization import train_tokenizer
-from pipeline.units import plan_units, read_unit
-from trainer.export import sentence_transformers_files
+from evaluation.encoders.loading import load_encoder
+from pipeline.job.units import plan_units, read_unit
+from pipeline.readers.corpus import Document
+from pipeline.readers.pydocs import PythonDocs
+from pipeline.tokenizer.tokenization import train_tokenizer
+from trainer.driver.export import sentence_transformers_files
 
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 SIZES: dict[str, dict[str, Any]] = {

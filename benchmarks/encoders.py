@@ -22,11 +22,11 @@ from typing import Any
 from benchmarks import record
 from common.config import load_config
 from common.storage import folder_aside, hash_json, read_json, write_json
-from evaluation.senteval.tasks import find
-from trainer.config import TrainConfig
-from trainer.export import EXPORT, write_encoder
-from trainer.parts import build_encoder, load_tokenizer
-from trainer.run import SUMMARY
+from evaluation.senteval.data.tasks import find
+from trainer.driver.export import EXPORT, write_encoder
+from trainer.driver.run import SUMMARY
+from trainer.setup.build import build_encoder, load_tokenizer
+from trainer.setup.config import TrainConfig
 
 KINDS = ("untrained", "mlm_only", "declutr", "hashed_words")
 _TERMS = {"mlm_only": "mlm", "declutr": "both"}
@@ -93,7 +93,7 @@ def _options() -> argparse.ArgumentParser:
 
 def declutr(*arguments: Any) -> list[str]:
     """The console command with its arguments, run by this Python."""
-    return [sys.executable, "-m", "evaluation.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "cli.main", *map(str, arguments)]
 
 
 def once(work: Path, name: str, command: list[str]) -> None:

@@ -25,18 +25,18 @@ from benchmarks import record
 from benchmarks.embed import SIZES, write_encoder
 from benchmarks.official_senteval import Checkout, Clock, Plain
 from common.storage import folder_aside, hash_json, read_json, write_json
-from evaluation.encoder import load_encoder
+from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.encoders.words import HashedWords
-from evaluation.senteval.averages import headline
-from evaluation.senteval.checking import inspect
-from evaluation.senteval.data import sentence_rows, sentences
-from evaluation.senteval.findings import Inspection
-from evaluation.senteval.plan import choose_tasks
-from evaluation.senteval.scoring import Embeddings, cost, score
-from evaluation.senteval.settings import ClassifierConfig
-from evaluation.senteval.tasks import find
-from evaluation.senteval.vectors import embed_all, texts_hash
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.data.findings import Inspection
+from evaluation.senteval.data.taskdata import sentence_rows, sentences
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.runner.plan import choose_tasks
+from evaluation.senteval.runner.vectors import embed_all, texts_hash
+from evaluation.senteval.scores.averages import headline
+from evaluation.senteval.scores.scoring import Embeddings, cost, score
 
 _SIBLING = Path(__file__).resolve().parents[2] / "shared" / "data" / "senteval"
 _HUNDREDTHS = ("acc", "devacc", "f1")  # in percent already; correlations are not

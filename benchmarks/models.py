@@ -4,11 +4,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from trainer.feed import Feed, Vocabulary
-from trainer.language_model import EncoderConfig, build_model, load_hf_config
-from trainer.masking import MaskingConfig
-from trainer.model import Encoder
-from trainer.spans import SpanConfig
+from trainer.model.encoder import Encoder
+from trainer.model.language_model import EncoderConfig, build_model, load_hf_config
+from trainer.objectives.declutr.feed import Feed, Vocabulary
+from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.declutr.spans import SpanConfig
 
 _POSITIONS = 514  # RoBERTa's first two are never used
 _ROBERTA = {"model_type": "roberta", "max_position_embeddings": _POSITIONS, "type_vocab_size": 1}

@@ -25,9 +25,9 @@ from sklearn.metrics import f1_score
 
 from benchmarks import released_senteval as plain
 from benchmarks.kept_fits import KeptFits
-from evaluation.senteval.data import EMPTY, Split, TaskData
-from evaluation.senteval.relatedness import bins
-from evaluation.senteval.settings import ClassifierConfig
+from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.data.taskdata import EMPTY, Split, TaskData
+from evaluation.senteval.scores.relatedness import bins
 
 Array = NDArray[Any]
 Scores = dict[str, float]

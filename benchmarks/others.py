@@ -20,9 +20,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipeline.bytelevel import ByteLevelBPE, parse
 from pipeline.choosing.whitespace import normalise
-from pipeline.encoder import Encoder, EngineName
+from pipeline.tokenizer.batch_tokenizer import Encoder, EngineName
+from pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
 
 _READY, _FIGURES = "declutr ready", "declutr figures: "
 _BATCH = 256

@@ -4,14 +4,15 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trainer.batches import RankBatch
-from trainer.feed import Feed
-from trainer.gather import World
-from trainer.microbatch import Microbatch
-from trainer.model import Encoder
-from trainer.objectives import Declutr, DeclutrConfig
-from trainer.optim import OptimConfig, build_optimizer
-from trainer.step import Stepper
+from trainer.data.batches import RankBatch
+from trainer.model.encoder import Encoder
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.feed import Feed
+from trainer.objectives.declutr.objective import Declutr
+from trainer.parallel.world import World
+from trainer.step.microbatch import Microbatch
+from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.step import Stepper
 
 TOTAL_STEPS = 1000  # of the learning rate's schedule
 

@@ -24,17 +24,17 @@ from typing import Any
 import yaml
 
 from benchmarks import others, record
-from common.logs import setup_logging
+from common.console.logs import setup_logging
+from common.session import start_ray
 from pipeline.config import PipelineConfig
-from pipeline.corpus import Document
-from pipeline.encoder import Encoder
-from pipeline.engine import choose_engine
-from pipeline.manifest import Manifest
+from pipeline.job.units import plan_units, read_unit
 from pipeline.prepare import prepare
-from pipeline.pydocs import PythonDocs
-from pipeline.session import start_ray
-from pipeline.tokenization import fingerprint, load_tokenizer, train_tokenizer
-from pipeline.units import plan_units, read_unit
+from pipeline.readers.corpus import Document
+from pipeline.readers.pydocs import PythonDocs
+from pipeline.shards.manifest import Manifest
+from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.engine import choose_engine
+from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 
 MIB = 2**20
 _ROOT = Path(__file__).resolve().parent.parent

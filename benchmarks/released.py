@@ -16,7 +16,7 @@ from pytorch_metric_learning.losses import NTXentLoss
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.batches import SpanBatch, pad_rows
+from trainer.data.batches import SpanBatch, pad_rows
 
 _IGNORED = -100  # of transformers: a label that counts for nothing
 

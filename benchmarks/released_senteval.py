@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 class Settings(Protocol):
-    """What a fit is told: `evaluation.senteval.settings.ClassifierConfig` is one such."""
+    """What a fit is told: `evaluation.senteval.classifier.settings.ClassifierConfig` is one such."""
 
     @property
     def num_hidden(self) -> int:

@@ -30,17 +30,17 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import documents, models, packed, record
 from common.storage import write_text
-from trainer import checkpoint
-from trainer.batches import RankBatch
-from trainer.config import CheckpointConfig
-from trainer.gather import Wish, World
-from trainer.masking import MaskingConfig
-from trainer.objectives import DeclutrConfig
-from trainer.saver import Saver
-from trainer.spans import SpanConfig
-from trainer.state import RunState
-from trainer.step import Stepper
-from trainer.tensorfile import num_bytes
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.saver import Saver
+from trainer.checkpoints.state import RunState
+from trainer.checkpoints.tensorfile import num_bytes
+from trainer.data.batches import RankBatch
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.declutr.spans import SpanConfig
+from trainer.parallel.world import Wish, World
+from trainer.setup.config import CheckpointConfig
+from trainer.step.step import Stepper
 
 _AGREE_TIMES = 300
 

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from benchmarks import models, record, wide
 from common import seeding
-from pipeline.session import start_ray
-from pipeline.shards import ShardSet, check_shards, load_manifest
-from trainer.chunks import rank_plan
-from trainer.objectives.ntxent import ntxent
-from trainer.plan import I64, Plan
-from trainer.tensorfile import has_checksum, write_tensors
+from common.session import start_ray
+from pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from trainer.checkpoints.tensorfile import has_checksum, write_tensors
+from trainer.data.chunks import rank_plan
+from trainer.data.plan import I64, Plan
+from trainer.objectives.declutr.ntxent import ntxent
 
 _MIB = 2**20
 _PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
 _SAMPLE = 200_000  # consecutive places of the permutation looked at in each of four regions
 _SAVED_BYTES = 12  # a parameter and its two moments
 _ANCHORS = 2  # of a document, each with one mean positive
-_CHUNK_DOCUMENTS = 1024  # of a reading task, as trainer/stream.py has it
+_CHUNK_DOCUMENTS = 1024  # of a reading task, as trainer/data/stream.py has it
 # Assumptions about a cluster; change them with the options.
 _STEP_SECONDS, _DISK_GB, _GPU_TFLOPS, _NETWORK_GB = 1.0, 10.0, 100.0, 10.0
 
@@ -62,7 +62,7 @@ def timed(work: Callable[[], T], elapsed: bool = False) -> tuple[T, float, float
 
 
 def inverse(seed: int, epochs: I64, images: I64, size: int) -> I64:
-    """The item of each image under `trainer.plan.permute`, by its network run backwards."""
+    """The item of each image under `trainer.data.plan.permute`, by its network run backwards."""
     half = max(1, -(-(size - 1).bit_length() // 2))
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     values, result = images.astype(np.uint64), np.empty(len(images), np.int64)

@@ -23,14 +23,14 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import documents, memory, models, packed, record
 from common.storage import write_text
-from trainer.batches import RankBatch
-from trainer.gather import World
-from trainer.masking import MaskingConfig
-from trainer.objectives import DeclutrConfig
-from trainer.plan import Plan
-from trainer.sharding import shard
-from trainer.spans import SpanConfig
-from trainer.step import Stepper
+from trainer.data.batches import RankBatch
+from trainer.data.plan import Plan
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.declutr.spans import SpanConfig
+from trainer.parallel.sharding import shard
+from trainer.parallel.world import World
+from trainer.step.step import Stepper
 
 
 def kept_mib(stepper: Stepper) -> dict[str, float]:

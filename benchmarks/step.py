@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from benchmarks import documents, models, packed, record
 from benchmarks.neighbour import NeighbourStep
 from benchmarks.released import PaddedBatch, ReleasedStep, pad_batch
-from trainer.batches import RankBatch, SpanBatch
-from trainer.feed import Feed
-from trainer.flops import gpu_name, linear_weights, peak_flops, step_flops
-from trainer.masking import MaskingConfig
-from trainer.objectives import DeclutrConfig
-from trainer.spans import SpanConfig
+from trainer.data.batches import RankBatch, SpanBatch
+from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.feed import Feed
+from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.declutr.spans import SpanConfig
 
 TEMPERATURE = 0.05
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from common.storage import write_text
-from pipeline.corpus import document_id
-from pipeline.ledger import LedgerFile
-from pipeline.manifest import MANIFEST, Counts, Shard, Sidecar, build_manifest
-from pipeline.schema import shard_schema
-from pipeline.tokenization import TokenizerInfo
-from pipeline.windows import Geometry
-from pipeline.writer import ShardWriter
+from pipeline.readers.corpus import document_id
+from pipeline.shards.ledger import LedgerFile
+from pipeline.shards.manifest import MANIFEST, Counts, Shard, Sidecar, build_manifest
+from pipeline.shards.schema import shard_schema
+from pipeline.shards.windows import Geometry
+from pipeline.shards.writer import ShardWriter
+from pipeline.tokenizer.tokenization import TokenizerInfo
 
 _GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 _TOKENS = 8

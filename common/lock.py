@@ -16,7 +16,7 @@ from typing import TextIO
 
 import msgspec
 
-from common.logs import get_logger
+from common.console.logs import get_logger
 from common.records import DamagedError, decode_record
 
 LOCK = "lock.json"

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from common.lock import LOCK
 from common.scores import ScoreLine, append_score, read_scores, scoring
+from common.session import SessionConfig
 from common.storage import hash_json
-from evaluation.encoder import EncoderError, load_encoder
-from evaluation.senteval.findings import Inspection
-from evaluation.senteval.harness import evaluate
-from evaluation.senteval.plan import Choice
-from pipeline.session import SessionConfig
-from trainer import checkpoint
-from trainer.checkpoint import CHECKPOINTS
-from trainer.run import SUMMARY
+from evaluation.encoders.loading import EncoderError, load_encoder
+from evaluation.senteval.data.findings import Inspection
+from evaluation.senteval.runner.harness import evaluate
+from evaluation.senteval.runner.plan import Choice
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.driver.run import SUMMARY
 
 FOLDER = "scores"
 """Folder of a run that holds the tasks' files."""

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from common.config import Strict, flat_keys
+from common.session_config import SessionConfig
 from common.storage import hash_json
 from pipeline.choosing.config import ChoosingConfig
-from pipeline.corpus import FilesCorpus, HubCorpus
 from pipeline.duplicates.config import DuplicatesConfig
-from pipeline.pydocs import PythonDocs
-from pipeline.session_config import SessionConfig
-from pipeline.tokenization import TokenizerConfig
-from pipeline.windows import Geometry, ShortDocuments
+from pipeline.readers.corpus import FilesCorpus, HubCorpus
+from pipeline.readers.pydocs import PythonDocs
+from pipeline.shards.windows import Geometry, ShortDocuments
+from pipeline.tokenizer.tokenization import TokenizerConfig
 
 # Settings that say where and how the work runs, not what it makes.
 _NO_INFLUENCE: dict[str, Any] = {"output": True, "session": True, "max_error_share": True, "tokenizer": {"engine"}}

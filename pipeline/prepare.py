@@ -12,30 +12,38 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import ConfigError, load_config, print_config
+from common.console.logs import get_logger, setup_logging
 from common.credentials import refused_settings
 from common.lock import RunLock, RunLockedError
-from common.logs import get_logger, setup_logging
 from common.paths import expand
+from common.session_config import SessionError
 from common.storage import write_aside, write_text
 from pipeline.choosing.config import problems as choosing_problems
 from pipeline.choosing.evaluation_sets import INDEX, build_index
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
-from pipeline.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
-from pipeline.manifest import MANIFEST, TOKENIZER, Manifest, ShardError, build_manifest, load_manifest, sum_counts
-from pipeline.outcome import lines_hint, nothing_kept, summary, too_many_failed
-from pipeline.output import Plan, claim, discard, hash_plan, output_problems, plan_of
-from pipeline.places import look
-from pipeline.progress import seconds_spent
+from pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
+from pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
+from pipeline.job.output import Plan, claim, discard, hash_plan, output_problems, plan_of
+from pipeline.job.places import look
+from pipeline.job.progress import seconds_spent
+from pipeline.job.recheck import content_problems
+from pipeline.job.sample import output_tokenizer
+from pipeline.job.stages import run_stages
+from pipeline.job.units import Unit, mark_units, plan_units
+from pipeline.job.worker import CANDIDATES
 from pipeline.readers.skipped import Skipped, describe_skipped
-from pipeline.recheck import content_problems
-from pipeline.sample import output_tokenizer
-from pipeline.session_config import SessionError
-from pipeline.shards import check_shards
-from pipeline.stages import run_stages
-from pipeline.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
-from pipeline.units import Unit, mark_units, plan_units
-from pipeline.worker import CANDIDATES
+from pipeline.shards.manifest import (
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    ShardError,
+    build_manifest,
+    load_manifest,
+    sum_counts,
+)
+from pipeline.shards.shards import check_shards
+from pipeline.tokenizer.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
 
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it; also when another host took the output folder over."""

@@ -9,11 +9,11 @@ import pytest
 import ray
 import yaml
 
+from cli.main import main
 from common.config import load_config
-from evaluation.cli import main
 from pipeline.config import PipelineConfig
-from trainer.config import TrainConfig
-from trainer.ease import small_batch
+from trainer.objectives.declutr.ease import small_batch
+from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

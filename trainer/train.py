@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Ray prints a paragraph on every worker that dies, to stdout; ours is a line and names the worker (trainer/failure.py).
-# What else it has to say is shown as ever. It reads this when it is imported, hence here.
+# Ray prints a paragraph on every worker that dies, to stdout; ours is a line and names the worker
+# (trainer/driver/failure.py). What else it has to say is shown as ever. It reads this when it is imported, hence here.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
 
-from common.address import is_remote
 from common.config import ConfigError, load_config, print_config
-from common.logs import get_logger, setup_logging
+from common.console.logs import get_logger, setup_logging
 from common.paths import expand
-from trainer.config import TrainConfig
-from trainer.places import fork_problem, look, place_problems
-from trainer.scaling import ScalingConfig
+from common.stores.address import is_remote
+from trainer.driver.places import fork_problem, look, place_problems
+from trainer.setup.config import TrainConfig
+from trainer.setup.scaling import ScalingConfig
 
 
 class _EarlyRay:
@@ -42,7 +42,7 @@ class _EarlyRay:
             self._thread = threading.Thread(target=self._start, args=arguments, name="declutr-ray", daemon=True)
 
     def _start(self, scaling: ScalingConfig) -> None:
-        from pipeline.session import start_ray
+        from common.session import start_ray
 
         try:
             with contextlib.suppress(Exception):  # the supervisor tries again, and says why it fails
@@ -72,8 +72,8 @@ class _EarlyRay:
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
-    """Trains to the last step; see `trainer.run.run_training`."""
-    from trainer.run import run_training
+    """Trains to the last step; see `trainer.driver.run.run_training`."""
+    from trainer.driver.run import run_training
 
     return run_training(config)
 
@@ -121,11 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         early.begin()
     from common.lock import RunLockedError
     from common.records import DamagedError
-    from pipeline.shards import ShardError
-    from trainer.checkpoint import CheckpointError
-    from trainer.fork import fork
-    from trainer.run import run_training
-    from trainer.supervisor import RunStoppedError, TrainingFailedError
+    from pipeline.shards.shards import ShardError
+    from trainer.checkpoints.checkpoint import CheckpointError
+    from trainer.driver.fork import fork
+    from trainer.driver.run import run_training
+    from trainer.driver.supervisor import RunStoppedError, TrainingFailedError
 
     try:
         if arguments.fork is not None:

@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
-from pipeline.shards import ShardSet
-from trainer.batches import RankBatch
-from trainer.cache import data_folder
-from trainer.config import TrainConfig
-from trainer.gather import World
-from trainer.microbatch import Microbatch
-from trainer.model import Encoder
-from trainer.parts import build_encoder, build_feed, build_stepper, load_tokenizer
-from trainer.plan import Plan
-from trainer.sharding import whole
-from trainer.step import Stepper
+from pipeline.shards.shards import ShardSet
+from trainer.data.batches import RankBatch
+from trainer.data.plan import Plan
+from trainer.model.encoder import Encoder
+from trainer.parallel.sharding import whole
+from trainer.parallel.world import World
+from trainer.setup.build import build_encoder, build_feed, build_stepper, load_tokenizer
+from trainer.setup.cache import data_folder
+from trainer.setup.config import TrainConfig
+from trainer.step.microbatch import Microbatch
+from trainer.step.step import Stepper
 
 Precision = Literal["float32", "float64"]
 # Rounding differs when sums are split; anything larger is a mistake. What float32 rounds grows with the tokens that are

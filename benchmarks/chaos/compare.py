@@ -5,8 +5,8 @@ from pathlib import Path
 
 from benchmarks.chaos.run import ChaosError, Run
 from common.storage import hash_file
-from trainer.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
-from trainer.export import EXPORT
+from trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
+from trainer.driver.export import EXPORT
 
 _LOSSES = ("loss", "contrastive", "mlm")
 _TOLERANCE = 1e-6

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.chaos.census import Census
 from benchmarks.chaos.run import ATTACHED, ROOT, Run
-from trainer.checkpoint import CHECKPOINTS
+from trainer.checkpoints.checkpoint import CHECKPOINTS
 
 _CLONE_NEWNS = 0x00020000
 _RUN_MIB = 256  # the lines of a soak of an hour

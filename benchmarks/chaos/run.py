@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from benchmarks.chaos.census import Census, Process
-from trainer.checkpoint import CHECKPOINTS, steps_in
-from trainer.metrics import METRICS, read_last_step
+from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from trainer.metrics.metrics import METRICS, read_last_step
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTACHED = Path(__file__).with_name("attached")

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from common.bars import bar
 from common.config import Strict, first_problem
+from common.console.bars import bar
 from common.storage import folder_aside, hash_file, write_json
 from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
@@ -27,8 +27,8 @@ from evaluation.embedding.output import Note, read_note
 from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, mapped, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
 from evaluation.encoders.protocol import SentenceEncoder
-from pipeline.corpus import Document
-from pipeline.units import Unit, plan_units, read_unit
+from pipeline.job.units import Unit, plan_units, read_unit
+from pipeline.readers.corpus import Document
 
 EXACT_ROWS = 20_000
 INDEX = "index.json"

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.bars import bar
-from common.logs import get_logger
+from common.console.bars import bar
+from common.console.logs import get_logger
 from common.paths import expand
 from common.storage import hash_json
 from evaluation.embedding.config import Choice, EmbedConfig, EmbedError
 from evaluation.embedding.output import Note, assemble, note_path, read_note, write_note
 from evaluation.embedding.units import UnitSidecar, corpus_of, embed_unit, finished
-from evaluation.encoder import load_encoder
+from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
+from pipeline.job.units import Unit, hash_unit, mark_units, plan_units
 from pipeline.readers.skipped import Skipped, describe_skipped
-from pipeline.units import Unit, hash_unit, mark_units, plan_units
 
 SMALL_MIB = 16
 """Less than this is embedded in this process: Ray's start would take longer than it saves."""
@@ -269,8 +269,8 @@ def _on_ray(
 ) -> Iterator[UnitSidecar]:
     if not todo:
         return
-    from pipeline.session import start_ray
-    from pipeline.session_config import SessionError
+    from common.session import start_ray
+    from common.session_config import SessionError
 
     try:
         start_ray()

@@ -15,8 +15,8 @@ from common.config import Strict
 from common.storage import write_aside, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.encoders.protocol import SentenceEncoder
-from pipeline.corpus import Document, Failure, FilesCorpus, Record
-from pipeline.units import Unit, read_unit, stamp_read
+from pipeline.job.units import Unit, read_unit, stamp_read
+from pipeline.readers.corpus import Document, Failure, FilesCorpus, Record
 
 MAX_TEXT_MIB = 512
 _WINDOW_TEXTS = 8192

@@ -20,8 +20,8 @@ from torch import nn
 
 from common.storage import hash_json
 from evaluation.encoders.modules import Normalize
-from trainer.batches import SpanBatch
-from trainer.model import Encoder
+from trainer.data.batches import SpanBatch
+from trainer.model.encoder import Encoder
 
 LongTexts = Literal["cut", "windows"]
 _CPU_BATCH_TOKENS = 2048  # activations of a batch stay near the processor

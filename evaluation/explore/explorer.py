@@ -12,10 +12,10 @@ from evaluation.embedding.config import EmbedError
 from evaluation.embedding.index import NO_WORD, Hit, SearchIndex
 from evaluation.embedding.stored import Stored
 from evaluation.encoders.protocol import SentenceEncoder
-from evaluation.explore.grouping import OTHERS, Grouping
 from evaluation.explore.plane import fit_plane
+from evaluation.report.grouping import OTHERS, Grouping
 from evaluation.report.markup import visible
-from trainer.plan import permute
+from trainer.data.plan import permute
 
 MAX_QUERY_CHARACTERS = 4_000
 _POINT_CHARACTERS, _HIT_CHARACTERS, _TEXT_CHARACTERS, _NAME_CHARACTERS = 120, 600, 10_000, 200

@@ -7,7 +7,7 @@ import numpy as np
 
 from evaluation.report.examples import entries_at
 from evaluation.report.survey import I64, Survey, unit_and_ordinal
-from pipeline.ledger import Entry
+from pipeline.shards.ledger import Entry
 
 _SHOWN_CLUSTERS = 8
 _SHOWN_COPIES = 4

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 from common import seeding
 from evaluation.report.survey import Survey
-from pipeline.ledger import LEDGERS, Entry, ledger_batches
-from pipeline.manifest import TOKENIZER, Manifest
-from pipeline.rejected import REJECTED
-from pipeline.shards import ShardSet
+from pipeline.shards.ledger import LEDGERS, Entry, ledger_batches
+from pipeline.shards.manifest import TOKENIZER, Manifest
+from pipeline.shards.rejected import REJECTED
+from pipeline.shards.shards import ShardSet
 
 SHOWN_CHARACTERS = 600
 _KEPT_EXAMPLES = 4

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from evaluation.explore.grouping import cut, num_steps
+from evaluation.report.grouping import cut, num_steps
 from evaluation.report.tally import Tally
 from pipeline.readers.names import bare_suffix
 

@@ -7,7 +7,7 @@ import yaml
 from common.credentials import redact
 from evaluation.report.content import Content
 from evaluation.report.markup import Html, details, in_mib, join, share, tag
-from pipeline.outcome import lines_hint
+from pipeline.job.outcome import lines_hint
 from pipeline.readers.skipped import describe_skipped
 
 _PREVIEW = 12

@@ -6,7 +6,7 @@ control characters. What a browser would obey is shown instead, by its code poin
 
 import html
 
-from common.terminal import visible as visible
+from common.console.terminal import visible as visible
 
 _VOID = frozenset({"meta", "br", "rect", "line"})
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from common import seeding
 from evaluation.report.tally import Tallies, tally_columns
-from pipeline.ledger import ledger_batches
-from pipeline.manifest import SPLITS, Manifest, ShardError
-from pipeline.windows import shortest_document
+from pipeline.shards.ledger import ledger_batches
+from pipeline.shards.manifest import SPLITS, Manifest, ShardError
+from pipeline.shards.windows import shortest_document
 
 BINS_PER_OCTAVE = 4
 _OCTAVES = 32
@@ -96,7 +96,7 @@ class Survey:
         """Adds rows of a unit's ledger.
 
         Args:
-            batch: rows with the columns of pipeline/ledger.py.
+            batch: rows with the columns of pipeline/shards/ledger.py.
             unit: number of the unit.
             start: ordinal of the first row.
             line: rejected documents of the unit before this batch.

@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.manifest import SPLITS
+from pipeline.shards.manifest import SPLITS
 
 MAX_NAMES = 100_000
 """Names held between batches; when there are more, the half with the most text stays and the others become the rest.

@@ -7,10 +7,10 @@ over all pairs), SICK-R and STS-B by regression and by cosine, MRPC as mean of a
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evaluation.senteval.averages import averages, headline
-from evaluation.senteval.harness import Evaluated
-from evaluation.senteval.results import Protocol
-from evaluation.senteval.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+from evaluation.senteval.runner.harness import Evaluated
+from evaluation.senteval.scores.averages import averages, headline
+from evaluation.senteval.scores.results import Protocol
 from evaluation.tables.literature import PublishedModel
 
 _YEARS = ("STS12", "STS13", "STS14", "STS15", "STS16")

@@ -12,8 +12,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from common.config import Strict
-from evaluation.senteval.results import Protocol
-from evaluation.senteval.tasks import find
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.scores.results import Protocol
 
 Aggregation = Literal["mean", "wmean", "all"]
 _RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))

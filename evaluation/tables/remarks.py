@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from evaluation.senteval.findings import MARKS
-from evaluation.senteval.harness import Evaluated
-from evaluation.senteval.tasks import find
+from evaluation.senteval.data.findings import MARKS
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.runner.harness import Evaluated
 from evaluation.tables.literature import PublishedModel
 
 

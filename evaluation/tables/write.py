@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.storage import write_json, write_text
-from evaluation.senteval.harness import Evaluated
+from evaluation.senteval.runner.harness import Evaluated
 from evaluation.tables.blocks import Block, compare
 from evaluation.tables.differences import with_differences
 from evaluation.tables.literature import PublishedModel, literature

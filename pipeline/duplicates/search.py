@@ -7,7 +7,8 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from common.logs import get_logger
+from common.console.logs import get_logger
+from common.session import SessionConfig, start_ray
 from common.storage import hash_json, write_aside
 from pipeline.duplicates.clusters import decide
 from pipeline.duplicates.config import DuplicatesConfig
@@ -15,7 +16,6 @@ from pipeline.duplicates.documents import Documents, Numbering, number
 from pipeline.duplicates.keys import KeysError
 from pipeline.duplicates.pairs import Pairs, bucket_pairs, join
 from pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
-from pipeline.session import SessionConfig, start_ray
 
 KEYS_PER_BUCKET = 1 << 22
 """What a task sorts: some 300 MB at its peak. Decides the number of buckets, together with the corpus alone."""

@@ -3,6 +3,6 @@
 Everything is a stream with bounded memory: nothing is extracted, no size that a header claims is believed.
 """
 
-from pipeline.corpus import Record
+from pipeline.readers.corpus import Record
 
 __all__ = ["Record"]

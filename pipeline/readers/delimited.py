@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Iterator
 
-from pipeline.corpus import END, MIB, Failure, Record
+from pipeline.readers.corpus import END, MIB, Failure, Record
 from pipeline.readers.lines import lines, unreadable
 from pipeline.readers.pieces import documents
 from pipeline.readers.streams import READ_ERRORS, ByteStream

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipeline.corpus import END, MIB, Failure, FilesCorpus, Format, HubCorpus, Record
 from pipeline.readers.archives import Member, is_tar, members
+from pipeline.readers.corpus import END, MIB, Failure, FilesCorpus, Format, HubCorpus, Record
 from pipeline.readers.delimited import read_delimited
 from pipeline.readers.encodings import as_utf8, encoding_of
 from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable

@@ -4,9 +4,9 @@ import fnmatch
 import re
 from typing import Any
 
-from common.address import network_errors
 from common.hub import hub_problem
-from pipeline.corpus import HubCorpus, Input
+from common.stores.address import network_errors
+from pipeline.readers.corpus import HubCorpus, Input
 from pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
 
 _CONVERTED = "refs/convert/parquet"

@@ -2,9 +2,9 @@
 
 import os
 
-from common.address import is_remote
 from common.paths import expand
-from pipeline.corpus import FilesCorpus, Input
+from common.stores.address import is_remote
+from pipeline.readers.corpus import FilesCorpus, Input
 from pipeline.readers.names import SUFFIXES, TAR_SUFFIX, bare_suffix
 from pipeline.readers.places import find_inputs
 from pipeline.readers.skipped import Skipped, describe_skipped

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.corpus import END, Document, Failure, Record
+from pipeline.readers.corpus import END, Document, Failure, Record
 from pipeline.readers.pieces import Buffer, character_start, cut, decode, is_wide, nul_bytes
 from pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, ByteStream
 

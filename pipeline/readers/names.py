@@ -1,6 +1,6 @@
 """The name of a file: what it tells of the format, and whether a search passes it over."""
 
-from pipeline.corpus import Format
+from pipeline.readers.corpus import Format
 from pipeline.readers.streams import COMPRESSED_SUFFIXES
 
 SUFFIXES: dict[str, Format] = {

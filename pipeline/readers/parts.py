@@ -6,8 +6,8 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from common.address import is_remote
-from pipeline.corpus import END, Failure, Part, Record
+from common.stores.address import is_remote
+from pipeline.readers.corpus import END, Failure, Part, Record
 from pipeline.readers.files import Rules, read_archive, read_stream
 from pipeline.readers.lines import read_jsonl, read_text, unreadable
 from pipeline.readers.places import open_input, stream_of

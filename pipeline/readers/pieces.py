@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pipeline.corpus import Document, Failure, Record
+from pipeline.readers.corpus import Document, Failure, Record
 
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from common.address import address_of, filesystem, is_remote, network_errors
 from common.hub import hub_problem
 from common.paths import expand
-from pipeline.corpus import Input
+from common.stores.address import address_of, filesystem, is_remote, network_errors
+from pipeline.readers.corpus import Input
 from pipeline.readers.names import is_hidden
 from pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
 from pipeline.readers.streams import CHUNK_BYTES, ByteStream

@@ -10,9 +10,9 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.address import is_remote
-from pipeline.corpus import END, FilesCorpus, HubCorpus, Input, Part
+from common.stores.address import is_remote
 from pipeline.readers.archives import find_members, is_tar
+from pipeline.readers.corpus import END, FilesCorpus, HubCorpus, Input, Part
 from pipeline.readers.encodings import encoding_of
 from pipeline.readers.files import Rules, format_of, rules_of
 from pipeline.readers.hub import hub_inputs

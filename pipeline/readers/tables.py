@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.corpus import MIB, Failure, Record
+from pipeline.readers.corpus import MIB, Failure, Record
 from pipeline.readers.lines import unreadable
 from pipeline.readers.pieces import documents
 from pipeline.readers.streams import READ_ERRORS

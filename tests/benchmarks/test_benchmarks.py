@@ -14,14 +14,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import batch, documents, embed, feed, memory, models, prepare, saving, scale, sharding, step, wide
-from pipeline.schema import shard_schema
-from pipeline.shards import ShardSet, check_shards
-from pipeline.tokenization import train_tokenizer
-from pipeline.windows import Geometry, window_starts
-from trainer import flops
-from trainer.masking import MaskingConfig
-from trainer.plan import permute
-from trainer.spans import SpanConfig
+from pipeline.shards.schema import shard_schema
+from pipeline.shards.shards import ShardSet, check_shards
+from pipeline.shards.windows import Geometry, window_starts
+from pipeline.tokenizer.tokenization import train_tokenizer
+from trainer.data.plan import permute
+from trainer.model import flops
+from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.declutr.spans import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"hardware", "versions", "commit", "command"}

@@ -14,7 +14,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from common.config import load_config
 from pipeline.config import PipelineConfig
-from trainer.config import TrainConfig
+from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "cluster.md"
@@ -156,7 +156,7 @@ def test_documented_claim_is_the_one_the_job_mounts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["pipeline/prepare.py", "trainer/train.py", "common/remote.py"])
+@pytest.mark.parametrize("script", ["pipeline/prepare.py", "trainer/train.py", "common/stores/folders.py"])
 def test_scripts_run_from_the_home_folder(script, tmp_path):
     """As `ray submit` runs them: the file alone, copied home, with the package installed elsewhere."""
     config = {"prepare": "configs/openwebtext.yaml", "train": "configs/declutr-base.yaml"}

@@ -10,11 +10,11 @@ from s3server import s3_server
 from volumes import small_volume
 
 from common import storage
-from common.address import filesystem
-from common.copies import pull_all
-from common.listing import LISTING
-from common.patience import Patience, RemoteError
-from common.remote import main, push_folder
+from common.stores.address import filesystem
+from common.stores.copies import pull_all
+from common.stores.folders import main, push_folder
+from common.stores.listing import LISTING
+from common.stores.patience import Patience, RemoteError
 
 HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from common.address import filesystem
+from cli.main import main as declutr
 from common.config import ConfigError, load_config
 from common.credentials import redact, refusal
-from common.patience import RemoteError
-from common.remotefile import read_file
-from evaluation.cli import main as declutr
+from common.stores.address import filesystem
+from common.stores.files import read_file
+from common.stores.patience import RemoteError
 from pipeline.config import PipelineConfig
 from pipeline.prepare import main as prepare_main
 from pipeline.prepare import problems

@@ -8,11 +8,11 @@ from huggingface_hub import constants
 
 from common import hub
 from common.config import ConfigError
-from pipeline.corpus import HubCorpus
+from pipeline.readers.corpus import HubCorpus
 from pipeline.readers.hub import hub_inputs
 from pipeline.readers.places import find_inputs
 from pipeline.readers.skipped import Skipped
-from pipeline.tokenization import load_tokenizer
+from pipeline.tokenizer.tokenization import load_tokenizer
 
 
 class Silent:

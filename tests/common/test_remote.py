@@ -7,12 +7,12 @@ import time
 import pytest
 from s3server import s3_server
 
-from common.address import child, filesystem
-from common.copies import pull_all
-from common.listing import LISTING
-from common.patience import Patience, RemoteError
-from common.remote import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
-from common.remotefile import names, pull_file, push_file, read_file, remove_file, write_file
+from common.stores.address import child, filesystem
+from common.stores.copies import pull_all
+from common.stores.files import names, pull_file, push_file, read_file, remove_file, write_file
+from common.stores.folders import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
+from common.stores.listing import LISTING
+from common.stores.patience import Patience, RemoteError
 
 HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
 SMALL = bytes(range(256))

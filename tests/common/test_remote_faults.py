@@ -5,9 +5,9 @@ import os
 import pytest
 from faultystore import faulty_store
 
-from common.patience import Patience, RemoteError
-from common.remote import is_whole, pull_folder, push_folder
-from common.remotefile import read_file, write_file
+from common.stores.files import read_file, write_file
+from common.stores.folders import is_whole, pull_folder, push_folder
+from common.stores.patience import Patience, RemoteError
 
 ONCE = Patience(total_seconds=0.0)
 LARGE_BYTES = 11 * 2**20  # more than one part of an upload

@@ -7,8 +7,8 @@ import sys
 import pytest
 import tinyruns as runs
 
-from common.logs import get_logger, setup_logging
-from common.terminal import shown, visible
+from common.console.logs import get_logger, setup_logging
+from common.console.terminal import shown, visible
 
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\x1b[31m\x9b1m\u202eb\rc\bd\x7f\x00\udc80"
 
@@ -38,7 +38,7 @@ def test_progress_bars_stay_what_they_are(capsys):
     assert capsys.readouterr().err == "\r 50%|#####     |\r100%|##########|\n"
 
 
-CODE = "import sys; from common.terminal import shown\nwith shown():\n    {}"
+CODE = "import sys; from common.console.terminal import shown\nwith shown():\n    {}"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 import yaml
 
+from cli.main import main
 from common.scores import ScoreLine, append_score, scoring
-from evaluation.cli import main
-from trainer import checkpoint
-from trainer.state import RunState
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.state import RunState
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import sys
 import pytest
 import tinyruns as runs
 
-from evaluation.cli import main
+from cli.main import main
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(runs.ROOT)}
 
 
 def declutr(*arguments, **more):
-    command = [sys.executable, "-m", "evaluation.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "cli.main", *map(str, arguments)]
     return subprocess.run(command, env=ENVIRONMENT | more, capture_output=True, check=False)
 
 

@@ -16,7 +16,7 @@ import tinyruns as runs
 from folders import TEXTS, encoder_folder
 from sentence_transformers import SentenceTransformer
 
-from evaluation.cli import main
+from cli.main import main
 from evaluation.embedding.output import EmbedError, read_note
 
 LINES = [text.replace("\n", " ") for text in TEXTS]
@@ -131,7 +131,7 @@ def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
     assert main([*arguments, str(tmp_path / "whole.npy")]) == 0
     parts, output = tmp_path / ".out.npy.parts", tmp_path / "out.npy"
     process = subprocess.Popen(
-        [sys.executable, "-m", "evaluation.cli", *arguments, str(output)],
+        [sys.executable, "-m", "cli.main", *arguments, str(output)],
         env=os.environ | {"PYTHONPATH": str(runs.ROOT)},
         stderr=subprocess.DEVNULL,
     )

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from exploring import ANIMALS, ENCODER, HOSTILE, HOSTILE_SOURCE, NUM_TEXTS, serving, write_index
 
-from evaluation.cli import main
+from cli.main import main
 from evaluation.embedding.index import SearchIndex
-from evaluation.encoder import load_encoder
+from evaluation.encoders.loading import load_encoder
 from evaluation.explore.explorer import MAX_QUERY_CHARACTERS, Explorer, sample_rows
-from evaluation.explore.grouping import MAX_GROUPS, Grouping
 from evaluation.explore.plane import fit_plane
 from evaluation.explore.server import TOKEN_HEADER
+from evaluation.report.grouping import MAX_GROUPS, Grouping
 from evaluation.report.markup import visible
 
 

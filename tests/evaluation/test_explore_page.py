@@ -5,7 +5,7 @@ from browser import start_browser
 from exploring import ANIMALS, ENCODER, HOSTILE, NUM_TEXTS, serving, write_index
 
 from evaluation.embedding.index import SearchIndex
-from evaluation.encoder import load_encoder
+from evaluation.encoders.loading import load_encoder
 from evaluation.report.markup import visible
 
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 import tinyruns as runs
 
+from cli.main import main
 from common.storage import hash_file
-from evaluation.cli import main
 from evaluation.embedding.config import EmbedError
 from evaluation.embedding.graphs import Graphs, write_graphs
 from evaluation.embedding.index import SearchIndex, build_index

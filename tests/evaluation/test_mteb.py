@@ -8,8 +8,8 @@ import pytest
 from folders import encoder_folder
 from scipy.stats import spearmanr
 
-from evaluation.cli import main
-from evaluation.encoder import load_encoder
+from cli.main import main
+from evaluation.encoders.loading import load_encoder
 
 mteb = pytest.importorskip("mteb", reason="pip install declutr-ray[mteb]")
 datasets = pytest.importorskip("datasets")

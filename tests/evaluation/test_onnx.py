@@ -8,8 +8,8 @@ import pytest
 from folders import TEXTS, encoder_folder
 from tokenizers import Tokenizer
 
-from evaluation.cli import main
-from evaluation.encoder import load_encoder
+from cli.main import main
+from evaluation.encoders.loading import load_encoder
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install declutr-ray[onnx]")
 pytest.importorskip("onnxscript", reason="pip install declutr-ray[onnx]")

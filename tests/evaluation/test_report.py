@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from prepared import Row, write_prepared
 
-from evaluation.cli import main
+from cli.main import main
 from evaluation.report.charts import Histogram, Mark, Series, count_ticks, short_number
 from evaluation.report.clusters import find_clusters
 from evaluation.report.content import gather, lengths_chart
@@ -18,8 +18,8 @@ from evaluation.report.markup import Html, markup, tag, visible
 from evaluation.report.survey import BINS_PER_OCTAVE, NUM_BINS, survey
 from evaluation.report.tally import MAX_NAMES, Tallies, Tally, tally_columns
 from evaluation.report.write import write_report
-from pipeline.ledger import SCHEMA, ledger_entries
-from pipeline.manifest import load_manifest
+from pipeline.shards.ledger import SCHEMA, ledger_entries
+from pipeline.shards.manifest import load_manifest
 
 
 @pytest.fixture(scope="module")

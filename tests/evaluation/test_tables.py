@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from evaluation.senteval.averages import averages
-from evaluation.senteval.harness import Evaluated
-from evaluation.senteval.results import Report, TaskResult
-from evaluation.senteval.tasks import PROBING, STS, TRANSFER
+from evaluation.senteval.data.tasks import PROBING, STS, TRANSFER
+from evaluation.senteval.runner.harness import Evaluated
+from evaluation.senteval.scores.averages import averages
+from evaluation.senteval.scores.results import Report, TaskResult
 from evaluation.tables.blocks import compare
 from evaluation.tables.literature import literature
 from evaluation.tables.markdown import markdown

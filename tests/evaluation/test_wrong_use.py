@@ -10,7 +10,7 @@ import pytest
 import ray
 import yaml
 
-from evaluation.cli import main
+from cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}}
@@ -182,9 +182,7 @@ def test_what_is_wrong_with_a_config_is_said_before_torch_and_ray_are_loaded():
         ["demo", "--config", "good.yaml", "optim.lrr=1"],
         ["inspect", "docs", "--config", "twice.yaml"],
     ]
-    code = (
-        f"import sys; from evaluation.cli import main\nfor given in {commands!r}:\n    assert main(given) == 1, given\n"
-    )
+    code = f"import sys; from cli.main import main\nfor given in {commands!r}:\n    assert main(given) == 1, given\n"
     code += "    loaded = [name for name in ('torch', 'ray', 'transformers') if name in sys.modules]\n"
     code += "    if loaded:\n        print(given, loaded)\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

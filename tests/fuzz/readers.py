@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from corpora import COMPRESSORS, files
 from damage import BASES, damaged
 
-from pipeline.corpus import Document, Failure
-from pipeline.units import plan_units, read_unit
+from pipeline.job.units import plan_units, read_unit
+from pipeline.readers.corpus import Document, Failure
 
 SECONDS_PER_INPUT = 10
 BATCH_INPUTS = 1000

@@ -5,7 +5,8 @@ import torch
 from groups import run_group
 from measures import deviation
 
-from trainer.objectives import Declutr, DeclutrConfig
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.objective import Declutr
 
 pytestmark = [pytest.mark.golden, pytest.mark.dist]
 

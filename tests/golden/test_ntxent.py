@@ -4,9 +4,10 @@ import pytest
 import torch
 from measures import deviation
 
-from trainer.gather import World
-from trainer.objectives import Declutr, DeclutrConfig
-from trainer.objectives.ntxent import ntxent
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.ntxent import ntxent
+from trainer.objectives.declutr.objective import Declutr
+from trainer.parallel.world import World
 
 pytestmark = pytest.mark.golden
 

@@ -6,7 +6,7 @@ from measures import deviation
 from tiny import tiny_encoder
 from torch import nn
 
-from trainer.optim import OptimConfig, build_optimizer, learning_rate, parameter_groups
+from trainer.step.optim import OptimConfig, build_optimizer, learning_rate, parameter_groups
 
 pytestmark = pytest.mark.golden
 

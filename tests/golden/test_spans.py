@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pipeline.windows import window_starts
-from trainer.spans import Draws, SpanConfig, draw, place
+from pipeline.shards.windows import window_starts
+from trainer.objectives.declutr.spans import Draws, SpanConfig, draw, place
 
 pytestmark = pytest.mark.golden
 

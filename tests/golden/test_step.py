@@ -5,15 +5,16 @@ import torch
 from groups import run_group
 from measures import deviation
 
-from trainer.attention import PACKED
-from trainer.batches import RankBatch, SpanBatch, pad_rows
-from trainer.gather import World
-from trainer.language_model import EncoderConfig, build_model, load_hf_config, mlm_head
-from trainer.microbatch import Microbatch
-from trainer.model import Encoder
-from trainer.objectives import Declutr, DeclutrConfig
-from trainer.optim import OptimConfig, build_optimizer
-from trainer.step import Stepper
+from trainer.data.batches import RankBatch, SpanBatch, pad_rows
+from trainer.model.attention import PACKED
+from trainer.model.encoder import Encoder
+from trainer.model.language_model import EncoderConfig, build_model, load_hf_config, mlm_head
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.objective import Declutr
+from trainer.parallel.world import World
+from trainer.step.microbatch import Microbatch
+from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.step import Stepper
 
 pytestmark = pytest.mark.golden
 

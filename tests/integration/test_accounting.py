@@ -7,11 +7,11 @@ import pytest
 import ray
 import yaml
 
-from evaluation.cli import main as declutr
-from pipeline.ledger import ledger_entries
+from cli.main import main as declutr
+from common.session import start_ray
 from pipeline.prepare import main
-from pipeline.session import start_ray
-from pipeline.shards import ShardSet, load_manifest
+from pipeline.shards.ledger import ledger_entries
+from pipeline.shards.shards import ShardSet, load_manifest
 
 pytestmark = pytest.mark.ray
 WORDS = (

@@ -10,11 +10,11 @@ import yaml
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
 from common.config import ConfigError, load_config
-from pipeline.shards import ShardError, load_manifest
-from pipeline.tokenization import train_tokenizer
-from trainer.config import TrainConfig
-from trainer.parts import load_tokenizer
-from trainer.run import run_training
+from pipeline.shards.shards import ShardError, load_manifest
+from pipeline.tokenizer.tokenization import train_tokenizer
+from trainer.driver.run import run_training
+from trainer.setup.build import load_tokenizer
+from trainer.setup.config import TrainConfig
 from trainer.train import main
 
 

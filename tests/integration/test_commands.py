@@ -7,8 +7,8 @@ import pytest
 import tinyruns as runs
 from sentence_transformers import SentenceTransformer
 
-from evaluation.cli import main
-from evaluation.demo import neighbours, table
+from cli.main import main
+from cli.run_demo import neighbours, table
 
 TEXTS = ["ab cd", "", "one two three four five six seven " * 40, "x"]
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 import tinyruns as runs
 
-from trainer.checkpoint import find_latest
+from trainer.checkpoints.checkpoint import find_latest
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from evaluation.encoder import load_encoder
-from trainer import checkpoint
-from trainer.batches import SpanBatch
-from trainer.parts import build_encoder
+from evaluation.encoders.loading import load_encoder
+from trainer.checkpoints import checkpoint
+from trainer.data.batches import SpanBatch
+from trainer.setup.build import build_encoder
 from trainer.train import train
 
 TEXTS = ["", "a", "ab cd ef.", "one two three four " * 50, "\n\t ", "naïve façade ✓", "<mask> </s> in a text"]
@@ -90,7 +90,7 @@ def test_a_run_killed_before_its_export_exports_with_the_same_command(data, fini
 
 
 def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
-    from trainer.export import export
+    from trainer.driver.export import export
 
     shutil.rmtree(copied / "export")
     for path in (copied / "checkpoints").glob("step-*"):
@@ -104,10 +104,10 @@ def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 def test_every_family_and_pooling_exports_what_was_trained_without_the_projection(data, tmp_path, family, pooling):
     """No training: random weights, written as a checkpoint of a finished run."""
-    from trainer.export import export
-    from trainer.objectives import Declutr
-    from trainer.optim import build_optimizer
-    from trainer.state import RunState
+    from trainer.checkpoints.state import RunState
+    from trainer.driver.export import export
+    from trainer.objectives.declutr.objective import Declutr
+    from trainer.step.optim import build_optimizer
 
     scratch = {**runs.SCRATCH, "model_type": family}
     changes = {"encoder": {"scratch": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}

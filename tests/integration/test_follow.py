@@ -8,15 +8,15 @@ import pytest
 import tinyruns as runs
 from sentevalsets import write_sets
 
+from cli.main import main
 from common.scores import SCORES, read_scores, read_scoring
+from common.session import SessionConfig
 from common.storage import read_json
-from evaluation.cli import main
-from evaluation.senteval.checking import inspect
-from evaluation.senteval.plan import Choice
-from evaluation.senteval.tasks import find
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.runner.plan import Choice
 from evaluation.watch import Follower, FollowError
-from pipeline.session import SessionConfig
-from trainer.export import export
+from trainer.driver.export import export
 
 TASKS = ("STSBenchmark", "STS12")
 

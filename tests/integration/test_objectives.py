@@ -8,18 +8,18 @@ import tinyruns as runs
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.shards import ShardSet
-from trainer import checkpoint
-from trainer.batches import RankBatch
-from trainer.gather import World
-from trainer.language_model import vocabulary_of
-from trainer.microbatch import Microbatch
-from trainer.objectives import Declutr
-from trainer.optim import build_optimizer
-from trainer.parts import build_encoder, build_feed, freeze_unused
-from trainer.plan import Plan
-from trainer.state import RunState
-from trainer.step import Stepper
+from pipeline.shards.shards import ShardSet
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.state import RunState
+from trainer.data.batches import RankBatch
+from trainer.data.plan import Plan
+from trainer.model.language_model import vocabulary_of
+from trainer.objectives.declutr.objective import Declutr
+from trainer.parallel.world import World
+from trainer.setup.build import build_encoder, build_feed, freeze_unused
+from trainer.step.microbatch import Microbatch
+from trainer.step.optim import build_optimizer
+from trainer.step.step import Stepper
 
 STEPS = 24
 DROPOUT = {"encoder": {"dropout": 0.1}}

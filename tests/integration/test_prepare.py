@@ -8,12 +8,12 @@ import yaml
 from volumes import small_volume
 
 from common.config import ConfigError
+from common.session import start_ray
 from common.storage import hash_file
 from pipeline.config import PipelineConfig
-from pipeline.manifest import ShardError
 from pipeline.prepare import main, prepare
-from pipeline.session import start_ray
-from pipeline.shards import ShardSet, check_shards, load_manifest
+from pipeline.shards.manifest import ShardError
+from pipeline.shards.shards import ShardSet, check_shards, load_manifest
 
 pytestmark = pytest.mark.ray
 

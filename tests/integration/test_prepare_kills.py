@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from common.storage import hash_file
-from pipeline.manifest import load_manifest
+from pipeline.shards.manifest import load_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("DECLUTR_KILLS", "8"))

@@ -12,8 +12,8 @@ import tinyruns as runs
 from sentevalsets import write_sets
 from transformers import AutoTokenizer
 
-from evaluation.cli import main
-from trainer.language_model import EncoderConfig, build_model, load_hf_config
+from cli.main import main
+from trainer.model.language_model import EncoderConfig, build_model, load_hf_config
 
 SECTION = (runs.ROOT / "README.md").read_text().split("\n## Your own corpus\n")[1].split("\n## ")[0]
 BLOCK = [line.removeprefix("    ") for line in SECTION.splitlines() if line.startswith("    ")]
@@ -48,7 +48,7 @@ def home(data, tmp_path_factory):
 def type_in(command, folder):
     """Runs it in a process of its own; one that serves is interrupted once it says where."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "evaluation.cli", *command],
+        [sys.executable, "-m", "cli.main", *command],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(runs.ROOT), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

@@ -10,13 +10,13 @@ import tinyruns as runs
 
 from common.config import ConfigError
 from common.storage import hash_file, read_json, write_json
-from evaluation.checkpoints import rows
-from evaluation.describe import describe
-from pipeline.shards import load_manifest
-from trainer.begun import as_begun
-from trainer.checkpoint import CheckpointError, find_latest, read_state, steps_in
-from trainer.checks import problems
-from trainer.ranking import find_best
+from inspection.checkpoints import rows
+from inspection.describe import describe
+from pipeline.shards.shards import load_manifest
+from trainer.checkpoints.checkpoint import CheckpointError, find_latest, read_state, steps_in
+from trainer.checkpoints.ranking import find_best
+from trainer.driver.begun import as_begun
+from trainer.driver.checks import problems
 from trainer.train import main, train
 
 pytestmark = pytest.mark.ray

@@ -7,13 +7,13 @@ import sys
 import psutil
 import pytest
 
-from pipeline.session import end_orphaned_agents
+from common.session import end_orphaned_agents
 
 pytestmark = pytest.mark.ray
 
 _SESSION = """
 import time
-from pipeline.session import start_ray
+from common.session import start_ray
 start_ray(num_cpus=1)
 print("started", flush=True)
 time.sleep(600)

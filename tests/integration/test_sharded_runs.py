@@ -13,11 +13,11 @@ from measures import deviation
 from safetensors.torch import load_file
 
 from common.storage import hash_file
-from trainer.checkpoint import steps_in
-from trainer.config import TrainConfig
-from trainer.gather import World
-from trainer.microbatch import Microbatch
-from trainer.parts import build_encoder, build_stepper, held_out_validator, load_tokenizer
+from trainer.checkpoints.checkpoint import steps_in
+from trainer.parallel.world import World
+from trainer.setup.build import build_encoder, build_stepper, held_out_validator, load_tokenizer
+from trainer.setup.config import TrainConfig
+from trainer.step.microbatch import Microbatch
 from trainer.train import train
 
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")

@@ -9,14 +9,14 @@ import ray
 import tinyruns as runs
 import torch
 
-from evaluation.describe import describe
+from common.session import start_ray
+from inspection.describe import describe
 from pipeline.config import PipelineConfig
 from pipeline.prepare import prepare
-from pipeline.session import start_ray
-from pipeline.shards import ShardSet
-from trainer.checks import problems
-from trainer.gather import World
-from trainer.parts import build_encoder, build_feed, held_out_validator, load_tokenizer
+from pipeline.shards.shards import ShardSet
+from trainer.driver.checks import problems
+from trainer.parallel.world import World
+from trainer.setup.build import build_encoder, build_feed, held_out_validator, load_tokenizer
 from trainer.verify import verify
 
 pytestmark = pytest.mark.ray

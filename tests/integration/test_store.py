@@ -11,18 +11,18 @@ import ray
 import tinyruns as runs
 from s3server import s3_server
 
-from common.address import child
+from cli.main import main
 from common.config import ConfigError
-from common.copies import pull_all
 from common.lock import LOCK
-from common.remote import is_whole, push_folder
-from common.remotefile import names, read_file
 from common.storage import hash_file
-from evaluation.cli import main
-from trainer.cache import run_folder
-from trainer.checkpoint import checkpoint_path, steps_in
-from trainer.checks import problems
-from trainer.run import run_training
+from common.stores.address import child
+from common.stores.copies import pull_all
+from common.stores.files import names, read_file
+from common.stores.folders import is_whole, push_folder
+from trainer.checkpoints.checkpoint import checkpoint_path, steps_in
+from trainer.driver.checks import problems
+from trainer.driver.run import run_training
+from trainer.setup.cache import run_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 100

@@ -13,12 +13,13 @@ import torch
 from common.config import ConfigError
 from common.lock import RunLock, RunLockedError
 from common.storage import hash_file, read_json, write_json
-from trainer.checkpoint import checkpoint_path, read_state, steps_in, write_objective
-from trainer.failure import FAILURES
-from trainer.fork import FORK, fork
-from trainer.objectives import Declutr, DeclutrConfig
-from trainer.run import ended_early, run_training
-from trainer.supervisor import TrainingFailedError
+from trainer.checkpoints.checkpoint import checkpoint_path, read_state, steps_in, write_objective
+from trainer.driver.failure import FAILURES
+from trainer.driver.fork import FORK, fork
+from trainer.driver.run import ended_early, run_training
+from trainer.driver.supervisor import TrainingFailedError
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.objective import Declutr
 from trainer.train import main
 
 pytestmark = pytest.mark.ray

@@ -12,14 +12,14 @@ from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from transformers import AutoTokenizer
 
-from pipeline.session import start_ray
-from pipeline.shards import ShardSet
-from trainer import stream
-from trainer.chunks import rank_plan
-from trainer.language_model import vocabulary_of
-from trainer.parts import build_encoder, build_feed
-from trainer.plan import Plan
-from trainer.stream import Ahead, batches, documents
+from common.session import start_ray
+from pipeline.shards.shards import ShardSet
+from trainer.data import stream
+from trainer.data.chunks import rank_plan
+from trainer.data.plan import Plan
+from trainer.data.stream import Ahead, batches, documents
+from trainer.model.language_model import vocabulary_of
+from trainer.setup.build import build_encoder, build_feed
 from trainer.train import train
 
 pytestmark = pytest.mark.ray
@@ -76,7 +76,7 @@ def test_every_world_reads_the_same_spans_at_every_step(data, feed, monkeypatch)
     assert all(len(anchors) == 2 * BATCH and len(positives) == 4 * BATCH for anchors, positives in alone)
     assert any(places for _, places, _ in alone[0][0]), "nothing is masked"
     assert global_steps(data, feed, 2, chunk_steps=7) == alone
-    monkeypatch.setattr("trainer.stream._MOST_CHUNKS", 3)  # several Datasets, one after the other
+    monkeypatch.setattr("trainer.data.stream._MOST_CHUNKS", 3)  # several Datasets, one after the other
     assert global_steps(data, feed, 3, chunk_steps=11) == alone
 
 

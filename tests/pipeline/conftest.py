@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import PipelineConfig
-from pipeline.tokenization import describe_tokenizer, train_tokenizer
+from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 TEXT = "the span of a document is encoded and the mean of its tokens is pulled to an anchor nearby"
 

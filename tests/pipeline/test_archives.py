@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import COMPRESSORS, files, openwebtext, outcomes, read_all, tar, text_of
 
-from pipeline.corpus import END, Document, Failure
+from pipeline.readers.corpus import END, Document, Failure
 from pipeline.readers.planning import file_parts
 
 NAME = "openwebtext.tar.xz"

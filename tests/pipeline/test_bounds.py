@@ -21,8 +21,8 @@ MEASURE = """
 import json, sys
 from collections import Counter
 from pathlib import Path
-from pipeline.corpus import Document, FilesCorpus
-from pipeline.units import plan_units, read_unit
+from pipeline.readers.corpus import Document, FilesCorpus
+from pipeline.job.units import plan_units, read_unit
 corpus = FilesCorpus(kind="files", paths=sys.argv[1:])
 units, problems = plan_units(corpus, 1e6)
 records = (r for unit in units for r in read_unit(unit, corpus))

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from common.cluster import cluster_problem, named_cluster
 from common.config import ConfigError
-from pipeline.cluster import cluster_problem, named_cluster
-from pipeline.session import _end_at_hangup, _short_folder, start_ray
+from common.session import _end_at_hangup, _short_folder, start_ray
 
 
 @pytest.fixture

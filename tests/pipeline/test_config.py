@@ -8,9 +8,9 @@ import yaml
 
 from common.config import ConfigError, load_config
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from pipeline.job.sample import sample_texts
+from pipeline.job.units import plan_units
 from pipeline.prepare import main, problems
-from pipeline.sample import sample_texts
-from pipeline.units import plan_units
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_problem_ends_the_command_with_its_message_and_nothing_written(write_c
 
 @pytest.mark.parametrize(
     ("modules", "heavy"),
-    [("pipeline.prepare, pipeline.worker", "torch"), ("trainer.train, trainer.run", "transformers")],
+    [("pipeline.prepare, pipeline.job.worker", "torch"), ("trainer.train, trainer.driver.run", "transformers")],
     ids=["data half without torch", "continuing without transformers"],
 )
 def test_what_is_not_needed_is_not_imported(modules, heavy):

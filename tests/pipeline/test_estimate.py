@@ -7,12 +7,12 @@ import random
 import pytest
 from prepared import Row, write_prepared
 
-from pipeline import estimate as estimating
-from pipeline.estimate import Estimate
+from pipeline.job import estimate as estimating
+from pipeline.job.estimate import Estimate
+from pipeline.job.progress import PROGRESS, seconds_spent
+from pipeline.job.strata import MAX_STRATA, bites, draw_strata
+from pipeline.job.units import plan_units, read_unit
 from pipeline.prepare import plan_ahead
-from pipeline.progress import PROGRESS, seconds_spent
-from pipeline.strata import MAX_STRATA, bites, draw_strata
-from pipeline.units import plan_units, read_unit
 
 
 @pytest.fixture

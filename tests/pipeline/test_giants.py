@@ -13,7 +13,7 @@ from corpora import files, read_all, tar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpus import Document
+from pipeline.readers.corpus import Document
 from pipeline.readers.lines import read_jsonl
 from pipeline.readers.streams import ByteStream
 
@@ -111,8 +111,8 @@ def write_giant(path: Path, kind: str, mib: int) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from pipeline.corpus import Document, FilesCorpus
-from pipeline.units import plan_units, read_unit
+from pipeline.readers.corpus import Document, FilesCorpus
+from pipeline.job.units import plan_units, read_unit
 path, fixed = sys.argv[1:]
 corpus = FilesCorpus(kind="files", paths=[path], format=fixed)
 units, problems = plan_units(corpus, 1e6)

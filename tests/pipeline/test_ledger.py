@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from pipeline.ledger import Entry, LedgerWriter, find_entries, ledger_entries
-from pipeline.rejected import RejectedWriter
+from pipeline.shards.ledger import Entry, LedgerWriter, find_entries, ledger_entries
+from pipeline.shards.rejected import RejectedWriter
 
 
 def entry(number: int, **changes) -> Entry:

@@ -8,13 +8,13 @@ from corpora import files
 from evaluation.report.content import gather
 from evaluation.report.header import header
 from pipeline.config import identity
-from pipeline.manifest import Manifest, build_manifest, load_manifest
-from pipeline.outcome import lines_hint, nothing_kept, summary, too_many_failed
-from pipeline.output import plan_of
+from pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
+from pipeline.job.output import plan_of
+from pipeline.job.units import plan_units
+from pipeline.job.worker import write_unit
 from pipeline.prepare import problems
 from pipeline.readers.skipped import Skipped
-from pipeline.units import plan_units
-from pipeline.worker import write_unit
+from pipeline.shards.manifest import Manifest, build_manifest, load_manifest
 
 
 @pytest.fixture

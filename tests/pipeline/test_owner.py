@@ -8,11 +8,11 @@ import pytest
 from volumes import small_volume
 
 from common.lock import LOCK, RunLock, RunLockedError
-from pipeline.estimate import adopt_estimate, load_estimate
-from pipeline.output import claim, hash_plan, plan_of
+from pipeline.job.estimate import adopt_estimate, load_estimate
+from pipeline.job.output import claim, hash_plan, plan_of
+from pipeline.job.units import plan_units
+from pipeline.job.worker import write_unit
 from pipeline.prepare import main, plan_ahead, prepare
-from pipeline.units import plan_units
-from pipeline.worker import write_unit
 
 HOLD = "import sys; from pathlib import Path; from common.lock import RunLock\n"
 HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"

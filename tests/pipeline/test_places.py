@@ -16,10 +16,10 @@ from corpora import files, outcomes, read_all, tar
 from hubserver import SHA, hub_server
 from s3server import s3_server
 
-from common.remotefile import write_file
-from pipeline.corpus import HubCorpus
+from common.stores.files import write_file
+from pipeline.job.units import hash_unit, plan_units
+from pipeline.readers.corpus import HubCorpus
 from pipeline.readers.planning import file_parts
-from pipeline.units import hash_unit, plan_units
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(100))
@@ -90,7 +90,7 @@ def test_any_protocol_of_fsspec():
 HUB = """
 import json, sys
 from corpora import outcomes, read_all
-from pipeline.corpus import HubCorpus
+from pipeline.readers.corpus import HubCorpus
 from pipeline.readers.planning import file_parts
 for settings in json.loads(sys.argv[1]):
     corpus = HubCorpus(kind="hub", **settings)

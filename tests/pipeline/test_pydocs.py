@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from pipeline.corpus import Failure, Part
-from pipeline.pydocs import python_parts, read_module, read_topics
+from pipeline.readers.corpus import Failure, Part
+from pipeline.readers.pydocs import python_parts, read_module, read_topics
 
 LONG = "It does what it says. " * 30
 

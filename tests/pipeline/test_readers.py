@@ -8,11 +8,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeline.choosing.whitespace import normalise
-from pipeline.corpus import Document, Failure, FilesCorpus, document_id
+from pipeline.job.units import plan_units, read_unit
+from pipeline.readers.corpus import Document, Failure, FilesCorpus, document_id
 from pipeline.readers.files import rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
-from pipeline.units import plan_units, read_unit
 
 
 def read_all(corpus, unit_mib=64.0):

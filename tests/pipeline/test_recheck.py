@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.manifest import MANIFEST
-from pipeline.output import claim, plan_of
+from pipeline.job.output import claim, plan_of
+from pipeline.job.recheck import content_problems
+from pipeline.job.unit_writer import sidecar_path
+from pipeline.job.units import mark_units, plan_units
+from pipeline.job.worker import write_unit
 from pipeline.prepare import main, problems
-from pipeline.recheck import content_problems
-from pipeline.stamp import digest_parts
-from pipeline.unit_writer import sidecar_path
-from pipeline.units import mark_units, plan_units
-from pipeline.worker import write_unit
+from pipeline.readers.stamp import digest_parts
+from pipeline.shards.manifest import MANIFEST
 
 CHANGED = "1 of {} units changed although names and sizes are the same, the first at corpus"
 

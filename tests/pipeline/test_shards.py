@@ -8,11 +8,11 @@ import pytest
 from shardfolders import GEOMETRY, LENGTHS, tokens_of, write
 
 from benchmarks.wide import TOKENIZER
-from pipeline.corpus import document_id
-from pipeline.manifest import Counts
-from pipeline.schema import shard_schema
-from pipeline.shards import ShardError, ShardSet, check_shards, load_manifest
-from pipeline.writer import ShardWriter
+from pipeline.readers.corpus import document_id
+from pipeline.shards.manifest import Counts
+from pipeline.shards.schema import shard_schema
+from pipeline.shards.shards import ShardError, ShardSet, check_shards, load_manifest
+from pipeline.shards.writer import ShardWriter
 
 
 @pytest.mark.parametrize(("vocab_size", "token_type"), [(65536, pa.uint16()), (65537, pa.uint32())])
@@ -137,7 +137,7 @@ def test_a_manifest_that_is_absent_or_of_another_version(tmp_path):
 
 def test_more_shards_than_may_be_open(tmp_path, monkeypatch):
     """Few are open at a time, in whatever order they are asked; also when the folder was not looked through."""
-    monkeypatch.setattr("pipeline.shards._MOST_OPEN", 2)
+    monkeypatch.setattr("pipeline.shards.shards._MOST_OPEN", 2)
     shards = ShardSet(write(tmp_path / "out"), "train", look=False)
     rows = np.random.default_rng(0).integers(0, 57, 200)
     for part in np.split(rows, 20):

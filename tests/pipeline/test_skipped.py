@@ -10,10 +10,10 @@ import pytest
 from corpora import files, outcomes, read_all, tar
 from nobody import shared_folder, without_rights
 
+from pipeline.job.units import hash_unit, plan_units, read_unit
 from pipeline.readers.planning import file_parts
 from pipeline.readers.skipped import Skipped, describe_skipped
-from pipeline.stamp import digest_parts
-from pipeline.units import hash_unit, plan_units, read_unit
+from pipeline.readers.stamp import digest_parts
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from corpora import files, outcomes, read_all
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpus import Document
+from pipeline.readers.corpus import Document
 from pipeline.readers.delimited import MAX_FIELD_BYTES, read_delimited
 from pipeline.readers.planning import file_parts
 from pipeline.readers.streams import ByteStream

@@ -5,9 +5,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.config import ConfigError
-from pipeline import encoder as encoding
-from pipeline.encoder import Encoder
-from pipeline.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
+from pipeline.tokenizer import batch_tokenizer as encoding
+from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
 

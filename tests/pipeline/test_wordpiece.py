@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from common.config import ConfigError
-from pipeline import wordpiece
-from pipeline.encoder import Encoder
-from pipeline.engine import choose_engine, difficult_texts, disagreement
+from pipeline.tokenizer import wordpiece
+from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

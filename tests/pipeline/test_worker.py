@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from pipeline.config import identity
-from pipeline.corpus import document_id
-from pipeline.manifest import build_manifest
-from pipeline.shards import ShardSet
-from pipeline.unit_writer import finished_sidecar
-from pipeline.units import plan_units
-from pipeline.worker import splits_of, write_unit
+from pipeline.job.unit_writer import finished_sidecar
+from pipeline.job.units import plan_units
+from pipeline.job.worker import splits_of, write_unit
+from pipeline.readers.corpus import document_id
+from pipeline.shards.manifest import build_manifest
+from pipeline.shards.shards import ShardSet
 
 
 @pytest.fixture

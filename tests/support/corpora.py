@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.corpus import Document, FilesCorpus
-from pipeline.units import plan_units, read_unit
+from pipeline.job.units import plan_units, read_unit
+from pipeline.readers.corpus import Document, FilesCorpus
 
 COMPRESSORS = {
     "gz": gzip.compress,

@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from evaluation.cli import main
+from cli.main import main
 from evaluation.embedding.index import SearchIndex
-from evaluation.encoder import load_encoder
+from evaluation.encoders.loading import load_encoder
 from evaluation.explore.explorer import Explorer
 from evaluation.explore.server import ExploreServer
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.gather import World
+from trainer.parallel.world import World
 
 # Ranks are forked from a server that has imported the slow packages once and has run nothing.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "trainer.step", "transformers.models.roberta.modeling_roberta"])
+_CONTEXT.set_forkserver_preload(
+    ["torch.distributed", "trainer.step.step", "transformers.models.roberta.modeling_roberta"]
+)
 _TIMEOUT_SECONDS = 120
 
 

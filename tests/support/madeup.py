@@ -4,15 +4,15 @@ import tinyruns as runs
 from shardfolders import write
 from transformers import AutoTokenizer
 
-from pipeline.manifest import data_hash, load_manifest
-from pipeline.tokenization import describe_tokenizer, train_tokenizer
-from trainer import checkpoint
-from trainer.cache import data_folder
-from trainer.objectives import Declutr
-from trainer.optim import build_optimizer
-from trainer.parts import build_encoder
-from trainer.run import run_training
-from trainer.state import RunState
+from pipeline.shards.manifest import data_hash, load_manifest
+from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.state import RunState
+from trainer.driver.run import run_training
+from trainer.objectives.declutr.objective import Declutr
+from trainer.setup.build import build_encoder
+from trainer.setup.cache import data_folder
+from trainer.step.optim import build_optimizer
 
 STEPS = 6
 

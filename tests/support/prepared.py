@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.corpus import Part, document_id
-from pipeline.encoder import Encoder
-from pipeline.ledger import Entry
-from pipeline.manifest import MANIFEST, Manifest, build_manifest
-from pipeline.tokenization import describe_tokenizer, train_tokenizer
-from pipeline.unit_writer import UnitWriter
-from pipeline.units import Unit
+from pipeline.job.unit_writer import UnitWriter
+from pipeline.job.units import Unit
+from pipeline.readers.corpus import Part, document_id
+from pipeline.shards.ledger import Entry
+from pipeline.shards.manifest import MANIFEST, Manifest, build_manifest
+from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 
 @dataclass(frozen=True)

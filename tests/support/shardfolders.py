@@ -3,12 +3,12 @@
 import numpy as np
 
 from benchmarks.wide import TOKENIZER
-from pipeline.corpus import document_id
-from pipeline.ledger import Entry, LedgerWriter
-from pipeline.manifest import Counts, Sidecar, build_manifest
-from pipeline.schema import shard_schema
-from pipeline.windows import Geometry
-from pipeline.writer import ShardWriter
+from pipeline.readers.corpus import document_id
+from pipeline.shards.ledger import Entry, LedgerWriter
+from pipeline.shards.manifest import Counts, Sidecar, build_manifest
+from pipeline.shards.schema import shard_schema
+from pipeline.shards.windows import Geometry
+from pipeline.shards.writer import ShardWriter
 
 GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 LENGTHS = [8 + number % 13 for number in range(57)]

@@ -6,18 +6,19 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.windows import window_starts
-from trainer.batches import RankBatch, SpanBatch
-from trainer.feed import Feed, Vocabulary
-from trainer.gather import World
-from trainer.language_model import EncoderConfig, build_model, load_hf_config
-from trainer.microbatch import Microbatch
-from trainer.model import Encoder
-from trainer.objectives import Declutr, DeclutrConfig
-from trainer.optim import OptimConfig, build_optimizer
-from trainer.sharding import shard
-from trainer.spans import SpanConfig
-from trainer.step import Stepper
+from pipeline.shards.windows import window_starts
+from trainer.data.batches import RankBatch, SpanBatch
+from trainer.model.encoder import Encoder
+from trainer.model.language_model import EncoderConfig, build_model, load_hf_config
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.feed import Feed, Vocabulary
+from trainer.objectives.declutr.objective import Declutr
+from trainer.objectives.declutr.spans import SpanConfig
+from trainer.parallel.sharding import shard
+from trainer.parallel.world import World
+from trainer.step.microbatch import Microbatch
+from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.step import Stepper
 
 VOCAB_SIZE = 64
 VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from trainer.config import TrainConfig
+from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16}

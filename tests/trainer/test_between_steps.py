@@ -13,19 +13,19 @@ from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
 from common.scores import ScoreLine, append_score
-from pipeline.shards import ShardSet
-from trainer import checkpoint
-from trainer.cache import run_folder
-from trainer.config import TrainConfig
-from trainer.gather import Wish, World
-from trainer.language_model import UnfitEncoderError
-from trainer.metrics import MetricsWriter
-from trainer.objectives import DeclutrConfig
-from trainer.saver import SaveError, Saver
-from trainer.step import NonFiniteLossError
-from trainer.store import after_save, fetch_run, store_of
-from trainer.unloaded import Unloaded
-from trainer.worker import Worker, never
+from pipeline.shards.shards import ShardSet
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.saver import SaveError, Saver
+from trainer.checkpoints.store import after_save, fetch_run, store_of
+from trainer.metrics.metrics import MetricsWriter
+from trainer.model.language_model import UnfitEncoderError
+from trainer.model.unloaded import Unloaded
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.parallel.world import Wish, World
+from trainer.setup.cache import run_folder
+from trainer.setup.config import TrainConfig
+from trainer.step.step import NonFiniteLossError
+from trainer.worker.worker import Worker, never
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""

@@ -9,12 +9,12 @@ from madeup import STEPS, config_of, finish, save
 
 from common.config import ConfigError
 from common.records import DamagedError
-from evaluation.checkpoints import CheckpointsError, rows
-from evaluation.describe import DescribeError, describe
-from trainer.checkpoint import CheckpointError, find_latest
-from trainer.fork import fork
-from trainer.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
-from trainer.run import _add_seconds, ended_early, run_training
+from inspection.checkpoints import CheckpointsError, rows
+from inspection.describe import DescribeError, describe
+from trainer.checkpoints.checkpoint import CheckpointError, find_latest
+from trainer.driver.fork import fork
+from trainer.driver.run import _add_seconds, ended_early, run_training
+from trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
 
 DAMAGES = {"empty": b"", **DAMAGED}
 NAMED = (ConfigError, CheckpointError, CheckpointsError, DescribeError, DamagedError)

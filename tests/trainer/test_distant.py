@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prepared import Row, write_prepared
 
-from trainer.distant import DISTANT, place_distant
-from trainer.gather import World
-from trainer.parts import build_encoder, held_out_validator, load_tokenizer
-from trainer.spans import SpanConfig, draw, pair_lengths
+from trainer.objectives.declutr.distant import DISTANT, place_distant
+from trainer.objectives.declutr.spans import SpanConfig, draw, pair_lengths
+from trainer.parallel.world import World
+from trainer.setup.build import build_encoder, held_out_validator, load_tokenizer
 
 
 def pairs(config, lengths, longest, seed=0, keys=None):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.dropout import DropoutKeys, KeyedDropout, drops, key_dropout, token_keys, words
+from trainer.model.dropout import DropoutKeys, KeyedDropout, drops, key_dropout, token_keys, words
 
 TOKENS, FEATURES = 4096, 256
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from trainer.config import TrainConfig
-from trainer.ease import easy_start, small_batch
+from trainer.objectives.declutr.ease import easy_start, small_batch
+from trainer.setup.config import TrainConfig
 
 
 def config(**given):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from madeup import finish, save
 
-from trainer.export import SETTINGS, export
+from trainer.driver.export import SETTINGS, export
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")
 

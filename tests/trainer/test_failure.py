@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 from tinyruns import ROOT
 
-from trainer.failure import FAILURES, Failure, blame_memory, describe, oom_kills
+from trainer.driver.failure import FAILURES, Failure, blame_memory, describe, oom_kills
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")

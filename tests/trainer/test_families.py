@@ -9,12 +9,12 @@ from groups import run_group
 from measures import deviation
 from tiny import documents, random_spans, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
-from trainer.batches import SpanBatch, pad_rows
-from trainer.export import write_encoder
-from trainer.gather import World
-from trainer.language_model import FAMILIES, EncoderConfig, UnfitEncoderError, load_hf_config
-from trainer.layouts import fitting_layout
-from trainer.objectives import DeclutrConfig
+from trainer.data.batches import SpanBatch, pad_rows
+from trainer.driver.export import write_encoder
+from trainer.model.language_model import FAMILIES, EncoderConfig, UnfitEncoderError, load_hf_config
+from trainer.model.layouts import fitting_layout
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.parallel.world import World
 
 MIXED = [9, 3, 30, 12, 12, 4]
 LENGTHS = [48, 70, 49, 60]

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import VOCABULARY, documents, rank_batch, tiny_feed
 
-from trainer.batches import DIGEST
-from trainer.feed import Vocabulary
-from trainer.masking import mask_tokens
-from trainer.objectives import DeclutrConfig
-from trainer.spans import SpanConfig
+from trainer.data.batches import DIGEST
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.feed import Vocabulary
+from trainer.objectives.declutr.masking import mask_tokens
+from trainer.objectives.declutr.spans import SpanConfig
 
 LENGTHS = [48, 70, 49, 131, 60]
 NO_MASKS = DeclutrConfig(terms="contrastive")

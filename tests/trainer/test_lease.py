@@ -11,12 +11,12 @@ import pytest
 from damagedjson import DAMAGED
 from s3server import s3_server
 
-from common.address import child
 from common.lock import LOCK, RunLockedError
-from common.remotefile import names, read_file, write_file
-from trainer.lease import Lease
+from common.stores.address import child
+from common.stores.files import names, read_file, write_file
+from trainer.driver.lease import Lease
 
-HOLD = "import sys; from trainer.lease import Lease\n"
+HOLD = "import sys; from trainer.driver.lease import Lease\n"
 HOLD += "with Lease(sys.argv[1], print): print('held', flush=True); sys.stdin.read()"
 
 

@@ -6,9 +6,9 @@ import math
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from volumes import small_volume
 
-from trainer.board import BOARD
-from trainer.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
-from trainer.step import StepMetrics
+from trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
+from trainer.metrics.tensorboard import BOARD
+from trainer.step.step import StepMetrics
 
 
 def measured(step):

@@ -7,7 +7,7 @@ from measures import deviation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.objectives.ntxent import TILE_ROWS, ntxent
+from trainer.objectives.declutr.ntxent import TILE_ROWS, ntxent
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 

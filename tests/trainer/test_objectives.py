@@ -7,9 +7,10 @@ import torch
 from measures import deviation
 from pydantic import ValidationError
 
-from trainer.gather import World
-from trainer.objectives import Declutr, DeclutrConfig
-from trainer.objectives.ntxent import MetricLearningConfig, MetricLearningLoss, ntxent
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.ntxent import MetricLearningConfig, MetricLearningLoss, ntxent
+from trainer.objectives.declutr.objective import Declutr
+from trainer.parallel.world import World
 
 
 def randn(*shape, seed=0):

@@ -12,12 +12,12 @@ from states import state_of
 
 from common.config import print_config
 from common.storage import read_json, write_json
-from trainer import checkpoint
-from trainer.begun import as_begun
-from trainer.checks import _run_problems
-from trainer.config import TrainConfig
-from trainer.gather import Wish
-from trainer.ranking import Patience, find_best, history
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.ranking import Patience, find_best, history
+from trainer.driver.begun import as_begun
+from trainer.driver.checks import _run_problems
+from trainer.parallel.world import Wish
+from trainer.setup.config import TrainConfig
 
 WRITTEN = Path(__file__).parent / "data" / "recall_run"
 STEP_2_IS_BEST = {2: 0.05, 4: 0.05, 6: 0.05}

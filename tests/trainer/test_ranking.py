@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from states import state_of
 
 from common.scores import ScoreLine, append_score, scoring
-from trainer import checkpoint, retention
-from trainer.config import CheckpointConfig, TrainConfig
-from trainer.metrics import MetricsWriter
-from trainer.ranking import FOLLOWED, Standing, find_best, history, unscored
+from trainer.checkpoints import checkpoint, retention
+from trainer.checkpoints.ranking import FOLLOWED, Standing, find_best, history, unscored
+from trainer.metrics.metrics import MetricsWriter
+from trainer.setup.config import CheckpointConfig, TrainConfig
 
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))

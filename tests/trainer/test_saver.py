@@ -8,9 +8,9 @@ import torch
 from states import state_of
 from volumes import small_volume
 
-from trainer import checkpoint, saver
-from trainer.config import CheckpointConfig
-from trainer.saver import SaveError, Saver
+from trainer.checkpoints import checkpoint, saver
+from trainer.checkpoints.saver import SaveError, Saver
+from trainer.setup.config import CheckpointConfig
 
 MIB = 2**20
 

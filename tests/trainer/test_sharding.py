@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 from torch.distributed.tensor import DTensor
 
-from trainer import checkpoint
-from trainer.gather import World
-from trainer.objectives import DeclutrConfig
-from trainer.optim import OptimConfig
-from trainer.plan import Plan
-from trainer.sharding import whole
-from trainer.state import RunState
-from trainer.step import NonFiniteLossError
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.state import RunState
+from trainer.data.plan import Plan
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.parallel.sharding import whole
+from trainer.parallel.world import World
+from trainer.step.optim import OptimConfig
+from trainer.step.step import NonFiniteLossError
 
 pytestmark = pytest.mark.dist
 LENGTHS = [48, 70, 49, 131, 60]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from measures import deviation
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
-from pipeline.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
-from trainer.feed import ragged
-from trainer.gather import World
-from trainer.objectives import DeclutrConfig
-from trainer.plan import Plan
-from trainer.spans import SpanConfig, draw, place
+from pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
+from trainer.data.plan import Plan
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.feed import ragged
+from trainer.objectives.declutr.spans import SpanConfig, draw, place
+from trainer.parallel.world import World
 
 MODES = ("fewer_anchors", "shrink_spans")
 FIRST_EPOCH = np.zeros(1, np.int64)

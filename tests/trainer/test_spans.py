@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.windows import window_starts
-from trainer.spans import Draws, SpanConfig, draw, place
+from pipeline.shards.windows import window_starts
+from trainer.objectives.declutr.spans import Draws, SpanConfig, draw, place
 
 
 @st.composite

@@ -11,11 +11,11 @@ from measures import deviation
 from tiny import HALF, OBJECTIVES, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
 from common import seeding
-from trainer.gather import World
-from trainer.objectives import DeclutrConfig
-from trainer.optim import OptimConfig
-from trainer.plan import Plan
-from trainer.step import NonFiniteLossError
+from trainer.data.plan import Plan
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.parallel.world import World
+from trainer.step.optim import OptimConfig
+from trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
 PROJECTION = {"projection": {"kind": "mlp", "size": 6}}

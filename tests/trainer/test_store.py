@@ -11,19 +11,19 @@ import torch
 from prepared import Row, write_prepared
 from states import state_of
 
-from common.address import child
-from common.patience import Patience, RemoteError
-from common.remote import is_whole, push_folder
-from common.remotefile import names, read_file, remove_file, write_file
-from pipeline.shards import ShardError, ShardSet
-from trainer import checkpoint
-from trainer.cache import data_folder, run_folder
-from trainer.chunks import rank_plan, read_chunk
-from trainer.config import CheckpointConfig
-from trainer.metrics import METRICS
-from trainer.plan import Plan
-from trainer.saver import Saver
-from trainer.store import RunStore
+from common.stores.address import child
+from common.stores.files import names, read_file, remove_file, write_file
+from common.stores.folders import is_whole, push_folder
+from common.stores.patience import Patience, RemoteError
+from pipeline.shards.shards import ShardError, ShardSet
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.saver import Saver
+from trainer.checkpoints.store import RunStore
+from trainer.data.chunks import rank_plan, read_chunk
+from trainer.data.plan import Plan
+from trainer.metrics.metrics import METRICS
+from trainer.setup.cache import data_folder, run_folder
+from trainer.setup.config import CheckpointConfig
 
 ONCE = Patience(total_seconds=0.0)
 
@@ -198,7 +198,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "data" / "note").write_text("not what the run began with")
     push_folder(tmp_path / "data", address)
-    from trainer import chunks
+    from trainer.data import chunks
 
     chunks._shards.clear()  # another process
     with pytest.raises(ShardError, match="other shards than when the run began"):

@@ -9,8 +9,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save
 
-from trainer import tensorfile
-from trainer.tensorfile import has_checksum, num_bytes, write_tensors
+from trainer.checkpoints import tensorfile
+from trainer.checkpoints.tensorfile import has_checksum, num_bytes, write_tensors
 
 TENSORS = {
     "of many": torch.arange(5000, dtype=torch.float32).reshape(50, 100),

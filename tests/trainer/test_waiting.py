@@ -7,10 +7,10 @@ import pytest
 import tinyruns as runs
 import torch
 
-from trainer.checks import ray_problems
-from trainer.scaling import ScalingConfig
-from trainer.signals import Signals
-from trainer.waiting import Waiting, crowded
+from trainer.driver.checks import ray_problems
+from trainer.driver.signals import Signals
+from trainer.driver.waiting import Waiting, crowded
+from trainer.setup.scaling import ScalingConfig
 
 
 def pulse(phase, steps=0, size=4):

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from trainer.backend import _signalled, listen
-from trainer.bulletin import Bulletin
-from trainer.notice import Ear
-from trainer.pulse import Pulse, Stopwatch, describe_start
-from trainer.watchdog import Watchdog
+from trainer.driver.watchdog import Watchdog
+from trainer.worker.backend import _signalled, listen
+from trainer.worker.channel import Bulletin
+from trainer.worker.heartbeat import Pulse, Stopwatch, describe_start
+from trainer.worker.listener import Ear
 
 
 def pulse(rank, step=7, entered=30, phase="gather", group="g", **more):

@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.kills import struck
 from benchmarks.chaos.run import ChaosError, Mark, Run
-from pipeline.manifest import load_manifest
-from trainer.checkpoint import CHECKPOINTS, steps_in
+from pipeline.shards.manifest import load_manifest
+from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 
 AWAY_SECONDS = 30.0
 

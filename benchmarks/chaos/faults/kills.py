@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.run import ChaosError, Mark, Run
-from trainer.checkpoint import CHECKPOINTS
-from trainer.export import EXPORT
+from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.driver.export import EXPORT
 
 
 def struck(mark: Mark, seconds: float) -> Mark:

@@ -9,20 +9,20 @@ from benchmarks.chaos.run import ChaosError, Mark, Run
 
 _SLOW_SECONDS = 20.0
 _NAN = """
-import trainer.step
-whole = trainer.step.Stepper.gradients
+import trainer.step.step
+whole = trainer.step.step.Stepper.gradients
 def poisoned(self, batch, step):
     found = whole(self, batch, step)
     if {first} <= step < {end}:
         next(p for group in self.optimizer.param_groups for p in group["params"]).grad.fill_(float("nan"))
     return found
-trainer.step.Stepper.gradients = poisoned
+trainer.step.step.Stepper.gradients = poisoned
 """
 _RAISE = """
-import trainer.step
+import trainer.step.step
 def broken(self, batch, step):
     raise OSError("chaos: the device does not answer")
-trainer.step.Stepper.gradients = broken
+trainer.step.step.Stepper.gradients = broken
 """
 
 

@@ -4,12 +4,12 @@ import pytest
 from sentevaldata import COMPLETE, write
 from sentevalsets import write_sets
 
-from evaluation.senteval.alterations import check_rows
-from evaluation.senteval.checking import inspect
-from evaluation.senteval.loading import load, task_files
-from evaluation.senteval.published import Published, PublishedSplit, published
-from evaluation.senteval.rows import digests_of, letters
-from evaluation.senteval.tasks import TASKS, find
+from evaluation.senteval.checks.alterations import check_rows
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.checks.published import Published, PublishedSplit, published
+from evaluation.senteval.checks.rows import digests_of, letters
+from evaluation.senteval.data.loading import load, task_files
+from evaluation.senteval.data.tasks import TASKS, find
 
 STS15 = find("STS15").folder
 STSB = "downstream/STS/STSBenchmark"

@@ -5,11 +5,11 @@ import shutil
 import pytest
 from sentevaldata import COMPLETE, write, write_binary, write_rest
 
-from evaluation.senteval.checking import check, inspect
-from evaluation.senteval.loading import load, task_files
-from evaluation.senteval.overview import overview
-from evaluation.senteval.published import bases, published
-from evaluation.senteval.tasks import TASKS, find
+from evaluation.senteval.checks.checking import check, inspect
+from evaluation.senteval.checks.published import bases, published
+from evaluation.senteval.data.loading import load, task_files
+from evaluation.senteval.data.tasks import TASKS, find
+from evaluation.senteval.download.overview import overview
 
 real = pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
 

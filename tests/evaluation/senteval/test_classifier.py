@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks import released_senteval as plain
-from evaluation.senteval.classifier import examples, fit_many
-from evaluation.senteval.features import table
-from evaluation.senteval.folds import TrainingSet
-from evaluation.senteval.settings import ClassifierConfig
+from evaluation.senteval.classifier.classifier import examples, fit_many
+from evaluation.senteval.classifier.features import table
+from evaluation.senteval.classifier.folds import TrainingSet
+from evaluation.senteval.classifier.settings import ClassifierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {

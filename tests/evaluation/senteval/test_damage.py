@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sentevaldata import write_binary, write_rest, write_retrieval, write_sts
 
-from evaluation.senteval.checking import inspect
-from evaluation.senteval.loading import task_files
-from evaluation.senteval.tasks import TASKS, find
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.data.loading import task_files
+from evaluation.senteval.data.tasks import TASKS, find
 
 DAMAGE = st.one_of(
     st.binary(max_size=40),

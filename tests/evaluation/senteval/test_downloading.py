@@ -8,16 +8,16 @@ import pytest
 from fileserver import file_server
 from pydantic import ValidationError
 
-from evaluation.cli import main
-from evaluation.senteval.downloading import download
-from evaluation.senteval.lines import git_sha1
-from evaluation.senteval.loading import task_files
-from evaluation.senteval.overview import transfers
-from evaluation.senteval.snli_archive import SnliError, make_split
-from evaluation.senteval.sources import Sources, public_sources, relocated
-from evaluation.senteval.tasks import TASKS, find
-from evaluation.senteval.transfer import TransferError, fetch
-from evaluation.senteval.treebank import tokenize
+from cli.main import main
+from evaluation.senteval.data.lines import git_sha1
+from evaluation.senteval.data.loading import task_files
+from evaluation.senteval.data.tasks import TASKS, find
+from evaluation.senteval.download.downloading import download
+from evaluation.senteval.download.overview import transfers
+from evaluation.senteval.download.snli_archive import SnliError, make_split
+from evaluation.senteval.download.sources import Sources, public_sources, relocated
+from evaluation.senteval.download.transfer import TransferError, fetch
+from evaluation.senteval.download.treebank import tokenize
 
 TEXT = b"".join(b"%06d a line\n" % number for number in range(5000))
 MEBI = 1 << 20

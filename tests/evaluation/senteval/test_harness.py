@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from sentevalsets import write_sets
 
+from common.session import SessionConfig
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.words import HashedWords
-from evaluation.senteval.checking import inspect
-from evaluation.senteval.collapse import collapse_warnings, sample_rows
-from evaluation.senteval.data import sentence_rows
-from evaluation.senteval.harness import evaluate
-from evaluation.senteval.plan import Choice, choose_tasks
-from evaluation.senteval.settings import ClassifierConfig
-from evaluation.senteval.tasks import find
-from evaluation.senteval.vectors import Vectors, embed_all
-from pipeline.session import SessionConfig
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.data.taskdata import sentence_rows
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.runner.harness import evaluate
+from evaluation.senteval.runner.plan import Choice, choose_tasks
+from evaluation.senteval.runner.vectors import Vectors, embed_all
+from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(num_folds=2, max_epoch=1, epoch_size=1, tenacity=0, decays=(1e-5, 1e-2))
@@ -203,7 +203,7 @@ def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
 def test_on_ray_as_here(folder, tmp_path, monkeypatch):
     import ray
 
-    from evaluation.senteval import workers
+    from evaluation.senteval.runner import workers
 
     here = scored(Counting(), folder, tmp_path / "here", "SST2", "SICK-R", "STS12", "Tense")
     monkeypatch.setattr(workers, "_WORTH_IT", 0)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from sentevaldata import COMPLETE, PROBING, SLICES, write, write_binary, write_rest, write_retrieval, write_sts
 
-from evaluation.senteval.data import DataError, MissingDataError, sentence_rows, sentences
-from evaluation.senteval.loading import load, task_files
-from evaluation.senteval.tasks import DOWNSTREAM, TASKS, UnknownTaskError, find
+from evaluation.senteval.data.loading import load, task_files
+from evaluation.senteval.data.taskdata import DataError, MissingDataError, sentence_rows, sentences
+from evaluation.senteval.data.tasks import DOWNSTREAM, TASKS, UnknownTaskError, find
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from sentevaldata import write_binary
 
-from evaluation.senteval.data import MissingDataError
-from evaluation.senteval.loading import load, task_files
-from evaluation.senteval.tasks import TASKS, find
+from evaluation.senteval.data.loading import load, task_files
+from evaluation.senteval.data.taskdata import MissingDataError
+from evaluation.senteval.data.tasks import TASKS, find
 
 
 @pytest.mark.parametrize(

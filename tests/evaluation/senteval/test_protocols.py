@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from benchmarks import released_senteval as plain
-from evaluation.senteval import protocols
-from evaluation.senteval.classifier import examples
-from evaluation.senteval.features import pair_table, table
-from evaluation.senteval.relatedness import Pairs, bins, relatedness
-from evaluation.senteval.settings import ClassifierConfig
+from evaluation.senteval.classifier import protocols
+from evaluation.senteval.classifier.classifier import examples
+from evaluation.senteval.classifier.features import pair_table, table
+from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.scores.relatedness import Pairs, bins, relatedness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(

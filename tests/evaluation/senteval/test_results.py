@@ -5,11 +5,11 @@ import json
 import pytest
 from sentevaldata import write_rest
 
-from evaluation.senteval.averages import averages, dev_headline, headline
-from evaluation.senteval.checking import inspect
-from evaluation.senteval.results import Report, TaskResult, result_of, similarity_result
-from evaluation.senteval.similarity import Correlation, StsScore
-from evaluation.senteval.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+from evaluation.senteval.scores.averages import averages, dev_headline, headline
+from evaluation.senteval.scores.results import Report, TaskResult, result_of, similarity_result
+from evaluation.senteval.scores.similarity import Correlation, StsScore
 
 
 def scores_of(name, value):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.senteval.folds import orders
-from evaluation.senteval.network import linear_start
-from evaluation.senteval.retrieval import RetrievalConfig, contrasts, gallery, mean_recalls, recalls, retrieval
+from evaluation.senteval.classifier.folds import orders
+from evaluation.senteval.classifier.network import linear_start
+from evaluation.senteval.scores.retrieval import RetrievalConfig, contrasts, gallery, mean_recalls, recalls, retrieval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,12 +7,12 @@ from sentevalsets import write_sets
 
 from benchmarks.official_senteval import Plain
 from evaluation.encoders.words import HashedWords
-from evaluation.senteval.data import sentence_rows, sentences
-from evaluation.senteval.loading import load
-from evaluation.senteval.plan import choose_tasks, methods
-from evaluation.senteval.scoring import cost, method_for, needs_fits, score
-from evaluation.senteval.settings import ClassifierConfig
-from evaluation.senteval.tasks import PROBING, STS, TASKS, TRANSFER, UnknownTaskError, find
+from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.data.loading import load
+from evaluation.senteval.data.taskdata import sentence_rows, sentences
+from evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, UnknownTaskError, find
+from evaluation.senteval.runner.plan import choose_tasks, methods
+from evaluation.senteval.scores.scoring import cost, method_for, needs_fits, score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(

@@ -7,13 +7,13 @@ import pytest
 import torch
 from sentevaldata import write_rest, write_sts
 
-from evaluation.senteval import geometry
-from evaluation.senteval.data import sentences
-from evaluation.senteval.geometry import blockwise_uniformity, score_geometry
-from evaluation.senteval.loading import load
-from evaluation.senteval.similarity import aggregate, correlate, cosines, score_sts
-from evaluation.senteval.tasks import find
-from trainer.validation import uniformity
+from evaluation.senteval.data.loading import load
+from evaluation.senteval.data.taskdata import sentences
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.scores import geometry
+from evaluation.senteval.scores.geometry import blockwise_uniformity, score_geometry
+from evaluation.senteval.scores.similarity import aggregate, correlate, cosines, score_sts
+from trainer.objectives.declutr.validation import uniformity
 
 
 def embedded(data, seed=0, size=8):

@@ -7,13 +7,13 @@ import planted
 import pytest
 import ray
 
+from common.session import SessionConfig, start_ray
 from common.storage import hash_file
 from pipeline.duplicates import search as search_module
 from pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from pipeline.duplicates.keys import KeysError
 from pipeline.duplicates.search import find_duplicates, pairs_path
 from pipeline.duplicates.table import DUPLICATES, removed
-from pipeline.session import SessionConfig, start_ray
 
 pytestmark = pytest.mark.ray
 CONFIG = DuplicatesConfig(near=NearConfig())

@@ -1,0 +1,29 @@
+"""`declutr checkpoints`."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from common.paths import path_argument
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status: 1 also when the newest checkpoint is broken."""
+    parser = argparse.ArgumentParser(prog="declutr checkpoints", description="The checkpoints of a run, verified.")
+    parser.add_argument("run", type=path_argument, help="folder of the run")
+    parser.add_argument("--json", action="store_true", help="the same as a JSON list")
+    given = parser.parse_args(arguments)
+    from inspection.checkpoints import CheckpointsError, rows, table
+
+    try:
+        found = rows(given.run)
+    except (CheckpointsError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if given.json:
+        print(json.dumps([asdict(row) for row in found], indent=2))
+    else:
+        for line in table(found):
+            print(line)
+    return int(found[-1].broken is not None)

@@ -1,0 +1,39 @@
+"""`declutr demo`."""
+
+import argparse
+import sys
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr demo", description="From a corpus to a measured encoder.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
+    parser.add_argument("--config", default="configs/demo.yaml")
+    given = parser.parse_intermixed_args(arguments)
+    from common.config import ConfigError, load_config
+    from common.console.logs import setup_logging
+    from pipeline.config import PipelineConfig
+    from pipeline.job.places import look as look_for_data
+    from trainer.setup.config import TrainConfig
+
+    try:  # before the corpus is prepared, and before torch is loaded
+        load_config(given.config, "prepare", PipelineConfig, (), look_for_data)
+        load_config(given.config, "train", TrainConfig, given.overrides)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    from cli.run_demo import demo
+    from pipeline.shards.shards import ShardError
+    from trainer.driver.supervisor import RunStoppedError, TrainingFailedError
+
+    setup_logging("demo")
+    try:
+        for line in demo(given.config, given.overrides):
+            print(line, flush=True)
+    except (ConfigError, ShardError, TrainingFailedError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except RunStoppedError as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return stopped.status
+    return 0

@@ -1,0 +1,32 @@
+"""`declutr export-onnx`."""
+
+import argparse
+import sys
+
+from common.paths import path_argument
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr export-onnx", description="An encoder as ONNX, pooling included.")
+    parser.add_argument("model", help="as `declutr embed` takes it")
+    parser.add_argument(
+        "--output", type=path_argument, required=True, help="folder to make: model.onnx, tokenizer.json"
+    )
+    parser.add_argument("--max-tokens", type=int, help="of one input, specials included (the encoder's limit)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model brings along")
+    given = parser.parse_args(arguments)
+    from evaluation.encoders.loading import EncoderError, load_encoder
+
+    try:
+        from evaluation.embedding.onnx import export_onnx, require_onnx
+
+        require_onnx()
+        trust = given.trust_remote_code
+        encoder = load_encoder(given.model, device="cpu", max_tokens=given.max_tokens, trust_remote_code=trust)
+        export_onnx(encoder, given.output)
+    except (EncoderError, FileExistsError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    print(f"{given.output}: model.onnx, tokenizer.json")
+    return 0

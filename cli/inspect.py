@@ -1,0 +1,44 @@
+"""`declutr inspect`."""
+
+import argparse
+import sys
+
+from common.paths import path_argument
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr inspect", description="What lies at a path, in words.")
+    parser.add_argument("path", type=path_argument)
+    parser.add_argument("--documents", type=int, default=3, help="documents of shards to show with their spans (3)")
+    parser.add_argument("--document", help="of shards: one document, by id, source or SOURCE:OFFSET")
+    parser.add_argument("--config", help="YAML file with a `train` section: show its run's spans")
+    parser.add_argument("--seed", type=int, help="seed of the spans shown (the config's, else 0)")
+    parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")
+    given = parser.parse_args(arguments)
+    from common.config import ConfigError, load_config
+    from trainer.setup.config import TrainConfig
+
+    try:
+        run = load_config(given.config, "train", TrainConfig, []) if given.config is not None else None
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    from inspection.describe import DescribeError, default_spans, describe
+    from inspection.whereabouts import whereabouts
+    from pipeline.shards.shards import ShardError, load_manifest
+    from trainer.checkpoints.checkpoint import CheckpointError
+
+    try:
+        seed = given.seed if given.seed is not None else run.seed if run else 0
+        if given.document:
+            spans = run.spans if run else default_spans(load_manifest(given.path))
+            lines = whereabouts(given.path, given.document, spans, seed, given.epoch)
+        else:
+            lines = describe(given.path, given.documents, seed, given.epoch)
+        for line in lines:
+            print(line)
+    except (DescribeError, ShardError, CheckpointError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0

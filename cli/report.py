@@ -1,0 +1,23 @@
+"""`declutr report`."""
+
+import argparse
+import sys
+
+from common.paths import path_argument
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr report", description="A page on a prepared corpus, with charts.")
+    parser.add_argument("shards", type=path_argument, help="output folder of `prepare`")
+    parser.add_argument("--output", type=path_argument, help="folder of report.html and charts/*.png (SHARDS/report)")
+    given = parser.parse_args(arguments)
+    from evaluation.report.write import write_report
+    from pipeline.shards.shards import ShardError
+
+    try:
+        print(write_report(given.shards, given.output))
+    except ShardError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0

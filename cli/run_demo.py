@@ -1,0 +1,102 @@
+"""`declutr demo`: a corpus that every machine has, three encoders, one honest table."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer
+
+from common.config import load_config
+from common.paths import expand
+from common.storage import write_json
+from evaluation.encoders.loading import load_encoder
+from pipeline.config import PipelineConfig
+from pipeline.job.outcome import summary
+from pipeline.prepare import prepare
+from pipeline.shards.manifest import TOKENIZER
+from pipeline.shards.shards import ShardSet
+from trainer.objectives.declutr.feed import ragged
+from trainer.setup.config import TrainConfig
+from trainer.train import train
+
+COLUMNS = (
+    *("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"),
+    *("alignment", "uniformity", "effective_rank", "seconds"),
+)
+_EXAMPLES, _NEIGHBOURS, _PASSAGE_TOKENS, _POOL = 4, 2, 48, 400
+
+
+def demo(config: str, overrides: list[str]) -> Iterator[str]:
+    """Prepares, trains with MLM only and with DeCLUTR, compares; yields what is to be read.
+
+    Writes `summary.json` beside the two runs: for `untrained`, `mlm_only`, `declutr` the held-out scores and the
+    seconds of training.
+
+    Args:
+        config: a config file with both sections; its run folder's parent receives the summary.
+        overrides: of the `train` section.
+    """
+    begun = time.monotonic()
+    data = load_config(config, "prepare", PipelineConfig)
+    yield summary(prepare(data), data.output)
+    prepared = time.monotonic()
+    settings = load_config(config, "train", TrainConfig, overrides)
+    folder = expand(settings.run).parent
+    mlm = settings.model_copy(
+        update={
+            "run": str(folder / "mlm_only"),
+            "objective": settings.objective.model_copy(update={"terms": "mlm"}),
+        }
+    )
+    results = {"mlm_only": train(mlm), "declutr": train(settings)}
+    rows: dict[str, dict[str, float]] = {
+        "untrained": {**results["declutr"]["first_scores"], "seconds": 0.0},
+        **{name: {**result["last_scores"], "seconds": result["seconds"]} for name, result in results.items()},
+    }
+    write_json(folder / "summary.json", rows)
+    yield ""
+    yield from table(rows)
+    yield ""
+    yield from neighbours(expand(settings.data), Path(results["declutr"]["export"]))
+    yield ""
+    yield f"prepared in {prepared - begun:.0f} s, everything in {time.monotonic() - begun:.0f} s; {folder}/summary.json"
+    yield f"the encoder: SentenceTransformer({str(results['declutr']['export'])!r})"
+
+
+def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
+    """The scores as a table of text; `rows` by encoder, then by column. `-`: an older run has no such score."""
+    widths = {name: max(len(name), 8) + 2 for name in COLUMNS}
+    yield f"{'held-out documents':18s}" + "".join(f"{name:>{width}s}" for name, width in widths.items())
+    for name, scores in rows.items():
+        cells = {column: f"{scores[column]:.3f}" if column in scores else "-" for column in COLUMNS}
+        yield f"{name:18s}" + "".join(f"{cells[column]:>{width}s}" for column, width in widths.items())
+
+
+def neighbours(data: Path, model: Path) -> Iterator[str]:
+    """A handful of held-out passages with the passages of other documents that lie nearest."""
+    shards = ShardSet(data, "held-out")
+    rows: dict[str, Any] = {}
+    documents = shards.take(np.arange(min(_POOL, shards.num_documents)))
+    tokens, offsets = ragged(documents.column("tokens"))
+    tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER, trust_remote_code=False)
+    sources = documents.column("source").to_pylist()
+    for number, source in enumerate(sources):
+        passage = tokens[offsets[number] : offsets[number + 1]][:_PASSAGE_TOKENS]
+        rows.setdefault(tokenizer.decode(passage.tolist()).strip(), source)
+    texts = list(rows)
+    embeddings = F.normalize(torch.from_numpy(load_encoder(str(model)).encode(texts)), dim=-1)
+    scores = (embeddings @ embeddings.T).fill_diagonal_(-1)
+    yield "nearest neighbours among the openings of held-out documents"
+    for query in np.linspace(0, len(texts) - 1, _EXAMPLES).astype(int).tolist():
+        yield f"- {rows[texts[query]]}: {_short(texts[query])}"
+        best = scores[query].topk(min(_NEIGHBOURS, len(texts) - 1))
+        for value, other in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            yield f"    {value:.2f}  {rows[texts[other]]}: {_short(texts[other])}"
+
+
+def _short(text: str, characters: int = 100) -> str:
+    return text if len(text) <= characters else f"{text[: characters - 1]}…"

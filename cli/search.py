@@ -1,0 +1,41 @@
+"""`declutr search`."""
+
+import argparse
+import sys
+
+from common.paths import path_argument
+
+_SHOWN_CHARACTERS = 200
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr search", description="The texts of an index nearest to a query.")
+    parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
+    parser.add_argument("query", nargs="+", help="one or several")
+    parser.add_argument("--top", type=int, default=10, help="texts to show (10)")
+    parser.add_argument("--model", help="the encoder, where it has moved since the embeddings were made")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model brings along")
+    given = parser.parse_args(arguments)
+    from evaluation.embedding.config import EmbedError
+    from evaluation.embedding.index import SearchIndex
+    from evaluation.embedding.job import encoder_of
+    from evaluation.encoders.loading import EncoderError
+
+    try:
+        index = SearchIndex(given.index)
+        choice = index.facts.choice
+        choice = choice.model_copy(update={"model": given.model}) if given.model else choice
+        encoder = encoder_of(choice, trust_remote_code=given.trust_remote_code)
+        found = [(query, index.search(encoder, query, given.top)) for query in given.query]
+    except (EmbedError, EncoderError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    for query, hits in found:
+        if len(found) > 1:
+            print(f"# {query}")
+        for hit in hits:
+            text = " ".join(hit.text.split())
+            shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {shown}")
+    return 0

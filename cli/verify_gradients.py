@@ -1,0 +1,42 @@
+"""`declutr verify-gradients`."""
+
+import argparse
+import sys
+
+
+def run(arguments: list[str]) -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr verify-gradients", description="1 process against N, whole and cut.")
+    parser.add_argument("config", help="YAML file with a `train` section")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser.add_argument("--documents", type=int, default=8, help="documents of the batch, at most (8)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
+    given = parser.parse_intermixed_args(arguments)
+    from common.config import ConfigError, load_config
+    from trainer.driver.places import look
+    from trainer.setup.config import TrainConfig
+
+    if given.documents < 1 or min(given.processes) < 1:
+        parser.error("--documents and --processes: at least 1")
+    try:
+        config = load_config(given.config, "train", TrainConfig, given.overrides, look)
+        from trainer.driver.checks import problems, refuse
+        from trainer.verify import verify
+
+        refuse([problem for problem in problems(config) if not problem.startswith("run =")])
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    print("gradient of one batch against 1 process with the whole batch at once")
+    heads = ("precision", "processes", "microbatch", "loss diff", "largest", "relative")
+    print("".join(f"{head:>11s}" for head in heads))
+    apart = 0
+    for row in verify(config, given.documents, given.processes):
+        case, cut = row.case, row.case.microbatch_tokens or "whole"
+        numbers = f"{row.loss:10.1e} {row.absolute:10.1e} {row.relative:10.1e}"
+        print(
+            f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{'' if row.within else '  APART'}", flush=True
+        )
+        apart += not row.within
+    print("the same up to rounding" if not apart else f"{apart} cases differ by more than rounding")
+    return int(apart > 0)

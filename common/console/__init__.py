@@ -1,0 +1,1 @@
+"""Logs, progress bars, and text that is safe in a terminal."""

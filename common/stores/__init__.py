@@ -1,0 +1,1 @@
+"""Object stores: addresses, files and folders in them, retries, checked copies."""

@@ -1,0 +1,171 @@
+"""Folders in object stores: sent whole, fetched whole, with checksums.
+
+An object store has no rename. So the list of a folder's files with their SHA-256 is written last: a folder without it,
+or whose files do not agree with it, was not sent to its end.
+"""
+
+import argparse
+import fcntl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from common.console.logs import get_logger, setup_logging
+from common.paths import expand
+from common.storage import folder_aside
+from common.stores.address import child, is_remote, short_name
+from common.stores.copies import fetch_all, pull_all
+from common.stores.files import push_file, remove_file, remove_tree
+from common.stores.listing import LISTING, Record, read_listing, records, refuse_names, write_listing
+from common.stores.patience import PATIENT, Patience
+
+
+def push_folder(local: Path, url: str, patience: Patience = PATIENT) -> None:
+    """Sends a folder, its list of files last; files that lie there with the same content are not sent again.
+
+    Args:
+        local: the folder. Nothing in it may change meanwhile.
+        url: the folder it becomes; whatever else lies there is taken away.
+        patience: with a place that does not answer.
+
+    Raises:
+        AlteredError: a file has a name that `pull` would refuse.
+        RemoteError: the place refuses, or did not answer in time. What was sent is then no whole folder.
+    """
+    new = records(local)
+    refuse_names(new, str(local))
+    old = read_listing(url, patience)
+    if old == new:
+        return
+    if old is not None:  # from here on, and until the new list is there, this is no whole folder
+        remove_file(child(url, LISTING), patience)
+    for name in new:
+        if old is None or old.get(name) != new[name]:
+            push_file(local / name, child(url, name), patience)
+    write_listing(url, new, patience)
+    for name in sorted(set(old or ()) - set(new)):
+        remove_file(child(url, name), patience)
+
+
+def pull_folder(url: str, local: Path, patience: Patience = PATIENT, renew: bool = False) -> None:
+    """Fetches a folder; it takes its name when all of it is here and agrees with its checksums.
+
+    Processes of one host that ask for the same folder at the same time fetch it once: the others wait.
+
+    Args:
+        url: a folder sent by `push_folder`.
+        local: the folder it becomes. If it exists already nothing is done.
+        patience: with a place that does not answer.
+        renew: take another one's place that exists already, unless it is the same.
+
+    Raises:
+        FileNotFoundError: there is no whole folder at that address.
+        AlteredError: a file is missing or altered.
+        RemoteError: the place refuses, or did not answer in time.
+    """
+    if renew or not local.exists():
+        _pull(url, _whole_listing(url, patience), local, patience, renew)
+
+
+def local_copy(url: str, cache: Path, patience: Patience = PATIENT) -> Path:
+    """This host's copy of a folder, fetched at the first use; what was sent there later is another copy.
+
+    Args:
+        url: a folder sent by `push_folder`.
+        cache: folder of all copies.
+        patience: with a place that does not answer.
+
+    Raises:
+        FileNotFoundError, RemoteError: as `pull_folder`.
+    """
+    listing = _whole_listing(url, patience)
+    local = cache / short_name(url, msgspec.json.encode(listing, order="sorted"))
+    _pull(url, listing, local, patience)
+    return local
+
+
+def is_whole(url: str, patience: Patience = PATIENT) -> bool:
+    """Whether a folder was sent there to its end; its files are not read.
+
+    Raises:
+        RemoteError: the place refuses, or did not answer in time.
+    """
+    return read_listing(url, patience) is not None
+
+
+def remove_folder(url: str, patience: Patience = PATIENT) -> None:
+    """Takes a folder away, its list first: what is left of it if this is stopped is no whole folder.
+
+    Raises:
+        RemoteError: the place refuses, or did not answer in time.
+    """
+    remove_file(child(url, LISTING), patience)
+    remove_tree(url, patience)
+
+
+def _pull(url: str, listing: dict[str, Record], local: Path, patience: Patience, renew: bool = False) -> None:
+    local.parent.mkdir(parents=True, exist_ok=True)
+    with local.with_name(f".{local.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if local.exists() and (not renew or records(local) == listing):
+            return
+        with folder_aside(local, replace=True) as aside:
+            fetch_all(url, listing, aside, patience)
+
+
+def _whole_listing(url: str, patience: Patience) -> dict[str, Record]:
+    listing = read_listing(url, patience)
+    if listing is None:
+        raise FileNotFoundError(f"{url}: no whole folder is there ({LISTING} is missing)")
+    return listing
+
+
+def _is_left_out(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `push FOLDER ADDRESS` or `pull ADDRESS FOLDER`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="remote", description="Folders to and from object stores, whole, with checksums."
+    )
+    parser.add_argument("direction", choices=("push", "pull"))
+    parser.add_argument("source", help="push: a folder; pull: s3://..., gs://... or what else fsspec knows")
+    parser.add_argument(
+        "target", help="push: s3://...; pull: the folder it becomes, a new one or an unchanged copy of before"
+    )
+    arguments = parser.parse_args(argv)
+    setup_logging(arguments.direction)
+    try:
+        if arguments.direction == "push":
+            folder = expand(arguments.source)
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder} is no folder")
+            left = [path for path in sorted(folder.rglob("*")) if not path.is_file() and _is_left_out(path)]
+            for path in left:
+                get_logger().warning("%s is not sent: a link to a folder or to nothing, or no file", path)
+            push_folder(folder, arguments.target)
+        else:
+            if not is_remote(arguments.source) and expand(arguments.source).is_file():
+                raise NotADirectoryError(f"{arguments.source} is a file; name the address of a folder")
+            pull_all(arguments.source, expand(arguments.target))
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def push(argv: Sequence[str]) -> int:
+    """Runs `declutr push FOLDER ADDRESS`."""
+    return main(["push", *argv])
+
+
+def pull(argv: Sequence[str]) -> int:
+    """Runs `declutr pull ADDRESS FOLDER`."""
+    return main(["pull", *argv])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The list of a folder's files in an object store with their checksums, and the names that may become files here."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from unicodedata import category
+
+import msgspec
+
+from common.storage import hash_file
+from common.stores.address import child
+from common.stores.files import entries, read_file, write_file
+from common.stores.patience import AlteredError, Patience
+
+LISTING = ".files.json"
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The SHA-256 and the size of a file."""
+
+    sha256: str
+    num_bytes: int
+
+
+class _Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    files: dict[str, Record]
+
+
+def encoded(files: dict[str, Record]) -> bytes:
+    """A list as it is written."""
+    return msgspec.json.encode(_Listing(files))
+
+
+def decoded(raw: bytes, where: str) -> dict[str, Record]:
+    """A list as it was written.
+
+    Raises:
+        AlteredError: it is no such list, or it names a file that cannot be one of a folder here.
+    """
+    try:
+        found = msgspec.json.decode(raw, type=_Listing).files
+    except msgspec.DecodeError as error:
+        raise AlteredError(f"{where} is no list of files: {error}") from error
+    refuse_names(found, where)
+    return found
+
+
+def refuse_names(names: Iterable[str], where: str) -> None:
+    """Checks names (folders separated by `/`) before the first of them becomes a file.
+
+    Raises:
+        AlteredError: a name leaves its folder on some system, is empty in a part, has control characters, or takes
+            another file for a folder.
+    """
+    known = set(names)
+    for name in sorted(known):
+        parts = name.split("/")
+        parents = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
+        leaves = not set(parts).isdisjoint({"", ".", ".."}) or "\\" in name or any(map(_DRIVE.match, parts))
+        if leaves or any(category(one) in ("Cc", "Cs") for one in name) or not parents.isdisjoint(known):
+            raise AlteredError(
+                f"{where} names a file outside of the folder, or one that cannot be in a folder: {name!r}"
+            )
+
+
+def records(folder: Path) -> dict[str, Record]:
+    """The files of a folder of this host."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: Record(hash_file(path), path.stat().st_size) for name, path in paths.items()}
+
+
+def read_listing(url: str, patience: Patience) -> dict[str, Record] | None:
+    """The files of a folder that was sent whole; None where its list is missing.
+
+    Raises:
+        AlteredError: as `decoded`.
+        RemoteError: the place refuses, or did not answer in time.
+    """
+    raw = read_file(child(url, LISTING), patience)
+    return None if raw is None else decoded(raw, child(url, LISTING))
+
+
+def write_listing(url: str, files: dict[str, Record], patience: Patience) -> None:
+    """Writes the list: the folder is whole.
+
+    Raises:
+        RemoteError: the place refuses, or did not answer in time.
+    """
+    write_file(child(url, LISTING), encoded(files), patience)
+
+
+def tree(url: str, patience: Patience) -> dict[str, Record | None]:
+    """All files below an address with what their lists say of them; None for those in no list.
+
+    Raises:
+        AlteredError: a list that is none, or a name that cannot be a file of a folder here.
+        RemoteError: the place refuses, or did not answer in time.
+    """
+    listing = read_listing(url, patience)
+    if listing is not None:
+        return dict(listing)
+    found: dict[str, Record | None] = {}
+    children = entries(url, patience)
+    refuse_names(children, url)
+    for name, is_file in children.items():
+        if is_file:
+            found[name] = None
+        else:
+            found |= {f"{name}/{below}": record for below, record in tree(child(url, name), patience).items()}
+    return found

@@ -1,0 +1,153 @@
+"""An examiner on every node of a Ray cluster, and what they find together."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from doctor import collective
+from doctor.examiner import Examiner
+from doctor.finding import EVERYWHERE, Finding, judged
+
+ANSWER_SECONDS = 60.0
+_CLOCK_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node as Ray lists it; sizes of what Ray may give away there."""
+
+    name: str
+    id: str
+    address: str
+    cpus: float
+    gpus: float
+    store_mib: int
+
+
+def nodes_of_cluster() -> tuple[list[Node], list[Finding]]:
+    """Living nodes, and a finding on those that are not."""
+    listed = ray.nodes()
+    living = [one for one in listed if one["Alive"]]
+    addresses = [one["NodeManagerAddress"] for one in living]
+    nodes = [
+        Node(
+            name=address if addresses.count(address) == 1 else f"{address}/{one['NodeID'][:6]}",
+            id=one["NodeID"],
+            address=address,
+            cpus=one["Resources"].get("CPU", 0.0),
+            gpus=one["Resources"].get("GPU", 0.0),
+            store_mib=int(one["Resources"].get("object_store_memory", 0)) >> 20,
+        )
+        for one, address in zip(living, addresses, strict=True)
+    ]
+    dead = sorted({one["NodeManagerAddress"] for one in listed if not one["Alive"]})
+    remedy = "expected where a node was stopped; else look into its raylet.err and start Ray there again"
+    limit = f"{len(dead)} gone: {', '.join(dead)}" if dead else ""
+    return nodes, [judged("nodes", EVERYWHERE, f"{len(nodes)} alive", limit=limit, warn=bool(dead), remedy=remedy)]
+
+
+class Examiners:
+    """One examiner on every node; a node that does not answer in time is named once and not asked again."""
+
+    def __init__(self, nodes: list[Node], seconds: float = ANSWER_SECONDS) -> None:
+        self.nodes = {node.name: node for node in nodes}
+        self.seconds = seconds
+        self.findings: list[Finding] = []
+        self._actors = {node.name: _place(node, gpus=0) for node in nodes}
+
+    def names(self) -> list[str]:
+        """Nodes that have answered so far."""
+        return list(self._actors)
+
+    def ask(self, what: str, call: Callable[[str, Any], Any]) -> dict[str, Any]:
+        """Asks all nodes at once; answers by node."""
+        asked = {node: call(node, actor) for node, actor in self._actors.items()}
+        answers = self._wait(what, asked)
+        for node in set(asked) - set(answers):
+            ray.kill(self._actors.pop(node))
+        return {node: answers[node] for node in asked if node in answers}
+
+    def _wait(self, what: str, asked: dict[str, Any]) -> dict[str, Any]:
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=self.seconds) if asked else ([], [])
+        answers = {}
+        for node, reference in asked.items():
+            why = f"no answer in {self.seconds:.0f} s"
+            if reference in ready:
+                try:
+                    answers[node] = ray.get(reference)
+                    continue
+                except ray.exceptions.RayError as error:
+                    why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            remedy = "look into the node's logs (`ray logs`); is the same project installed there, is the disk full?"
+            self.findings.append(judged(f"answers ({what})", node, why, fail=True, remedy=remedy))
+        return answers
+
+    def clocks(self) -> dict[str, tuple[float, float]]:
+        """How far each node's clock is from this process's, and how well that is known: half the quickest call."""
+        found = {}
+        for node in self.names():
+            rounds = []
+            for _ in range(_CLOCK_ROUNDS):
+                sent = time.time()
+                answer = self._wait("clock", {node: self._actors[node].now.remote()})
+                if not answer:
+                    break
+                back = time.time()
+                rounds.append(((back - sent) / 2, answer[node] - (sent + back) / 2))
+            if rounds:
+                half, offset = min(rounds)
+                found[node] = (offset, half)
+        return found
+
+    def doors(self) -> list[Finding]:
+        """Can every node connect to every other?"""
+        if len(self._actors) < 2:
+            return []
+        ports = self.ask("open a port", lambda _, actor: actor.open_door.remote())
+        doors = {node: (self.nodes[node].address, port) for node, port in ports.items()}
+        shut = self.ask("connect", lambda _, actor: actor.knock.remote(doors))
+        self.ask("close the port", lambda _, actor: actor.close_door.remote())
+        blocked = [f"{node} to {other} ({why})" for node, found in shut.items() for other, why in found.items()]
+        return [
+            judged(
+                "nodes reach each other", EVERYWHERE, "; ".join(blocked) or f"{len(shut)} nodes, any port",
+                fail=bool(blocked), remedy="admit all TCP ports between the nodes in the firewall or security group",
+            )
+        ]  # fmt: skip
+
+    def sums(self) -> list[Finding]:
+        """An all-reduce over one process a node: by gloo, and by NCCL where every node has a GPU to give."""
+        findings = [self._sum("gloo", self._actors)] if len(self._actors) > 1 else []
+        if self._actors and all(self.nodes[node].gpus >= 1 for node in self._actors):
+            holders = {node: _place(self.nodes[node], gpus=1) for node in self._actors}
+            findings.append(self._sum("nccl", holders))
+            for actor in holders.values():
+                ray.kill(actor)
+        return findings
+
+    def _sum(self, backend: str, actors: dict[str, Any]) -> Finding:
+        first = next(iter(actors))
+        port = self._wait("a port to meet at", {first: actors[first].free_port.remote()}).get(first)
+        address = f"tcp://{self.nodes[first].address}:{port}"
+        size = len(actors)
+        asked = {
+            node: actor.join.remote(address, rank, size, backend) for rank, (node, actor) in enumerate(actors.items())
+        }
+        found = self._wait(f"all-reduce by {backend}", asked) if port else {}
+        return collective.judge(
+            backend, {node: found.get(node, collective.Summed(error="no answer")) for node in actors}
+        )
+
+    def close(self) -> None:
+        """Leaves the nodes."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+def _place(node: Node, gpus: int) -> Any:
+    strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+    return ray.remote(Examiner).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote(node.name)

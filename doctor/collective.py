@@ -1,0 +1,106 @@
+"""A real all-reduce over one process a node, or over two processes of this machine."""
+
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, start_processes
+
+from common.storage import read_json, write_json
+from doctor.finding import EVERYWHERE, Finding, judged
+
+LIMIT_SECONDS = 60
+_ELEMENTS = 1 << 20
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Summed:
+    """One process's sums: the number it got, seconds of a sum of 4 MiB; or what went wrong."""
+
+    value: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+
+
+def free_port() -> int:
+    """A port of this node that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def join(address: str, rank: int, size: int, backend: str) -> Summed:
+    """Takes part in a sum of `rank + 1` over all processes.
+
+    Args:
+        address: `tcp://HOST:PORT` on the first process's node, or `file://PATH` on one machine.
+        rank: number of this process.
+        size: processes that take part.
+        backend: `gloo` or `nccl`; the latter uses the process's first GPU.
+    """
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else torch.device("cpu")
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        limit = timedelta(seconds=LIMIT_SECONDS)
+        dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=limit)
+        values = torch.full((_ELEMENTS,), float(rank + 1), device=device)
+        dist.all_reduce(values)
+        value = float(values[-1])
+        begun = time.perf_counter()
+        for _ in range(_ROUNDS):
+            dist.all_reduce(values)
+        float(values[-1])  # waits for a GPU
+        return Summed(value, (time.perf_counter() - begun) / _ROUNDS)
+    except (RuntimeError, ValueError, OSError) as error:  # torch's errors of communication are RuntimeErrors
+        return Summed(error=str(error).strip().splitlines()[0][:300])
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def alone(processes: int = 2) -> dict[str, Summed]:
+    """The sum over processes of this machine: by NCCL where there is a GPU for each, else by gloo."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = "nccl" if gpus else "gloo"
+    size = min(processes, gpus) if gpus else processes
+    with tempfile.TemporaryDirectory() as folder:
+        others = start_processes(_local, (folder, size, backend), nprocs=size - 1, join=False, start_method="spawn")
+        found = {"process 0": join(f"file://{folder}/group", 0, size, backend)}
+        try:
+            while others is not None and not others.join():
+                pass
+        except ProcessException as error:
+            return found | {"process 1": Summed(error=str(error).strip().splitlines()[-1])}
+        files = {f"process {rank}": Path(folder) / f"{rank}.json" for rank in range(1, size)}
+        return found | {name: Summed(**read_json(file)) for name, file in files.items()}
+
+
+def _local(number: int, folder: str, size: int, backend: str) -> None:
+    done = join(f"file://{folder}/group", number + 1, size, backend)
+    write_json(Path(folder) / f"{number + 1}.json", asdict(done))
+
+
+def judge(backend: str, found: Mapping[str, Summed]) -> Finding:
+    """Did all get the sum?"""
+    name, size = f"all-reduce ({backend})", len(found)
+    expected = size * (size + 1) / 2
+    wrong = [f"{who}: {one.error or f'sum {one.value}'}" for who, one in found.items() if one.value != expected]
+    slowest = max((one.seconds for one in found.values()), default=0.0)
+    return judged(
+        name,
+        EVERYWHERE,
+        "; ".join(wrong) or f"{size} processes, 4 MiB in {1000 * slowest:.1f} ms",
+        limit=f"sum {expected:g}",
+        fail=bool(wrong),
+        remedy="nodes must reach each other on all ports; where a host's name means 127.0.0.1 or the wrong network, "
+        "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the nodes before `ray start`",
+    )

@@ -1,0 +1,68 @@
+"""Does every node find the prepared shards, and the same ones?"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.paths import expand
+from common.storage import hash_file
+from common.stores.address import child, is_remote
+from common.stores.files import read_file
+from common.stores.folders import is_whole
+from doctor.finding import EVERYWHERE, Finding, judged
+from pipeline.shards.shards import MANIFEST, Manifest, ShardSet
+
+_TRIED = 16  # shards opened on each node, spread over all
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a node finds: hash of the manifest, documents; or why it cannot read."""
+
+    manifest: str = ""
+    documents: int = 0
+    error: str = ""
+
+
+def look(folder: str) -> Seen:
+    """Reads the manifest and a few documents, spread over the shards, as a run's reading tasks do."""
+    path = expand(folder)
+    try:
+        if is_remote(folder):
+            return _look_from_afar(folder)
+        shards = ShardSet(path, "train", look=False)
+        last = max(0, shards.num_documents - 1)
+        shards.take(np.unique(np.linspace(0, last, _TRIED).astype(np.int64)))
+        return Seen(_short_hash(path), shards.num_documents)
+    except (ValueError, OSError) as error:
+        return Seen(error=str(error).splitlines()[0])
+
+
+def _look_from_afar(address: str) -> Seen:
+    """Shards in a store: a run fetches them, which is not the moment to try that."""
+    raw = read_file(child(address, MANIFEST)) if is_whole(address) else None
+    if raw is None:
+        return Seen(error=f"{address}: no whole folder of shards is there; send it: declutr push FOLDER {address}")
+    return Seen(hashlib.sha256(raw).hexdigest()[:12], Manifest.model_validate_json(raw).totals["kept_train"])
+
+
+def _short_hash(path: Path) -> str:
+    return hash_file(path / MANIFEST)[:12]
+
+
+def judge(folder: str, found: Mapping[str, Seen]) -> list[Finding]:
+    """The same shards for all nodes."""
+    name = f"{folder} readable"
+    remedy = "mount the folder that all nodes share there, or prepare the corpus to its end"
+    broken = [judged(name, node, seen.error, fail=True, remedy=remedy) for node, seen in found.items() if seen.error]
+    whole = {node: seen for node, seen in found.items() if not seen.error}
+    kinds = {seen.manifest for seen in whole.values()}
+    holders = {seen: ", ".join(n for n, other in whole.items() if other == seen) for seen in whole.values()}
+    words = "; ".join(f"{s.documents} documents (manifest {s.manifest}) on {who}" for s, who in holders.items())
+    if whole:
+        remedy = "each node has a copy of its own, and they differ: one shared folder, or the same copy everywhere"
+        broken.append(judged(name, EVERYWHERE, words, fail=len(kinds) > 1, remedy=remedy))
+    return broken

@@ -1,0 +1,180 @@
+"""Entry: `declutr doctor [CONFIG]`. Looks at this machine, or at every node of a cluster, and says what to mend."""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+import ray
+
+from common.config import ConfigError, load_config
+from common.session import start_ray
+from doctor import collective, data, exposure, judgement, storage
+from doctor.cluster import Examiners, nodes_of_cluster
+from doctor.examiner import Examiner
+from doctor.exposure import Exposure
+from doctor.facts import Facts
+from doctor.finding import EVERYWHERE, Finding, as_json, as_text, counts, judged
+from doctor.needs import Needs, needs_of
+from trainer.driver.begun import as_begun
+from trainer.driver.checks import problems
+from trainer.setup.cache import run_folder
+from trainer.setup.config import TrainConfig
+
+_HERE = "here"
+_CONNECT_SECONDS = 5.0
+
+
+def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str]) -> list[Finding]:
+    """All findings on this machine, or on the cluster at `address`.
+
+    Args:
+        config: a run that is to take place there, or None.
+        address: `auto` or `HOST:PORT`; None: this machine alone, without Ray.
+        paths: folders that a run is to write to, beside the config's.
+    """
+    needs, findings = _of_config(config) if config else (None, [])
+    if address is None:
+        return [*findings, *_alone(config, needs, paths)]
+    if closed := _unanswered(address):
+        return [*findings, *closed]
+    return [*findings, *_cluster(config, needs, address, paths)]
+
+
+def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
+    """What can be said of the configuration itself: what `train` would refuse before it starts."""
+    remedy = "mend the setting; `declutr train` refuses it as well"
+    wrong = problems(as_begun(config, run_folder(config)))
+    found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
+    try:
+        needs = needs_of(config)
+    except (OSError, ValueError, KeyError, TypeError):  # among the problems already
+        return None, found
+    words = f"{needs.parameters / 1e6:.1f} million parameters, {needs.checkpoint_bytes / 2**30:.2f} GiB a checkpoint"
+    return needs, found or [judged("configuration", EVERYWHERE, words)]
+
+
+def _alone(config: TrainConfig | None, needs: Needs | None, paths: Sequence[str]) -> list[Finding]:
+    examiner = Examiner(_HERE)
+    facts, exposed = examiner.gather()
+    findings = of_facts({_HERE: facts}, needs, {})
+    findings.append(exposure.judge_ports(_HERE, exposed))
+    if needs:
+        findings.append(judgement.cpus({_HERE: facts.cpus}, needs, own_session=True))
+    if config:
+        findings += data.judge(config.data, {_HERE: examiner.look(storage.located(config.data))})
+    for path in _written(config, paths):
+        folder, mark = storage.standing(storage.located(path)), _mark()
+        try:
+            written = {_HERE: examiner.write(folder, mark)}
+            findings += storage.judge(path, written, _disk_bytes(config, needs, path))
+            if not written[_HERE].error:
+                findings.append(storage.judge_shared(path, {_HERE: examiner.seen(folder, mark, [_HERE])}))
+        finally:
+            examiner.clear(folder, mark)
+    backend = "nccl" if facts.gpus else "gloo"
+    return [*findings, collective.judge(backend, collective.alone())]
+
+
+def _unanswered(address: str) -> list[Finding]:
+    """Why there is no use in asking Ray at HOST:PORT: nobody listens there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return []
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        remedy = "is Ray started there (`ray status`), is the port right, does a firewall lie between?"
+        return [judged("cluster", EVERYWHERE, f"{address}: {error}", fail=True, remedy=remedy)]
+    return []
+
+
+def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, paths: Sequence[str]) -> list[Finding]:
+    try:
+        start_ray(address=address)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = "start Ray (`ray start --head`), or give the address of its head; with tokens, set RAY_AUTH_MODE=token"
+        return [judged("cluster", EVERYWHERE, f"{address}: {why}", fail=True, remedy=remedy)]
+    nodes, findings = nodes_of_cluster()
+    examiners = Examiners(nodes)
+    try:
+        gathered: dict[str, tuple[Facts, Exposure]] = examiners.ask("facts", lambda _, a: a.gather.remote())
+        facts = {node: both[0] for node, both in gathered.items()}
+        findings += of_facts(facts, needs, {node.name: node.store_mib for node in nodes})
+        for node, (_, exposed) in gathered.items():
+            findings += [exposure.judge_ports(node, exposed), exposure.judge_token(node, exposed)]
+        findings += [judgement.clock(node, *known) for node, known in examiners.clocks().items()]
+        if needs:
+            findings.append(judgement.cpus({node.name: node.cpus for node in nodes}, needs, own_session=False))
+        if config:
+            place = storage.located(config.data)
+            findings += data.judge(config.data, examiners.ask("shards", lambda _, a: a.look.remote(place)))
+        for path in _written(config, paths):
+            findings += _shared(examiners, path, _disk_bytes(config, needs, path))
+        findings += [*examiners.doors(), *examiners.sums()]
+        return [*findings, *examiners.findings]
+    finally:
+        examiners.close()
+
+
+def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]:
+    """All nodes write to one folder, then all look for what the others wrote."""
+    folder, mark = storage.standing(storage.located(path)), _mark()
+    try:
+        written = examiners.ask("write", lambda _, actor: actor.write.remote(folder, mark))
+        findings = storage.judge(path, written, needed_bytes)
+        able = [node for node, one in written.items() if not one.error]
+        if len(able) == len(written):
+            unseen = examiners.ask("see", lambda _, actor: actor.seen.remote(folder, mark, able))
+            findings.append(storage.judge_shared(path, unseen))
+        return findings
+    finally:
+        examiners.ask("clear", lambda _, actor: actor.clear.remote(folder, mark))
+
+
+def of_facts(facts: dict[str, Facts], needs: Needs | None, store_mib: dict[str, int]) -> list[Finding]:
+    """What follows from the facts alone, of all nodes and of each."""
+    findings = [*judgement.versions(facts), *judgement.settings(facts), *judgement.gpus(facts, needs)]
+    for node, one in facts.items():
+        findings.append(judgement.memory(node, one, needs, len(facts)))
+        findings.append(judgement.object_store(node, one, store_mib.get(node)))
+        findings += [check(node, one) for check in judgement.SINGLE]
+    return findings
+
+
+def _written(config: TrainConfig | None, paths: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys([*([config.run] if config else []), *paths]))
+
+
+def _disk_bytes(config: TrainConfig | None, needs: Needs | None, path: str) -> int:
+    return needs.disk_bytes if config and needs and path == config.run else 0
+
+
+def _mark() -> str:
+    return f".declutr-doctor-{uuid.uuid4().hex[:12]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `doctor [CONFIG] [--address ...] [--path ...] [--json]`; returns 1 when something has to be mended."""
+    parser = argparse.ArgumentParser(prog="declutr doctor", description="Is this machine or cluster fit for a run?")
+    parser.add_argument("config", nargs="?", help="YAML file with the `train` section of the run that is to take place")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser.add_argument(
+        "--address", help="a Ray cluster: auto or HOST:PORT (scaling.address, RAY_ADDRESS, this machine)"
+    )
+    parser.add_argument("--path", action="append", default=[], help="a folder that runs are to write to; repeatable")
+    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    given = parser.parse_intermixed_args(argv)
+    try:
+        config = load_config(given.config, "train", TrainConfig, given.overrides) if given.config is not None else None
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    address = given.address or (config and config.scaling.address) or os.environ.get("RAY_ADDRESS")
+    findings = examine(config, None if address == "local" else address, given.path)
+    sys.stdout.write(json.dumps(as_json(findings), indent=2) + "\n" if given.json else as_text(findings))
+    return int(counts(findings)["FAIL"] > 0)

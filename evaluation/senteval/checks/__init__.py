@@ -1,0 +1,1 @@
+"""Checks of SentEval's data against the published rows."""

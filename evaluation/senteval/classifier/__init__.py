@@ -1,0 +1,1 @@
+"""SentEval's classifiers, fitted for many training sets at a time."""

@@ -1,0 +1,242 @@
+"""SentEval's classifier, fitted for many training sets and weight decays at a time.
+
+Each fit makes the steps that the official code makes when it fits that set with that decay alone: the same start, the
+same orders, the same batches, the same early stopping. What differs is the order of float additions, and dropout
+where the official code runs on a GPU, whose generator is another one.
+
+Sets of a task whose passes have the same number of batches are fitted side by side, all decays of a set on the same
+rows (`network.py`). After every dev score the fits that have stopped are taken out of the arrays.
+
+Steps are many and small: on a CPU that others use too, give a process one thread (OMP_NUM_THREADS=1, which Ray sets for
+a task with one CPU) and run tasks side by side. With two, every step waits for the later of them.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from evaluation.senteval.classifier.features import Room, Table
+from evaluation.senteval.classifier.folds import TrainingSet
+from evaluation.senteval.classifier.network import Network, linear_start
+from evaluation.senteval.classifier.schedule import Padded, Schedule
+from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.classifier.updates import Updates
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Features and classes.
+
+    Attributes:
+        features: of N examples.
+        labels: (N,) classes from 0, on the features' device.
+    """
+
+    features: Table
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.features) != len(self.labels):
+            raise ValueError(f"{len(self.features)} embeddings but {len(self.labels)} labels")
+
+
+def examples(features: Table, labels: ArrayLike) -> Examples:
+    """Features with their classes.
+
+    Raises:
+        ValueError: not as many labels as rows.
+    """
+    return Examples(features, torch.as_tensor(np.asarray(labels, np.int64)).to(features.first.device))
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Fitted classifiers of S sets and R decays, each in its best state.
+
+    Attributes:
+        num_right: (S, R) dev examples classified rightly.
+        num_dev: (S,) dev examples.
+        network: of the best states.
+        num_scores: (S, R) dev scores until the fit stopped.
+    """
+
+    num_right: NDArray[np.int64]
+    num_dev: NDArray[np.int64]
+    network: Network
+    num_scores: NDArray[np.int64]
+
+    def accuracies(self, sets: slice = slice(None)) -> NDArray[np.float64]:
+        """Best dev accuracies (sets, R), in [0, 1]."""
+        return self.num_right[sets] / self.num_dev[sets, None]
+
+    def predict(
+        self, of_set: int, decay: int, features: Table, rows: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """Classes that one fit gives to `rows` of `features`, None being all."""
+        one = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
+        room = Room(features, 1, 1)
+        places = torch.from_numpy(np.arange(len(features)) if rows is None else rows).to(features.first.device)
+        chosen = [one.forward(room.take(part[None])).logits[0, 0].argmax(0) for part in places.split(room.num_rows)]
+        return torch.cat(chosen).cpu().numpy()
+
+
+def fit_many(
+    train: Examples,
+    dev: Examples,
+    sets: Sequence[TrainingSet],
+    decays: ArrayLike,
+    config: ClassifierConfig,
+    num_classes: int,
+) -> Fits:
+    """Fits every set with every decay.
+
+    Args:
+        train: what `TrainingSet.train` numbers.
+        dev: what `TrainingSet.dev` numbers; may be `train`.
+        sets: rows of the fits.
+        decays: weight decays of the fits, (R,) for every set or (S, R).
+        config: all else; its own `decays` are not read.
+        num_classes: C.
+
+    Raises:
+        ValueError: a label is not in [0, C).
+    """
+    for name, labels in (("train", train.labels), ("dev", dev.labels)):
+        if int(labels.min()) < 0 or int(labels.max()) >= num_classes:
+            raise ValueError(f"{name} labels must be 0 to {num_classes - 1}, found {labels.unique().tolist()[:20]}")
+    each = np.asarray(decays, np.float64)
+    each = np.broadcast_to(each, (len(sets), each.shape[-1]))
+    parts = []
+    places: list[int] = []
+
+    def num_batches(place: int) -> int:
+        return -(-len(sets[place].train) // config.batch_size)
+
+    for _, together in itertools.groupby(sorted(range(len(sets)), key=num_batches), key=num_batches):
+        members = list(together)
+        places += members
+        parts.append(_Group(train, dev, [sets[m] for m in members], each[members], config, num_classes).fit())
+    back = np.argsort(places)
+    return Fits(
+        np.concatenate([part.num_right for part in parts])[back],
+        np.concatenate([part.num_dev for part in parts])[back],
+        Network(
+            [
+                torch.cat(states)[torch.from_numpy(back)]
+                for states in zip(*(p.network.parameters for p in parts), strict=True)
+            ]
+        ),
+        np.concatenate([part.num_scores for part in parts])[back],
+    )
+
+
+class _Group:
+    """Fits whose passes have the same number of batches: they are always at the same step."""
+
+    def __init__(
+        self,
+        train: Examples,
+        dev: Examples,
+        sets: Sequence[TrainingSet],
+        decays: NDArray[np.float64],
+        config: ClassifierConfig,
+        num_classes: int,
+    ) -> None:
+        self.train, self.dev, self.config = train, dev, config
+        device = train.labels.device
+        self.classes = torch.arange(num_classes, device=device)[:, None]
+        start = torch.Generator().manual_seed(config.seed)
+        hidden = [config.num_hidden] if config.num_hidden else []
+        widths = itertools.pairwise([train.features.width, *hidden, num_classes])
+        one = [p.to(device) for pair in widths for p in linear_start(*pair, start)]
+        self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in one])
+        self.best = Network([torch.empty_like(p) for p in self.network.parameters])
+        decay = torch.tensor(decays, dtype=torch.float32, device=device)
+        self.updates = Updates.start(config.optimizer, config.rate, decay, self.network.parameters)
+        self.schedule = Schedule(sets, train.labels, config, start)
+        self.dev_members = Padded.of([s.dev for s in sets], device)
+        self.num_dev = np.array([len(s.dev) for s in sets])
+        self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
+
+    def fit(self) -> Fits:
+        """Trains all to their end."""
+        config = self.config
+        shape = (len(self.set_places), len(self.decay_places))
+        most, misses, scores = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
+        running = np.ones(shape, bool)
+        num_passes = 0
+        while running.any() and num_passes <= config.max_epoch:
+            self._train()
+            num_passes += config.epoch_size
+            here = np.ix_(self.set_places, self.decay_places)
+            right = self._score()
+            better = running[here] & (right > most[here])
+            self._keep(better)
+            most[here] = np.where(better, right, most[here])
+            scores[here] += running[here]
+            missed = running[here] & ~better
+            running[here] &= ~(missed & (misses[here] >= config.tenacity))
+            misses[here] += missed
+            self._compact(running[here])
+        return Fits(most, self.num_dev, self.best, scores)
+
+    def _train(self) -> None:
+        """`epoch_size` passes of every set that is left, a block of sets after the other."""
+        num_sets = self.network.num_sets
+        room = Room(self.train.features, num_sets, self.config.batch_size)
+        self.schedule.draw(self.config.epoch_size)
+        for block in room.blocks(num_sets):
+            network, updates = self.network.narrow(block), self.updates.narrow(block)
+            gradients = [torch.empty_like(p) for p in network.parameters]
+            for batch in self.schedule.batches(block):
+                done = network.forward(room.take(batch.rows), batch.kept)
+                wrong = torch.softmax(done.logits, dim=2)  # less the truth: the gradient of the cross entropy
+                wrong -= (batch.labels[:, None, None] == self.classes).float()
+                wrong *= batch.weight
+                network.backward(done, wrong, gradients)
+                updates.step(network.parameters, gradients)
+        self.updates.num_steps = updates.num_steps
+
+    def _score(self) -> NDArray[np.int64]:
+        """(S, R) dev examples that are classified rightly now."""
+        num_sets = self.network.num_sets
+        room = Room(self.dev.features, num_sets, self.config.batch_size)
+        counts = []
+        for block in room.blocks(num_sets):
+            network, members = self.network.narrow(block), self.dev_members[block]
+            right = torch.zeros(
+                len(members.sizes), len(self.decay_places), dtype=torch.int64, device=self.classes.device
+            )
+            for number, rows in enumerate(members.rows.split(room.num_rows, dim=1)):
+                chosen = network.forward(room.take(rows)).logits.argmax(2)
+                places = torch.arange(rows.shape[1], device=rows.device) + number * room.num_rows
+                real = (places < members.sizes[:, None])[:, None]
+                right += ((chosen == self.dev.labels[rows][:, None]) & real).sum(-1)
+            counts.append(right)
+        return torch.cat(counts).cpu().numpy()
+
+    def _keep(self, better: NDArray[np.bool_]) -> None:
+        """Copies the states of the fits that are better than ever."""
+        sets, decays = np.nonzero(better)
+        here = torch.from_numpy(sets), torch.from_numpy(decays)
+        there = torch.from_numpy(self.set_places[sets]), torch.from_numpy(self.decay_places[decays])
+        for best, now in zip(self.best.parameters, self.network.parameters, strict=True):
+            best[there] = now[here]
+
+    def _compact(self, running: NDArray[np.bool_]) -> None:
+        """Takes out sets, and decays, of which no fit is running any more."""
+        sets, decays = (torch.from_numpy(np.flatnonzero(running.any(axis))) for axis in (1, 0))
+        if running.shape == (len(sets), len(decays)) or not len(sets):
+            return
+        here = sets[:, None], decays
+        self.network = Network([p[here] for p in self.network.parameters])
+        self.updates.moments = [[moment[here] for moment in moments] for moments in self.updates.moments]
+        self.updates.decay = self.updates.decay[here]
+        self.schedule.keep(sets)
+        self.dev_members = self.dev_members[sets]
+        self.set_places, self.decay_places = self.set_places[sets.numpy()], self.decay_places[decays.numpy()]

@@ -1,0 +1,132 @@
+"""SentEval's three ways from features to a score, with its roundings.
+
+    inner_kfold  MR CR SUBJ MPQA        one table: folds, and in each fold's training part folds again
+    kfold        TREC MRPC              train and test: folds of train choose the weight decay
+    split        SST SICK-E SNLI, probing   train, dev and test
+
+Scores are in percent. Means are rounded to two decimals where the official code rounds them, because a weight decay is
+chosen among the rounded ones and the first of equals wins.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.senteval.classifier.classifier import Examples, fit_many
+from evaluation.senteval.classifier.folds import TrainingSet, hold_out, stratified_folds
+from evaluation.senteval.classifier.settings import ClassifierConfig
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a protocol answers, in percent.
+
+    Attributes:
+        dev_accuracy: mean over outer folds of the chosen decay's cross-validation, or on the dev set.
+        accuracy: on the test rows; over folds the mean.
+        f1: of class 1 on the test rows, where the task is one of two classes with a test set (kfold), else None.
+        decays: chosen weight decay, one an outer fold.
+        fold_accuracies: of the outer folds, or the one accuracy.
+        num_fits: fits made.
+    """
+
+    dev_accuracy: float
+    accuracy: float
+    f1: float | None
+    decays: tuple[float, ...]
+    fold_accuracies: tuple[float, ...]
+    num_fits: int
+
+
+def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
+    """Nested cross-validation: k*(4*k + 1) fits with four decays, 410 for k = 10.
+
+    Raises:
+        ValueError: a class is too small for the folds, a label is out of range.
+    """
+    labels = data.labels.cpu().numpy()
+    outer = stratified_folds(labels, config.num_folds)
+    inner = [_folds_of(train, labels, config.num_folds) for train, _ in outer]
+    fits = fit_many(data, data, [s for sets in inner for s in sets], config.decays, config, num_classes)
+    each = config.num_folds
+    means = [_means(fits.accuracies(slice(each * fold, each * (fold + 1)))) for fold in range(each)]
+    chosen = [int(np.argmax(mean)) for mean in means]
+    best = [[config.decays[decay]] for decay in chosen]
+    refits = fit_many(data, data, [hold_out(train, config.seed) for train, _ in outer], best, config, num_classes)
+    tests = [
+        _percent(refits.predict(fold, 0, data.features, test) == labels[test]) for fold, (_, test) in enumerate(outer)
+    ]
+    return Scores(
+        dev_accuracy=float(np.round(np.mean([max(mean) for mean in means]), 2)),
+        accuracy=float(np.round(np.mean(tests), 2)),
+        f1=None,
+        decays=tuple(config.decays[decay] for decay in chosen),
+        fold_accuracies=tuple(tests),
+        num_fits=len(outer) * (config.num_folds * len(config.decays) + 1),
+    )
+
+
+def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
+    """Cross-validation on `train` chooses the decay; a refit on 95 % of it is tested.
+
+    Raises:
+        ValueError: a class is too small for the folds, a label is out of range.
+    """
+    labels = train.labels.cpu().numpy()
+    sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
+    fits = fit_many(train, train, sets, config.decays, config, num_classes)
+    means = _means(fits.accuracies())
+    chosen = int(np.argmax(means))
+    refit = fit_many(
+        train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
+    )
+    truth, answers = test.labels.cpu().numpy(), refit.predict(0, 0, test.features)
+    accuracy = _percent(answers == truth)
+    return Scores(
+        dev_accuracy=max(means),
+        accuracy=accuracy,
+        f1=_f1(answers, truth) if num_classes == 2 else None,
+        decays=(config.decays[chosen],),
+        fold_accuracies=(accuracy,),
+        num_fits=len(sets) * len(config.decays) + 1,
+    )
+
+
+def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
+    """The dev set stops the fits and chooses the decay.
+
+    The official code then fits the chosen decay once more, with the same seed and so to the same weights: here the
+    fit that won is tested.
+
+    Raises:
+        ValueError: a label is out of range, a set is empty.
+    """
+    only = TrainingSet(np.arange(len(train.labels)), np.arange(len(dev.labels)))
+    fits = fit_many(train, dev, [only], config.decays, config, num_classes)
+    scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies()[0].tolist()]
+    chosen = int(np.argmax(scores))
+    answers = fits.predict(0, chosen, test.features)
+    accuracy = _percent(answers == test.labels.cpu().numpy())
+    return Scores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,), len(scores))
+
+
+def _folds_of(rows: NDArray[np.int64], labels: NDArray[np.int64], num_folds: int) -> list[TrainingSet]:
+    folds = stratified_folds(labels[rows], num_folds)
+    return [TrainingSet(rows[train], rows[dev]) for train, dev in folds]
+
+
+def _means(accuracies: NDArray[np.float64]) -> list[float]:
+    """Mean over sets of the accuracies (S, R) of each decay, in percent, as numpy rounds it."""
+    return [float(np.round(100 * np.mean(own), 2)) for own in accuracies.T.copy()]
+
+
+def _percent(right: NDArray[np.bool_]) -> float:
+    return round(100 * (int(right.sum()) / len(right)), 2)  # as Python rounds it
+
+
+def _f1(answers: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
+    """F1 of class 1 in percent, 0 where nothing is and nothing is called class 1."""
+    true = int(((answers == 1) & (truth == 1)).sum())
+    called = int((answers == 1).sum() + (truth == 1).sum())
+    return round(100 * (2 * true / called), 2) if called else 0.0

@@ -1,0 +1,135 @@
+"""The batches of many fits side by side: which rows each sees at each step, and what dropout keeps of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evaluation.senteval.classifier.folds import Rows, TrainingSet, orders
+from evaluation.senteval.classifier.settings import ClassifierConfig
+
+Stream = tuple[int, int]  # `TrainingSet.stream`
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Row numbers of S sets, one beside the other.
+
+    Attributes:
+        rows: (S, longest), 0 where a set has no more.
+        sizes: (S,) real ones.
+    """
+
+    rows: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Rows], device: torch.device) -> "Padded":
+        """Pads every set to the longest."""
+        sizes = [len(own) for own in rows]
+        padded = np.zeros((len(rows), max(sizes)), np.int64)
+        for place, own in enumerate(rows):
+            padded[place, : len(own)] = own
+        return cls(torch.from_numpy(padded).to(device), torch.tensor(sizes, device=device))
+
+    def __getitem__(self, sets: slice | Tensor) -> "Padded":
+        return Padded(self.rows[sets], self.sizes[sets])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step of S sets.
+
+    Attributes:
+        rows: (S, B) of the training table.
+        labels: (S, B).
+        weight: of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding.
+        kept: (S, 1, H, B) dropout's factors, 0 or 1/(1-p); None without dropout.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    weight: float | Tensor
+    kept: Tensor | None
+
+
+class Schedule:
+    """Batches of sets whose passes have the same number of batches.
+
+    Sets of one stream see the same positions and the same dropout, because every official fit starts from one seed.
+
+    Args:
+        sets: S of them.
+        labels: (N,) of the training table.
+        config: batch size, seed, dropout.
+        start: the generator that has drawn the starting weights: dropout goes on from there.
+    """
+
+    def __init__(
+        self, sets: Sequence[TrainingSet], labels: Tensor, config: ClassifierConfig, start: torch.Generator
+    ) -> None:
+        self.members = Padded.of([s.train for s in sets], labels.device)
+        self._labels, self._config = labels, config
+        self._streams = [s.stream for s in sets]
+        self._orders = {stream: orders(config.seed, *stream) for stream in self._streams}
+        self._passes: list[dict[Stream, Rows]] = []
+        dropped = config.num_hidden > 0 and config.dropout > 0
+        self._dropout = {stream: start.clone_state() for stream in self._streams} if dropped else {}
+        self._next_dropout = dict(self._dropout)
+
+    def draw(self, num_passes: int) -> None:
+        """Draws the orders of the next passes."""
+        current = dict.fromkeys(self._streams)
+        self._passes = [{stream: next(self._orders[stream]) for stream in current} for _ in range(num_passes)]
+        self._dropout = dict(self._next_dropout)
+
+    def keep(self, places: Tensor) -> None:
+        """Goes on with these of the sets alone."""
+        self.members = self.members[places]
+        self._streams = [self._streams[place] for place in places.tolist()]
+
+    def batches(self, block: slice) -> Iterator[Batch]:
+        """Every batch of the drawn passes, for some of the sets; to be read to its end, block after block."""
+        members, streams = self.members[block], self._streams[block]
+        # Blocks that share a stream draw the same factors, each from a copy.
+        dropout = {stream: self._dropout[stream].clone_state() for stream in streams} if self._dropout else {}
+        for permutations in self._passes:
+            yield from self._one_pass(members, streams, permutations, dropout)
+        self._next_dropout |= dropout
+
+    def _one_pass(
+        self,
+        members: Padded,
+        streams: list[Stream],
+        permutations: dict[Stream, Rows],
+        dropout: dict[Stream, torch.Generator],
+    ) -> Iterator[Batch]:
+        batch_size, device = self._config.batch_size, members.sizes.device
+        longest, shortest = int(members.sizes.max()), int(members.sizes.min())
+        tail = np.arange(longest)
+        positions = {s: np.concatenate([permutations[s], tail[s[1] :]]) for s in dict.fromkeys(streams)}
+        order = torch.from_numpy(np.stack([positions[stream] for stream in streams])).to(device)
+        rows = members.rows.gather(1, order)
+        labels = self._labels[rows]
+        for start in range(0, longest, batch_size):
+            width = min(batch_size, longest - start)
+            weight: float | Tensor = 1 / batch_size
+            if start + batch_size > shortest:
+                counts = (members.sizes - start).clamp(max=batch_size)[:, None]
+                weight = ((torch.arange(width, device=device) < counts) / counts)[:, None, None]
+            part = slice(start, start + width)
+            kept = self._kept(streams, dropout, start, width).to(device) if dropout else None
+            yield Batch(rows[:, part], labels[:, part], weight, kept)
+
+    def _kept(self, streams: list[Stream], dropout: dict[Stream, torch.Generator], start: int, width: int) -> Tensor:
+        """What `torch.nn.Dropout` would draw on a CPU for a batch (B, H) in each set's stream."""
+        num_hidden, keep = self._config.num_hidden, 1 - self._config.dropout
+        drawn = {}
+        for stream in dict.fromkeys(streams):
+            count = min(width, stream[1] - start)
+            factors = torch.zeros(num_hidden, width)
+            factors[:, :count] = torch.empty(count, num_hidden).bernoulli_(keep, generator=dropout[stream]).mT
+            drawn[stream] = factors.div_(keep)
+        return torch.stack([drawn[stream] for stream in streams])[:, None]

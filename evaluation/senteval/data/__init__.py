@@ -1,0 +1,1 @@
+"""The tasks of SentEval and the files that hold their data."""

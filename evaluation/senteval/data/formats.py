@@ -1,0 +1,211 @@
+"""The file formats of SentEval's tasks, read as its loaders read them (facebookresearch/SentEval@5d6dc11).
+
+All of them hold tokenised text; a sentence is a list of words, split at any white space. Rows come in file order.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evaluation.senteval.data.lines import parse_lines, read_lines
+from evaluation.senteval.data.taskdata import DataError
+
+Words = list[str]
+
+_TREC = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
+_SNLI = ("entailment", "neutral", "contradiction")
+_SICK = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
+
+
+@dataclass
+class Rows:
+    """Rows of one split in file order.
+
+    Attributes:
+        first: words of each row's sentence.
+        second: words of the sentence beside it; empty where a row is one sentence.
+        labels: class number, class name (probing) or gold score of each row.
+        unscored: rows left out because they have no gold score: place in the file from 0, and words of both sentences.
+        notes: what is odd in the files.
+    """
+
+    first: list[Words] = field(default_factory=list)
+    second: list[Words] = field(default_factory=list)
+    labels: list[int] | list[str] | list[float] = field(default_factory=list)
+    unscored: list[tuple[int, Words, Words]] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+
+def read_binary(one: Path, zero: Path) -> Rows:
+    """MR, CR, MPQA, SUBJ: a sentence a line, a file a class; latin-1; empty lines are rows."""
+    ones = [line.split() for line in read_lines(one, "latin-1", unicode_breaks=True)]
+    zeros = [line.split() for line in read_lines(zero, "latin-1", unicode_breaks=True)]
+    return Rows(first=ones + zeros, labels=[1] * len(ones) + [0] * len(zeros))
+
+
+def read_trec(path: Path) -> Rows:
+    """`LABEL:fine the question`, latin-1; the fine label is dropped."""
+
+    def parse(line: str) -> tuple[Words, int]:
+        label, rest = line.strip().split(":", 1)
+        if label not in _TREC:
+            raise ValueError(f"{label!r} is none of {', '.join(_TREC)}")
+        return rest.split(" ", 1)[1].split(), _TREC.index(label)
+
+    return _single(parse_lines(path, read_lines(path, "latin-1"), parse))
+
+
+def read_sst_binary(path: Path) -> Rows:
+    """`sentence<TAB>0|1`, UTF-8."""
+
+    def parse(line: str) -> tuple[Words, int]:
+        cells = line.strip().split("\t")
+        return cells[0].split(), _among(int(cells[1]), 2)
+
+    return _single(parse_lines(path, read_lines(path, "utf-8"), parse))
+
+
+def read_sst_fine(path: Path) -> Rows:
+    """`0..4 sentence`, UTF-8."""
+
+    def parse(line: str) -> tuple[Words, int]:
+        cells = line.strip().split(" ", 1)
+        return cells[1].split(), _among(int(cells[0]), 5)
+
+    return _single(parse_lines(path, read_lines(path, "utf-8"), parse))
+
+
+def read_mrpc(path: Path) -> Rows:
+    """`0|1<TAB>id<TAB>id<TAB>a<TAB>b` after a header (which has a byte order mark), UTF-8."""
+
+    def parse(line: str) -> tuple[Words, Words, int]:
+        cells = line.strip().split("\t")
+        return cells[3].split(), cells[4].split(), _among(int(cells[0]), 2)
+
+    lines = read_lines(path, "utf-8")
+    if "Quality" not in lines[0]:
+        raise DataError(f"{path}, line 1: no header (Quality, #1 ID, ...), so the first pair would be lost")
+    return _paired(parse_lines(path, lines, parse, skipped=1))
+
+
+def read_snli(first: Path, second: Path, labels: Path) -> Rows:
+    """Premises, hypotheses and labels, a file each; sentences latin-1, labels UTF-8.
+
+    The official loader also cuts latin-1 text at NEL (byte 0x85), which would shift the sentences against their labels;
+    we do not, and say so when the files have it.
+    """
+    columns = [read_lines(path, "latin-1") for path in (first, second)]
+    names = read_lines(labels, "utf-8")
+    _same_length({first: len(columns[0]), second: len(columns[1]), labels: len(names)})
+    notes = tuple(
+        f"{path.name}: has bytes (0x85 and the like) at which the official loader cuts lines; not cut here"
+        for path, lines in zip((first, second), columns, strict=True)
+        if any(len(line.splitlines()) > 1 for line in lines)
+    )
+    numbers = parse_lines(labels, names, lambda name: _named(name.strip(), _SNLI))
+    one, two = ([line.split() for line in column] for column in columns)
+    return Rows(first=one, second=two, labels=numbers, notes=notes)
+
+
+def read_sick(path: Path, entailment: bool) -> Rows:
+    """`id<TAB>a<TAB>b<TAB>1..5<TAB>judgment` after a header, UTF-8, LF or CRLF."""
+
+    def parse(line: str) -> tuple[Words, Words, int | float]:
+        cells = line.strip().split("\t")
+        label = _named(cells[4], _SICK) if entailment else _between(float(cells[3]), 1, 5)
+        return cells[1].split(), cells[2].split(), label
+
+    lines = read_lines(path, "utf-8")
+    if not lines[0].startswith("pair_ID"):
+        raise DataError(f"{path}, line 1: no header (pair_ID, ...), so the first pair would be lost")
+    return _paired(parse_lines(path, lines, parse, skipped=1))
+
+
+def read_sts_benchmark(path: Path) -> Rows:
+    """Seven columns: ..., score 0..5, a, b; no header, UTF-8."""
+
+    def parse(line: str) -> tuple[Words, Words, float]:
+        cells = line.strip().split("\t")
+        return cells[5].split(), cells[6].split(), _between(float(cells[4]), 0, 5)
+
+    return _paired(parse_lines(path, read_lines(path, "utf-8"), parse))
+
+
+def read_sts(sentences: Path, scores: Path) -> Rows:
+    """`a<TAB>b` and a file with a score 0..5 a line, UTF-8; rows with an empty score are left out."""
+    lines = read_lines(sentences, "utf-8", unicode_breaks=True)
+    gold = read_lines(scores, "utf-8", unicode_breaks=True)
+    _same_length({sentences: len(lines), scores: len(gold)})
+
+    def parse(line: str) -> tuple[Words, Words]:
+        cells = line.split("\t")
+        return cells[0].split(), cells[1].split()
+
+    pairs = parse_lines(sentences, lines, parse)
+    numbers = parse_lines(scores, gold, lambda line: _between(float(line), 0, 5) if line else None)
+    scored = [(pair, score) for pair, score in zip(pairs, numbers, strict=True) if score is not None]
+    return Rows(
+        first=[pair[0] for pair, _ in scored],
+        second=[pair[1] for pair, _ in scored],
+        labels=[score for _, score in scored],
+        unscored=[
+            (place, *pair) for place, (pair, score) in enumerate(zip(pairs, numbers, strict=True)) if score is None
+        ],
+    )
+
+
+def read_probing(path: Path) -> dict[str, Rows]:
+    """`tr|va|te<TAB>label<TAB>...<TAB>sentence`, UTF-8; by split, labels as they stand."""
+    names = {"tr": "train", "va": "dev", "te": "test"}
+
+    def parse(line: str) -> tuple[str, str, Words]:
+        cells = line.rstrip().split("\t")
+        if cells[0] not in names:
+            raise ValueError(f"{cells[0]!r} is none of {', '.join(names)}")
+        return names[cells[0]], cells[1], cells[-1].split()
+
+    parsed = parse_lines(path, read_lines(path, "utf-8"), parse)
+    splits = {}
+    for split in names.values():
+        rows = [(label, words) for where, label, words in parsed if where == split]
+        if not rows:
+            raise DataError(f"{path} has no {split} rows: its end is missing")
+        splits[split] = Rows(first=[words for _, words in rows], labels=[label for label, _ in rows])
+    return splits
+
+
+def _single(parsed: list[tuple[Words, int]]) -> Rows:
+    return Rows(first=[words for words, _ in parsed], labels=[label for _, label in parsed])
+
+
+def _paired(parsed: list[tuple[Words, Words, int]] | list[tuple[Words, Words, float]]) -> Rows:
+    return Rows([row[0] for row in parsed], [row[1] for row in parsed], [row[2] for row in parsed])
+
+
+def _among(label: int, num_classes: int) -> int:
+    if not 0 <= label < num_classes:
+        raise ValueError(f"class {label} is not within 0..{num_classes - 1}")
+    return label
+
+
+def _named(name: str, names: tuple[str, ...]) -> int:
+    if name not in names:
+        raise ValueError(f"{name!r} is none of {', '.join(names)}")
+    return names.index(name)
+
+
+def _between(score: float, low: float, high: float) -> float:
+    if not low <= score <= high:  # false for NaN too
+        raise ValueError(f"score {score} is not within {low}..{high}")
+    return score
+
+
+def _same_length(lengths: dict[Path, int]) -> None:
+    """Raises DataError when files that belong together line by line have unequal lengths."""
+    if len(set(lengths.values())) == 1:
+        return
+    told = ", ".join(f"{path.name} {length:,}" for path, length in lengths.items())
+    where = next(iter(lengths)).parent
+    raise DataError(
+        f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file is of another set",
+        faked="pairs would have other pairs' labels: scores at chance (the largest class) or a lower correlation",
+    )

@@ -1,0 +1,176 @@
+"""A task's data from a folder in SentEval's own layout (`downstream/` and `probing/`)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.excerpt import excerpt
+from evaluation.senteval.data import formats
+from evaluation.senteval.data.formats import Rows
+from evaluation.senteval.data.lines import git_sha1
+from evaluation.senteval.data.misplaced import where_else
+from evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, retrieval_paths
+from evaluation.senteval.data.taskdata import EMPTY, DataError, MissingDataError, Split, TaskData
+from evaluation.senteval.data.tasks import Task
+
+_BINARY = {  # class 1, class 0
+    "CR": ("custrev.pos", "custrev.neg"),
+    "MR": ("rt-polarity.pos", "rt-polarity.neg"),
+    "MPQA": ("mpqa.pos", "mpqa.neg"),
+    "SUBJ": ("subj.objective", "subj.subjective"),
+}
+_PROBING = {
+    "Length": "sentence_length",
+    "WordContent": "word_content",
+    "Depth": "tree_depth",
+    "TopConstituents": "top_constituents",
+    "BigramShift": "bigram_shift",
+    "Tense": "past_present",
+    "SubjNumber": "subj_number",
+    "ObjNumber": "obj_number",
+    "OddManOut": "odd_man_out",
+    "CoordinationInversion": "coordination_inversion",
+}
+_SPLIT_FILES = {
+    "SST2": {"train": "sentiment-train", "dev": "sentiment-dev", "test": "sentiment-test"},
+    "SST5": {"train": "sentiment-train", "dev": "sentiment-dev", "test": "sentiment-test"},
+    "TREC": {"train": "train_5500.label", "test": "TREC_10.label"},
+    "MRPC": {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"},
+    "SICKEntailment": {"train": "SICK_train.txt", "dev": "SICK_trial.txt", "test": "SICK_test_annotated.txt"},
+    "SICKRelatedness": {"train": "SICK_train.txt", "dev": "SICK_trial.txt", "test": "SICK_test_annotated.txt"},
+    "STSBenchmark": {"train": "sts-train.csv", "dev": "sts-dev.csv", "test": "sts-test.csv"},
+}
+_CLASSES = {
+    "CR": ("negative", "positive"),
+    "MR": ("negative", "positive"),
+    "MPQA": ("negative", "positive"),
+    "SUBJ": ("subjective", "objective"),
+    "SST2": ("negative", "positive"),
+    "SST5": ("very negative", "negative", "neutral", "positive", "very positive"),
+    "TREC": ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
+    "MRPC": ("different", "paraphrase"),
+    "SNLI": ("entailment", "neutral", "contradiction"),
+    "SICKEntailment": ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
+}
+
+
+def task_files(task: Task) -> tuple[str, ...]:
+    """The files the task needs, relative to the data folder, in the order they are read."""
+    if task.group == "probing":
+        names = [f"{_PROBING[task.name]}.txt"]
+    elif task.procedure == "similarity":
+        names = [f"STS.{kind}.{subset}.txt" for subset in task.subsets for kind in ("input", "gs")]
+    elif task.procedure == "retrieval":
+        names = [f"{name}{end}" for name in SPLITS.values() for end in (".npy", ".captions.txt")]
+    elif task.name == "SNLI":
+        names = [f"{column}.{split}" for split in ("train", "dev", "test") for column in ("s1", "s2", "labels")]
+    else:
+        names = [*_BINARY.get(task.name, ()), *_SPLIT_FILES.get(task.name, {}).values()]
+    return tuple(f"{task.folder}/{name}" for name in names)
+
+
+def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
+    """Reads a task as SentEval does, in the order in which it hands the rows to its classifiers.
+
+    Args:
+        task: which.
+        folder: holds `downstream` and `probing`.
+        hashed: also computes the files' hashes, by which the published ones are recognised.
+
+    Raises:
+        MissingDataError: none of the task's files is there.
+        DataError: some are missing or cannot be read; the message names file and line.
+    """
+    paths = [folder / name for name in task_files(task)]
+    if task.procedure == "retrieval":
+        retrieval_paths(folder / task.folder)
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        kind = MissingDataError if len(missing) == len(paths) else DataError
+        faked = f"one over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
+        found = where_else(task, folder, tuple(name for name in task_files(task) if not (folder / name).is_file()))
+        told = f"{folder / task.folder}: no {excerpt(missing)}"
+        raise kind(f"{told}; {found}" if found else told, faked=faked)
+    features: dict[str, NDArray[np.float32]] = {}
+    rows = _read(task, folder / task.folder, features)
+    classes = _CLASSES.get(task.name, ())
+    if task.group == "probing":
+        classes = tuple(sorted({str(label) for label in rows["train"].labels}))
+    return TaskData(
+        task=task,
+        splits={name: _in_official_order(task, part, classes, name) for name, part in rows.items()},
+        classes=classes,
+        files={name: git_sha1(folder / name) if hashed else "" for name in task_files(task)},
+        features=features,
+        num_empty=sum(not words for part in rows.values() for words in (*part.first, *part.second)),
+        notes=tuple(note for part in rows.values() for note in part.notes),
+    )
+
+
+def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) -> Mapping[str, Rows]:
+    if task.name in _BINARY:
+        one, zero = _BINARY[task.name]
+        return {"all": formats.read_binary(folder / one, folder / zero)}
+    if task.group == "probing":
+        return formats.read_probing(folder / f"{_PROBING[task.name]}.txt")
+    if task.procedure == "similarity":
+        return {
+            subset: formats.read_sts(folder / f"STS.input.{subset}.txt", folder / f"STS.gs.{subset}.txt")
+            for subset in task.subsets
+        }
+    if task.procedure == "retrieval":
+        rows = {}
+        for split in SPLITS:
+            rows[split], features[split] = read_retrieval(folder, split)
+        return rows
+    if task.name == "SNLI":
+        return {
+            split: formats.read_snli(folder / f"s1.{split}", folder / f"s2.{split}", folder / f"labels.{split}")
+            for split in ("train", "dev", "test")
+        }
+    readers = {
+        "SST2": formats.read_sst_binary,
+        "SST5": formats.read_sst_fine,
+        "TREC": formats.read_trec,
+        "MRPC": formats.read_mrpc,
+        "SICKEntailment": lambda path: formats.read_sick(path, entailment=True),
+        "SICKRelatedness": lambda path: formats.read_sick(path, entailment=False),
+        "STSBenchmark": formats.read_sts_benchmark,
+    }
+    return {split: readers[task.name](folder / name) for split, name in _SPLIT_FILES[task.name].items()}
+
+
+def _in_official_order(task: Task, rows: Rows, classes: tuple[str, ...], split: str) -> Split:
+    """Sorted by numbers of words, then label: the order decides the folds and the batches of the classifiers."""
+    labels = _numbers(task, rows, classes, split)
+    first = np.array([len(words) for words in rows.first], dtype=np.int64)
+    second = np.array([len(words) for words in rows.second], dtype=np.int64)
+    last: NDArray[Any] = labels
+    if task.name == "SNLI":  # by hypothesis first, and labels by their names
+        first, second = second, first
+        last = np.array([sorted(classes).index(classes[label]) for label in labels], dtype=np.int64)
+    if task.procedure == "retrieval":
+        order = np.arange(len(labels))
+    else:
+        order = np.lexsort((last, second, first) if rows.second else (last, first))  # stable, the last key leads
+    return Split(
+        first=tuple(" ".join(rows.first[row]) or EMPTY for row in order),
+        second=tuple(" ".join(rows.second[row]) or EMPTY for row in order) if rows.second else None,
+        labels=labels[order],
+        order=order.astype(np.int64),
+        unscored=tuple((place, " ".join(one) or EMPTY, " ".join(two) or EMPTY) for place, one, two in rows.unscored),
+    )
+
+
+def _numbers(task: Task, rows: Rows, classes: tuple[str, ...], split: str) -> NDArray[Any]:
+    if task.group != "probing":
+        scores = task.procedure in ("relatedness", "similarity")
+        return np.array(rows.labels, dtype=np.float64 if scores else np.int64)
+    unknown = sorted({str(label) for label in rows.labels} - set(classes))
+    if unknown:
+        raise DataError(f"{task.name}: {split} has classes that train has not: {', '.join(unknown[:5])}")
+    numbers = {name: number for number, name in enumerate(classes)}
+    return np.array([numbers[str(label)] for label in rows.labels], dtype=np.int64)

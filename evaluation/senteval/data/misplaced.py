@@ -1,0 +1,69 @@
+"""Places of a task's files that are not where they belong: a folder too high or too deep, or names in another case."""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from evaluation.senteval.data.tasks import Task
+
+_MAX_LISTED = 100
+"""Folders of a level that are looked into."""
+
+
+def where_else(task: Task, folder: Path, names: tuple[str, ...]) -> str:
+    """The advice on files that are not where they belong; "" where none is found near.
+
+    Args:
+        task: whose files.
+        folder: the data folder that was named.
+        names: of the files, relative to it.
+    """
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    for root in _roots(folder):
+        there = {name: path for name in names if (path := _look(root, name)) is not None}
+        if not there:
+            continue
+        name, path = next(iter(there.items()))
+        below = path.relative_to(root).as_posix()
+        if root == folder:
+            return f"{below} was found: it must be called {name}, in this case"
+        case = "" if below == name else f", and call {below} there {name}"
+        return f"{len(there)} of {len(names)} files are at {root / task.folder}: name {root} with --data{case}"
+    short = [str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in names]
+    for name, full in zip(short, names, strict=True):
+        if (path := _look(folder, name)) is not None:
+            return f"{path} was found: it belongs to {folder / full}"
+    return ""
+
+
+def _roots(folder: Path) -> Iterator[Path]:
+    """The folder, those around it and those in it, two levels either way."""
+    yield folder
+    yield from list(folder.absolute().parents)[:2]
+    for first in _folders(folder):
+        yield first
+        yield from _folders(first)
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())[:_MAX_LISTED]
+    except OSError:
+        return []
+
+
+def _look(root: Path, name: str) -> Path | None:
+    """A file of that name below `root`, whatever the case of its letters; None where there is none."""
+    found = root
+    for part in PurePosixPath(name).parts:
+        if (found / part).exists():
+            found /= part
+            continue
+        try:
+            same = [path for path in found.iterdir() if path.name.lower() == part.lower()]
+        except OSError:
+            return None
+        if not same:
+            return None
+        found = same[0]
+    return found if found.is_file() else None

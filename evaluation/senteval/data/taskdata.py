@@ -1,0 +1,105 @@
+"""A task's data as plain values: sentences, labels, splits; and how a set that cannot be read is reported.
+
+Legend: R rows of a split, I images, D features of an image.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.senteval.data.tasks import Task
+
+EMPTY = "."
+"""What stands for a line without words: SentEval's examples and DeCLUTR's script embed a full stop for it."""
+
+
+class DataError(ValueError):
+    """Data that is not what SentEval's loader reads.
+
+    Attributes:
+        faked: what a score on it would have looked like, or "".
+    """
+
+    def __init__(self, message: str, faked: str = "") -> None:
+        super().__init__(message)
+        self.faked = faked
+
+
+class MissingDataError(DataError):
+    """Nothing of the task's data is there."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of one split, or of one subset of an STS task, in the order SentEval gives them to its classifiers.
+
+    Attributes:
+        first: R sentences, words joined by one space.
+        second: R sentences beside them, or None where a row is one sentence.
+        labels: `(R,)`; int64 classes from 0, or float64 gold scores. Retrieval: `(R,)` index of the caption's image.
+        order: `(R,)` int64; row i is the `order[i]`-th scored row of the files.
+        unscored: rows of the files without a gold score, which are left out: place among all rows of the file from 0,
+            and both sentences.
+    """
+
+    first: tuple[str, ...]
+    second: tuple[str, ...] | None
+    labels: NDArray[np.int64] | NDArray[np.float64]
+    order: NDArray[np.int64]
+    unscored: tuple[tuple[int, str, str], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def num_unscored(self) -> int:
+        """Rows of the files without a gold score."""
+        return len(self.unscored)
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """All data of a task.
+
+    Attributes:
+        task: whose.
+        splits: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets.
+        classes: name of each class, by its number; empty for gold scores.
+        files: what was read, relative to the data folder, with git's SHA-1 of each ("" where it is not computed).
+        features: `(I, D)` float32 image features by split (retrieval alone).
+        num_empty: lines without a word; `EMPTY` stands for them.
+        notes: what a reader should know of how the files were read.
+    """
+
+    task: Task
+    splits: Mapping[str, Split]
+    classes: tuple[str, ...]
+    files: Mapping[str, str]
+    features: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    num_empty: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all splits."""
+        return sum(len(split) for split in self.splits.values())
+
+
+def sentences(data: TaskData) -> tuple[str, ...]:
+    """Each distinct sentence of the task once, in the order of first sight."""
+    seen: dict[str, None] = {}
+    for split in data.splits.values():
+        seen.update(dict.fromkeys(split.first))
+        seen.update(dict.fromkeys(split.second or ()))
+    return tuple(seen)
+
+
+def sentence_rows(tasks: Iterable[TaskData]) -> dict[str, int]:
+    """A row number for each distinct sentence of all tasks: each is embedded once, whatever tasks it occurs in."""
+    rows: dict[str, int] = {}
+    for data in tasks:
+        for text in sentences(data):
+            rows.setdefault(text, len(rows))
+    return rows

@@ -1,0 +1,1 @@
+"""SentEval's data from the addresses that still serve them."""

@@ -1,0 +1,154 @@
+"""`declutr evaluate --download DIR`: the data that can still be had, into SentEval's layout, each file checked.
+
+An archive is never extracted: its members are read as streams, and only those that are wanted, regular files of a sane
+size, are written, each under the name that we give it.
+"""
+
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from common.storage import write_aside
+from evaluation.senteval.data.lines import git_sha1
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.download.snli_archive import FILES, SnliError, make_split
+from evaluation.senteval.download.sources import RemoteArchive, RemoteFile, RemoteSnli, Sources, known_hashes
+from evaluation.senteval.download.transfer import TransferError, fetch
+
+_MAX_FILE_BYTES = 256 << 20
+_MAX_ARCHIVE_BYTES = 2 << 30
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What became of one file.
+
+    Attributes:
+        path: relative to the data folder.
+        outcome: one of fetched, kept (it was there), failed.
+        note: why it failed, or what is to be known of it.
+    """
+
+    path: str
+    outcome: str
+    note: str = ""
+
+
+def download(folder: Path, sources: Sources, tell: Callable[[str], None] = lambda _: None) -> tuple[Fetched, ...]:
+    """Fetches everything that is not there yet; goes on after what fails.
+
+    A file that is there is kept, whatever it holds: the check of the tasks says what is wrong with it.
+
+    Args:
+        folder: the data folder.
+        sources: where from.
+        tell: is given a line before each transfer.
+    """
+    outcomes = [_fetch_file(folder, file, tell) for file in sources.files]
+    for archive in sources.archives:
+        outcomes += _fetch_archive(folder, archive, tell)
+    if sources.snli:
+        outcomes += _make_snli(folder, sources.snli, tell)
+    return tuple(outcomes)
+
+
+def _fetch_file(folder: Path, file: RemoteFile, tell: Callable[[str], None]) -> Fetched:
+    target = folder / file.path
+    if target.exists():
+        return Fetched(file.path, "kept")
+
+    def verify(path: Path) -> None:
+        if file.expected and (found := git_sha1(path)) != file.expected:
+            raise ValueError(f"holds something else (git SHA-1 {found}) than what was published ({file.expected})")
+
+    tell(f"{file.path} from {file.url}")
+    try:
+        fetch(file.url, target, _MAX_FILE_BYTES, verify)
+    except TransferError as error:
+        return Fetched(file.path, "failed", str(error))
+    return Fetched(file.path, "fetched", "" if file.expected else "no published hash to compare with")
+
+
+def _fetch_archive(folder: Path, archive: RemoteArchive, tell: Callable[[str], None]) -> list[Fetched]:
+    wanted = [path for path in archive.paths if not (folder / path).exists()]
+    kept = [Fetched(path, "kept") for path in archive.paths if path not in wanted]
+    if not wanted:
+        return kept
+    held = folder / ".downloads" / archive.url.rsplit("/", 1)[-1]
+    tell(f"{len(wanted)} files from {archive.url}")
+    try:
+        if not held.exists():
+            fetch(archive.url, held, _MAX_ARCHIVE_BYTES)
+        done = list(_take(held, folder, wanted, archive.below))
+    except (TransferError, tarfile.TarError, EOFError) as error:
+        if not isinstance(error, TransferError):
+            held.unlink()  # not an archive, or a broken one: the next call fetches it again
+        lacking = [path for path in wanted if not (folder / path).exists()]
+        return kept + [Fetched(path, "failed", str(error)) for path in lacking]
+    _discard(held)
+    return kept + done
+
+
+def _make_snli(folder: Path, snli: RemoteSnli, tell: Callable[[str], None]) -> Iterator[Fetched]:
+    """The three files of each split; a split of which one is there is left alone."""
+    below = find("SNLI").folder
+    parts = {split: [f"{below}/{name}.{split}" for name in FILES] for split in ("train", "dev", "test")}
+    wanted = {split: paths for split, paths in parts.items() if not any((folder / path).exists() for path in paths)}
+    yield from (Fetched(path, "kept") for split in parts if split not in wanted for path in parts[split])
+    if not wanted:
+        return
+    held = folder / ".downloads" / snli.url.rsplit("/", 1)[-1]
+    tell(f"SNLI from {snli.url}; tokenised here, which takes some minutes")
+    hashes = {path.rsplit("/", 1)[-1]: digest for path, digest in known_hashes().items() if path.startswith(below)}
+    for split, paths in wanted.items():
+        try:
+            if not held.exists():
+                fetch(snli.url, held, _MAX_ARCHIVE_BYTES)
+            make_split(held, split, folder / below, hashes)
+            yield from (Fetched(path, "fetched") for path in paths)
+        except (TransferError, SnliError) as error:
+            yield from (Fetched(path, "failed", str(error)) for path in paths)
+    _discard(held)
+
+
+def _discard(held: Path) -> None:
+    held.unlink(missing_ok=True)
+    if held.parent.exists() and not any(held.parent.iterdir()):
+        held.parent.rmdir()
+
+
+def _take(held: Path, folder: Path, wanted: list[str], below: str) -> Iterator[Fetched]:
+    """Writes the wanted members; what the archive lacks is told as failed."""
+    ends = {path.removeprefix(below): path for path in wanted}
+    with tarfile.open(held, mode="r|*") as archive:  # a stream: one pass, no seeking, nothing extracted
+        for member in archive:
+            path = next((ends[end] for end in _ends(member.name) if end in ends), None)
+            if path is None or not member.isreg():
+                continue
+            del ends[path.removeprefix(below)]
+            if member.size > _MAX_FILE_BYTES:
+                yield Fetched(path, "failed", f"{member.size:,} bytes in the archive, more than any published file has")
+                continue
+            stream = archive.extractfile(member)
+            if stream is not None:
+                _write(stream, folder / path)
+                same = git_sha1(folder / path) == known_hashes().get(path)
+                yield Fetched(path, "fetched", "" if same else "differs from the copy whose hash is known")
+    for path in ends.values():
+        yield Fetched(path, "failed", f"{held.name} does not hold it")
+
+
+def _ends(name: str) -> Iterator[str]:
+    """`a/b/c`, `b/c`, `c` of a member's name."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    for first in range(len(parts)):
+        yield "/".join(parts[first:])
+
+
+def _write(stream: IO[bytes], target: Path) -> None:
+    with write_aside(target) as aside, aside.open("wb") as file:
+        while chunk := stream.read(_CHUNK_BYTES):
+            file.write(chunk)

@@ -1,0 +1,49 @@
+"""Data and transfers in lines of text for the terminal."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from common.excerpt import excerpt
+from evaluation.senteval.checks.checking import UNCHECKED
+from evaluation.senteval.data.findings import Inspection
+from evaluation.senteval.download.downloading import Fetched
+from evaluation.senteval.download.sources import Sources
+
+_SAID = {
+    "identical": "the published files, byte for byte",
+    "published": "every row as published, other bytes: scores are marked",
+    "altered": "NOT the published files: scores are marked",
+    "unpublished": "NOT the published set: scores are marked and comparable with none",
+    "refused": "REFUSED",
+    "missing": "missing",
+}
+
+
+def overview(inspections: Sequence[Inspection]) -> Iterator[str]:
+    """A line a task, its warnings and reasons below it, and a sum."""
+    for inspection in inspections:
+        rows = f"{inspection.data.num_rows:>9,} rows" if inspection.data else " " * 14
+        yield f"{inspection.task.label:9s} {rows}  {_SAID[inspection.standing]}"
+        told = [finding for finding in inspection.findings if finding.level != "info"]
+        yield from (f"{'':26s}{finding.what}" for finding in told)
+        if inspection.standing == "refused":  # many findings fake the same score
+            faked = dict.fromkeys(finding.faked for finding in told if finding.faked)
+            yield from (f"{'':26s}a score would be: {what}" for what in faked)
+    counts = Counter(inspection.standing for inspection in inspections)
+    yield ", ".join(f"{number} {standing}" for standing, number in counts.items())
+    if counts["refused"]:
+        yield UNCHECKED
+
+
+def transfers(fetched: Sequence[Fetched], sources: Sources) -> Iterator[str]:
+    """What was fetched, what failed and why, and what cannot be fetched at all."""
+    counts = Counter(file.outcome for file in fetched)
+    yield f"files: {counts['fetched']} fetched, {counts['kept']} were there, {counts['failed']} failed"
+    notes: dict[tuple[str, str], list[str]] = {}
+    for file in fetched:
+        if file.note:
+            notes.setdefault((file.outcome, file.note), []).append(file.path)
+    for (outcome, note), paths in notes.items():
+        yield f"  {outcome}: {excerpt(paths)}: {note}"
+    for gone in sources.gone:
+        yield f"  cannot be fetched: {', '.join(gone.tasks)}: {gone.why}"

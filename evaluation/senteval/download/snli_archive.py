@@ -1,0 +1,67 @@
+"""SNLI as SentEval has it, made from the corpus' own zip: labels, premises and hypotheses, a file each, tokenised.
+
+The zip is read as a stream, member by member; nothing is extracted. What is made must have the published hash, or it is
+not kept: our tokenisation and theirs would differ.
+"""
+
+import io
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.storage import write_aside
+from evaluation.senteval.data.lines import git_sha1
+from evaluation.senteval.download.treebank import tokenize
+
+FILES = ("labels", "s1", "s2")
+_COLUMNS = ("gold_label", "sentence1", "sentence2")
+_MAX_LINE_CHARACTERS = 1 << 20
+
+
+class SnliError(ValueError):
+    """A zip that is not SNLI 1.0, or files that are not the published ones."""
+
+
+def make_split(archive: Path, split: str, folder: Path, hashes: dict[str, str]) -> None:
+    """Writes `labels.<split>`, `s1.<split>` and `s2.<split>` into `folder`, all three or none.
+
+    Args:
+        archive: snli_1.0.zip.
+        split: train, dev or test.
+        folder: takes the files.
+        hashes: git's SHA-1 that each file must have, by its name; a file without one is kept as it is.
+
+    Raises:
+        SnliError: the zip has no such split or other columns, or a file has another hash.
+    """
+    paths = [folder / f"{name}.{split}" for name in FILES]
+    with write_aside(paths[0]) as labels, write_aside(paths[1]) as first, write_aside(paths[2]) as second:
+        with labels.open("wb") as one, first.open("wb") as two, second.open("wb") as three:
+            for label, premise, hypothesis in _pairs(archive, f"snli_1.0_{split}.txt"):
+                one.write(f"{label}\n".encode())
+                two.write(f"{tokenize(premise)}\n".encode())
+                three.write(f"{tokenize(hypothesis)}\n".encode())
+        for path, aside in zip(paths, (labels, first, second), strict=True):
+            expected = hashes.get(path.name, "")
+            if expected and (found := git_sha1(aside)) != expected:
+                raise SnliError(f"{path.name} made from {archive.name} has git SHA-1 {found}, published is {expected}")
+
+
+def _pairs(archive: Path, name: str) -> Iterator[tuple[str, str, str]]:
+    """Label, premise and hypothesis of every pair that has a label."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            members = [member for member in opened.namelist() if member.rsplit("/", 1)[-1] == name]
+            members = [member for member in members if "__MACOSX" not in member]
+            if len(members) != 1:
+                raise SnliError(f"{archive.name} holds {len(members)} files called {name}")
+            with opened.open(members[0]) as stream, io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as lines:
+                header = lines.readline(_MAX_LINE_CHARACTERS).rstrip("\n").split("\t")
+                if (header[0], *header[5:7]) != _COLUMNS:
+                    raise SnliError(f"{name} has columns {', '.join(header[:7])}, not those of SNLI 1.0")
+                while line := lines.readline(_MAX_LINE_CHARACTERS):
+                    cells = line.rstrip("\n").split("\t")
+                    if cells[0] != "-":
+                        yield cells[0], cells[5], cells[6]
+    except (zipfile.BadZipFile, IndexError, UnicodeDecodeError) as error:
+        raise SnliError(f"{archive.name} is broken or not SNLI 1.0: {error}") from error

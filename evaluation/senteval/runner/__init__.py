@@ -1,0 +1,1 @@
+"""An evaluation from an encoder to files of results, resumable."""

@@ -1,0 +1,179 @@
+"""An encoder through SentEval: each distinct sentence embedded once, units scored, every result at once on disk.
+
+A killed evaluation goes on with the parts of embeddings and the units that it had; one that had finished reads them.
+"""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from common.session import SessionConfig
+from common.storage import read_json, write_json
+from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.senteval.data.findings import Inspection
+from evaluation.senteval.data.taskdata import sentence_rows, sentences
+from evaluation.senteval.data.tasks import TASKS
+from evaluation.senteval.runner.eta import duration
+from evaluation.senteval.runner.plan import Choice, StoredUnit, Unit, plan_units
+from evaluation.senteval.runner.vectors import embed_all, parts_folder
+from evaluation.senteval.runner.workers import score_units
+from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
+from evaluation.senteval.scores.results import Protocol, Report, result_of
+from evaluation.senteval.scores.scoring import Method, method_for
+
+_CACHE = "embeddings"
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+Units = Mapping[tuple[str, Method], StoredUnit]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An encoder's results.
+
+    Attributes:
+        encoder: its name.
+        fingerprint: of all that decides its embeddings.
+        size: numbers in an embedding.
+        reports: by protocol.
+        geometry: alignment and uniformity on STS-B; empty where that was not asked for.
+        warnings: of the encoder as a whole: collapsed, mostly zero.
+        seconds: that its units took, one after another.
+        pretrained: name of the encoder that it started from; "" where that is not known.
+    """
+
+    encoder: str
+    fingerprint: str
+    size: int
+    reports: Mapping[Protocol, Report]
+    geometry: Mapping[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    seconds: float = 0.0
+    pretrained: str = ""
+
+
+def evaluate(
+    encoder: SentenceEncoder,
+    inspections: Sequence[Inspection],
+    choice: Choice,
+    output: Path,
+    session: SessionConfig,
+    say: Callable[[str], None],
+) -> Evaluated:
+    """Scores an encoder on all usable tasks, going on from what `output` holds.
+
+    Args:
+        encoder: to be scored.
+        inspections: of the tasks of `choice`.
+        choice: tasks, protocols, classifiers.
+        output: takes `<encoder>-<fingerprint>/<task>.json` as they finish, and embeddings until all is done.
+        session: where the classifiers run.
+        say: takes lines on the progress.
+
+    Raises:
+        EncoderError: embeddings that are not finite.
+    """
+    folder = output / f"{_UNSAFE.sub('_', encoder.name).strip('_')[-60:]}-{encoder.fingerprint[:8]}"
+    units = plan_units(inspections, choice, encoder.fingerprint, folder)
+    there = {(unit.data.task.name, unit.method): stored for unit in units if (stored := unit.stored())}
+    todo = [unit for unit in units if (unit.data.task.name, unit.method) not in there]
+    warnings: tuple[str, ...] = _known_warnings(folder, encoder.fingerprint)
+    if todo:
+        if there:
+            say(f"{encoder.name}: {len(there)} of {len(units)} results were there")
+        found, warnings = _score(encoder, units, todo, choice, output, session, say)
+        there |= found
+        write_json(folder / "encoder.json", {"fingerprint": encoder.fingerprint, "warnings": list(warnings)})
+        shutil.rmtree(output / _CACHE / encoder.fingerprint[:16], ignore_errors=True)
+    return assemble(encoder, inspections, choice, there, warnings)
+
+
+def _score(
+    encoder: SentenceEncoder,
+    units: Sequence[Unit],
+    todo: Sequence[Unit],
+    choice: Choice,
+    output: Path,
+    session: SessionConfig,
+    say: Callable[[str], None],
+) -> tuple[dict[tuple[str, Method], StoredUnit], tuple[str, ...]]:
+    """Embeds the sentences of the units that are to be done, and does them."""
+    rows = _rows(units)  # what a killed call has embedded is taken, also of units that it has done
+    if not parts_folder(output / _CACHE, encoder.fingerprint, list(rows)).is_dir():
+        rows = _rows(todo)
+    vectors = embed_all(encoder, list(rows), output / _CACHE, say)
+    warnings = collapse_warnings(vectors.take(sample_rows(len(rows))))
+    for warning in warnings:
+        say(f"{encoder.name}: WARNING: {warning}")
+
+    def take(unit: Unit) -> np.ndarray:
+        return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))
+
+    begun, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
+    found: dict[tuple[str, Method], StoredUnit] = {}
+    for unit, stored in score_units(todo, take, choice.classifier, session):
+        write_json(unit.path, stored.model_dump(mode="json"))
+        found[unit.data.task.name, unit.method] = stored
+        done += unit.cost
+        left = (time.monotonic() - begun) * (total - done) / done
+        more = f", about {duration(left)} left" if left >= 1 else ""
+        outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
+        say(f"{encoder.name}: {len(found)}/{len(todo)} {unit.name} {outcome}{more}")
+    return found, warnings
+
+
+def _rows(units: Sequence[Unit]) -> dict[str, int]:
+    return sentence_rows({unit.data.task.name: unit.data for unit in units}.values())
+
+
+def assemble(
+    encoder: SentenceEncoder,
+    inspections: Sequence[Inspection],
+    choice: Choice,
+    units: Units,
+    warnings: tuple[str, ...],
+) -> Evaluated:
+    """Results of all protocols from the units."""
+    reports = {protocol: _report(encoder.name, protocol, inspections, units) for protocol in choice.protocols}
+    geometry = units.get(("STSBenchmark", "geometry"))
+    return Evaluated(
+        encoder=encoder.name,
+        fingerprint=encoder.fingerprint,
+        size=encoder.size,
+        reports=reports,
+        geometry=dict(geometry.scores) if geometry else {},
+        warnings=warnings,
+        seconds=round(sum(unit.seconds for unit in units.values()), 3),
+        pretrained=getattr(encoder, "pretrained", ""),
+    )
+
+
+def _report(encoder: str, protocol: Protocol, inspections: Sequence[Inspection], units: Units) -> Report:
+    results, missing = {}, {}
+    for inspection in inspections:
+        name = inspection.task.name
+        method = method_for(inspection.task, protocol)
+        if method is None:
+            continue
+        unit = units.get((name, method))
+        if unit is None or unit.failed:
+            missing[name] = unit.failed if unit else inspection.reason
+        else:
+            results[name] = result_of(inspection, protocol, unit.scores, *unit.warnings)
+    for task in TASKS:
+        if method_for(task, protocol) is not None and task.name not in results:
+            missing.setdefault(task.name, "not asked for")
+    return Report(encoder, protocol, results, missing)
+
+
+def _known_warnings(folder: Path, fingerprint: str) -> tuple[str, ...]:
+    path = folder / "encoder.json"
+    if not path.is_file():
+        return ()
+    stored = read_json(path)
+    return tuple(stored["warnings"]) if stored.get("fingerprint") == fingerprint else ()

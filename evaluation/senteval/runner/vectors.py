@@ -1,0 +1,122 @@
+"""Embeddings of a list of sentences on disk, in parts that are whole or absent: a killed evaluation goes on.
+
+A folder belongs to one encoder (by its fingerprint) and one list (by its hash). A part is a `.npy` of at most 16,384
+rows, read back without unpickling anything.
+
+Legend: N sentences, D embedding size.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.storage import write_aside
+from evaluation.encoders.protocol import EncoderError, SentenceEncoder
+from evaluation.senteval.runner.eta import duration
+
+PART_ROWS = 16_384
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """`(N, D)` float32 in parts of `part_rows` rows.
+
+    Attributes:
+        folder: of the parts.
+        num_rows: N.
+        size: D.
+        part_rows: of each part but the last.
+    """
+
+    folder: Path
+    num_rows: int
+    size: int
+    part_rows: int = PART_ROWS
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Rows `(len(rows), D)`, in that order; only the parts that hold them are opened."""
+        taken = np.empty((len(rows), self.size), np.float32)
+        parts = rows // self.part_rows
+        for part in np.unique(parts):
+            here = np.flatnonzero(parts == part)
+            stored = np.load(self.path(int(part)), mmap_mode="r", allow_pickle=False)
+            taken[here] = stored[rows[here] - part * self.part_rows]
+        return taken
+
+    def path(self, part: int) -> Path:
+        """Where a part lies."""
+        return self.folder / f"part-{part:05d}.npy"
+
+    def there(self, part: int) -> bool:
+        """Whether a part is there as it must be."""
+        path = self.path(part)
+        if not path.is_file():
+            return False
+        rows = min(self.part_rows, self.num_rows - part * self.part_rows)
+        try:
+            stored = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError):
+            return False
+        return bool(stored.shape == (rows, self.size) and stored.dtype == np.float32)
+
+
+def texts_hash(texts: Sequence[str]) -> str:
+    """SHA-256 of a list of sentences, in hexadecimal."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()
+
+
+def parts_folder(cache: Path, fingerprint: str, texts: Sequence[str], part_rows: int = PART_ROWS) -> Path:
+    """Where the parts of an encoder's embeddings of these texts lie."""
+    return cache / fingerprint[:16] / f"{texts_hash(texts)[:16]}-{part_rows}"
+
+
+def embed_all(
+    encoder: SentenceEncoder,
+    texts: Sequence[str],
+    cache: Path,
+    say: Callable[[str], None],
+    part_rows: int = PART_ROWS,
+) -> Vectors:
+    """Embeds each text once; parts that an earlier call left are taken as they are.
+
+    Args:
+        encoder: whose embeddings.
+        texts: N different sentences.
+        cache: folder of all caches; this one's is named by encoder and texts.
+        say: takes lines on the progress.
+        part_rows: sentences of a part.
+
+    Raises:
+        EncoderError: the encoder gave another shape than it says, or values that are not finite.
+    """
+    folder = parts_folder(cache, encoder.fingerprint, texts, part_rows)
+    vectors = Vectors(folder, len(texts), encoder.size, part_rows)
+    numbers = range(-(-len(texts) // part_rows))
+    missing = [part for part in numbers if not vectors.there(part)]
+    if len(missing) < len(numbers):
+        say(f"{encoder.name}: {len(numbers) - len(missing)} of {len(numbers)} parts of embeddings were there")
+    begun = time.monotonic()
+    for done, part in enumerate(missing, start=1):
+        own = texts[part * part_rows : (part + 1) * part_rows]
+        made = np.ascontiguousarray(encoder.encode(own), np.float32)
+        if made.shape != (len(own), encoder.size):
+            raise EncoderError(f"{encoder.name}: {made.shape} embeddings of {len(own)} texts of {encoder.size} numbers")
+        wrong = int((~np.isfinite(made)).any(axis=1).sum())
+        if wrong:
+            raise EncoderError(
+                f"{encoder.name}: {wrong:,} of {len(own):,} embeddings hold values that are not finite: no score"
+            )
+        with write_aside(vectors.path(part)) as aside, aside.open("wb") as stream:
+            np.save(stream, made)
+        left = (time.monotonic() - begun) / done * (len(missing) - done)
+        more = f", about {duration(left)} left" if left >= 1 else ""
+        say(f"{encoder.name}: embedded {min((part + 1) * part_rows, len(texts)):,} of {len(texts):,} sentences{more}")
+    return vectors

@@ -1,0 +1,1 @@
+"""Scores of a task from the embeddings of its sentences."""

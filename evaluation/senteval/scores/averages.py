@@ -1,0 +1,124 @@
+"""The number of each task that tables show, and the averages of SentEval, DeCLUTR and SimCSE over them.
+
+DeCLUTR (scripts/run_senteval.py): STS12-16 by the mean of the subsets' Spearman, SICK-R and STS-B by the Spearman of
+the regression on test, MRPC by the mean of accuracy and F1, COCO by the mean of six recalls, everything else by
+accuracy. Its first paper averages downstream (18 tasks) and probing (10) and takes the mean of the two; the second
+leaves SNLI out. SimCSE (evaluation.py): seven STS tasks by one Spearman over all pairs, seven transfer tasks by
+accuracy; the average is taken over values already rounded to two decimals.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+
+_RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
+_WITHOUT_SNLI = tuple(name for name in DOWNSTREAM if name != "SNLI")
+
+Scores = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Average:
+    """An average over a set of tasks.
+
+    Attributes:
+        name: of the set.
+        value: in percent; None where a task is missing.
+        dev: the same of the dev scores, None also where the set has none.
+        missing: tasks of the set without a score.
+        marked: tasks of the set whose data are not the published ones, so that the average is comparable with none.
+    """
+
+    name: str
+    value: float | None
+    dev: float | None = None
+    missing: tuple[str, ...] = ()
+    marked: tuple[str, ...] = ()
+
+
+def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] = "senteval") -> float:
+    """The number of a table, in percent.
+
+    Raises:
+        KeyError: the score it is made of is not there.
+    """
+    procedure = find(task).procedure
+    if procedure == "similarity":
+        return 100 * scores["spearman.mean" if protocol == "senteval" else "spearman.all"]
+    if procedure == "relatedness":
+        return 100 * scores["spearman"]
+    if procedure == "retrieval":
+        return sum(scores[name] for name in _RECALLS) / len(_RECALLS)
+    if protocol == "senteval" and "f1" in scores:
+        return (scores["acc"] + scores["f1"]) / 2
+    return scores["acc"]
+
+
+def dev_headline(task: str, scores: Scores) -> float:
+    """DeCLUTR's number on dev, in percent; an STS task has no dev split and counts as on test."""
+    procedure = find(task).procedure
+    if procedure == "similarity":
+        return headline(task, scores)
+    if procedure == "relatedness":
+        return 100 * scores["devpearson"]
+    return scores["devacc"] / (len(_RECALLS) if procedure == "retrieval" else 1)
+
+
+def averages(
+    results: Mapping[str, Scores],
+    protocol: Literal["senteval", "simcse"] = "senteval",
+    marked: Collection[str] = (),
+) -> tuple[Average, ...]:
+    """All averages of a protocol; only complete sets have a value.
+
+    Args:
+        results: scores of the tasks, by task.
+        protocol: senteval: downstream, downstream without SNLI, probing, the means of both, all 28, and transfer;
+            simcse: STS and transfer.
+        marked: tasks on other data than the published ones.
+    """
+    transfer = _rounded("transfer", TRANSFER, results, marked)
+    if protocol == "simcse":
+        return (_rounded("STS", STS, results, marked), transfer)
+    downstream = _average("downstream", DOWNSTREAM, results, marked)
+    without_snli = _average("downstream without SNLI", _WITHOUT_SNLI, results, marked)
+    probing = _average("probing", PROBING, results, marked)
+    return (
+        downstream,
+        without_snli,
+        probing,
+        _mean_of("mean of downstream and probing", downstream, probing),
+        _mean_of("mean of downstream without SNLI and probing", without_snli, probing),
+        _average("all 28 tasks", DOWNSTREAM + PROBING, results, marked),
+        transfer,
+    )
+
+
+def _average(name: str, tasks: tuple[str, ...], results: Mapping[str, Scores], marked: Collection[str]) -> Average:
+    missing = tuple(task for task in tasks if task not in results)
+    told = tuple(task for task in tasks if task in marked)
+    if missing:
+        return Average(name, None, None, missing, told)
+    value = sum(headline(task, results[task]) for task in tasks) / len(tasks)
+    has_dev = all(
+        find(task).procedure == "similarity" or {"devacc", "devpearson"} & set(results[task]) for task in tasks
+    )
+    dev = sum(dev_headline(task, results[task]) for task in tasks) / len(tasks) if has_dev else None
+    return Average(name, value, dev, missing, told)
+
+
+def _rounded(name: str, tasks: tuple[str, ...], results: Mapping[str, Scores], marked: Collection[str]) -> Average:
+    missing = tuple(task for task in tasks if task not in results)
+    told = tuple(task for task in tasks if task in marked)
+    if missing:
+        return Average(name, None, None, missing, told)
+    values = [float(f"{headline(task, results[task], 'simcse'):.2f}") for task in tasks]
+    return Average(name, sum(values) / len(values), None, missing, told)
+
+
+def _mean_of(name: str, one: Average, two: Average) -> Average:
+    value = (one.value + two.value) / 2 if one.value is not None and two.value is not None else None
+    dev = (one.dev + two.dev) / 2 if one.dev is not None and two.dev is not None else None
+    return Average(name, value, dev, one.missing + two.missing, one.marked + two.marked)

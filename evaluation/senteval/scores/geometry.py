@@ -1,0 +1,91 @@
+"""Alignment and uniformity of an encoder on STS-B (Wang and Isola 2020), as the SimCSE family plots them.
+
+alignment = E ||f(x) - f(x+)||^2 over pairs scored above 4, uniformity = log E exp(-2 ||f(x) - f(y)||^2) over all
+sentences, both on the unit sphere. SimCSE takes the pairs above 4 and "the whole STS-B dataset" (its authors in
+princeton-nlp/SimCSE#52): all three splits, each sentence as often as it occurs. That is the default here.
+
+Legend: N sentences, D embedding size, B rows of a block.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation.senteval.data.taskdata import TaskData
+from trainer.objectives.declutr.validation import alignment
+
+ABOVE = 4.0
+"""Pairs scored higher than this count as positives."""
+
+_BLOCK = 2048
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Alignment (0 is perfect), uniformity (lower is better), and how many pairs and sentences they are over."""
+
+    alignment: float
+    uniformity: float
+    num_pairs: int
+    num_sentences: int
+
+
+def score_geometry(
+    data: TaskData,
+    rows: Mapping[str, int],
+    embeddings: NDArray[np.floating],
+    splits: Sequence[str] = ("train", "dev", "test"),
+) -> Geometry:
+    """Both scores on pairs with gold scores (STS-B).
+
+    Args:
+        data: the task.
+        rows: row of each sentence in `embeddings`.
+        embeddings: `(N, D)`.
+        splits: which splits are taken together.
+
+    Raises:
+        ValueError: no pair is scored above 4.
+    """
+    first, second, gold = [], [], []
+    for name in splits:
+        split = data.splits[name]
+        if split.second is None:
+            raise ValueError(f"{data.task.name} has no pairs")
+        first += [rows[text] for text in split.first]
+        second += [rows[text] for text in split.second]
+        gold += split.labels.tolist()
+    close = [index for index, score in enumerate(gold) if score > ABOVE]
+    if not close:
+        raise ValueError(f"{data.task.name}: no pair is scored above {ABOVE}")
+    vectors = torch.from_numpy(np.asarray(embeddings))
+    one, two = (vectors[[side[index] for index in close]] for side in (first, second))
+    return Geometry(
+        alignment(one.double(), two.double()),
+        blockwise_uniformity(vectors[first + second]),
+        len(close),
+        len(first) + len(second),
+    )
+
+
+def blockwise_uniformity(embeddings: Tensor) -> float:
+    """Uniformity of `(N, D)` without holding N^2 distances: blocks of B rows at a time.
+
+    The value of `trainer.objectives.declutr.validation.uniformity`, in the type of the embeddings, summed in
+    float64; ||x - y||^2 = 2 - 2 x.y on the unit sphere.
+    """
+    unit = F.normalize(embeddings, dim=-1)
+    number, total = len(unit), 0.0
+    for start in range(0, number, _BLOCK):
+        block = unit[start : start + _BLOCK]
+        terms = (block @ unit[start:].T).clamp_(max=1).mul_(4).sub_(4).exp_()  # (B, N - start)
+        total += float(terms[:, len(block) :].sum(dtype=torch.float64))
+        own = terms[:, : len(block)]  # holds each pair of the block twice, and each row with itself
+        total += float(own.sum(dtype=torch.float64) - own.diagonal().sum(dtype=torch.float64)) / 2
+    return math.log(total / (number * (number - 1) / 2))

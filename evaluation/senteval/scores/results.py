@@ -1,0 +1,108 @@
+"""A task's scores with what they rest on, and the report over tasks: averages of complete sets, the missing named.
+
+Scores of a result, by procedure (units as in SentEval: accuracies, F1 and recalls in percent, correlations -1..1):
+- inner_kfold, kfold, split: `acc`, `devacc`, and for MRPC `f1`;
+- relatedness: `spearman`, `pearson`, `devpearson`, `mse`; by cosine (simcse): `spearman`, `pearson`;
+- retrieval: `i2t_r1`, `i2t_r5`, `i2t_r10`, `t2i_r1`, `t2i_r5`, `t2i_r10`, and `devacc`, the sum of the six on dev;
+- similarity: `spearman.mean`, `.wmean`, `.all`, of each subset, and the same with `pearson`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from evaluation.senteval.data.findings import Inspection, Standing
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.scores.averages import Average, averages, headline
+from evaluation.senteval.scores.similarity import StsScore
+
+Protocol = Literal["senteval", "simcse"]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Scores of one encoder on one task.
+
+    Attributes:
+        task: SentEval's name.
+        protocol: which number a table shows.
+        scores: by name, see above.
+        num_rows: rows that were scored.
+        standing: how far the data are the published ones.
+        warnings: what should stand beside the score.
+    """
+
+    task: str
+    protocol: Protocol
+    scores: Mapping[str, float]
+    num_rows: int
+    standing: Standing
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> float:
+        """The number of a table, in percent."""
+        return headline(self.task, self.scores, self.protocol)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether published numbers may stand beside it without a mark."""
+        return self.standing == "identical"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of one encoder.
+
+    Attributes:
+        encoder: its name.
+        protocol: of all results.
+        results: by task.
+        missing: why there is no result, by task: no data, refused data, or not asked for.
+    """
+
+    encoder: str
+    protocol: Protocol
+    results: Mapping[str, TaskResult]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def averages(self) -> tuple[Average, ...]:
+        """Of complete sets; an incomplete one has no value and names what it lacks."""
+        scores = {name: result.scores for name, result in self.results.items()}
+        marked = {name for name, result in self.results.items() if not result.comparable}
+        return averages(scores, self.protocol, marked)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, ready for `json.dumps`."""
+        return {
+            "encoder": self.encoder,
+            "protocol": self.protocol,
+            "results": {
+                name: {**asdict(result), "scores": dict(result.scores), "headline": result.headline}
+                for name, result in self.results.items()
+            },
+            "missing": dict(self.missing),
+            "averages": [asdict(average) for average in self.averages()],
+        }
+
+
+def result_of(inspection: Inspection, protocol: Protocol, scores: Mapping[str, float], *warnings: str) -> TaskResult:
+    """A result with its data's standing and warnings.
+
+    Raises:
+        ValueError: there may be no score from such data.
+    """
+    if not inspection.usable or inspection.data is None:
+        raise ValueError(f"{inspection.task.name}: {inspection.reason}")
+    data = inspection.data
+    told = tuple(str(finding) for finding in inspection.findings if finding.level != "info")
+    scored = sum(len(split) for name, split in data.splits.items() if name not in ("train", "dev"))
+    return TaskResult(inspection.task.name, protocol, dict(scores), scored, inspection.standing, (*warnings, *told))
+
+
+def similarity_result(inspection: Inspection, protocol: Protocol, score: StsScore) -> TaskResult:
+    """A result of `score_sts`."""
+    scores = score.flat()
+    if find(inspection.task.name).procedure == "relatedness":  # one split, so that the three ways are one
+        scores = {"spearman": score.all.spearman, "pearson": score.all.pearson}
+    return result_of(inspection, protocol, scores, *score.warnings)

@@ -1,0 +1,229 @@
+"""SentEval's caption-image retrieval (COCO): two linear projections, a pairwise ranking loss, recalls over folds.
+
+With unit projections v of an image and t of its caption, and 30 random captions t' and images v' for each pair:
+
+    loss = sum max(0, margin - v.t + v.t') + sum max(0, margin - t.v + t.v')      over pairs and contrasts
+
+The official code projects each pair once for every contrast, 30 times the same; here it is projected once. Its
+contrasts are drawn from a Python list of all other captions made anew for each step; here the same draws are turned
+into the same captions by arithmetic. Features of an image are held once, not once a caption.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from common.config import Strict
+from evaluation.senteval.classifier.features import table
+from evaluation.senteval.classifier.folds import Rows
+from evaluation.senteval.classifier.network import linear_start
+
+CAPTIONS_PER_IMAGE = 5
+RECALLS = (1, 5, 10)
+_PROJECTED_ROWS = 4096
+_SCORED_QUERIES = 512
+
+
+class RetrievalConfig(Strict):
+    """How the projections are trained. The defaults are the published ones."""
+
+    size: int = Field(1000, ge=1)
+    """Of the common space."""
+    margin: float = Field(0.2, ge=0)
+    """By which a pair must beat its contrasts."""
+    num_contrasts: int = Field(30, ge=1)
+    """Random captions, and random images, beside each pair."""
+    batch_size: int = Field(128, ge=1)
+    """Captions of a step."""
+    max_epoch: int = Field(20, ge=0)
+    """No pass is begun after more than this many."""
+    tenacity: int = Field(3, ge=0)
+    """Dev scores without a new best that training survives."""
+    fold_images: int = Field(1000, ge=1)
+    """Images among which one is to be found; recalls are means over such folds."""
+    seed: int = Field(1111, ge=0, lt=2**32)
+    """Of starting weights, orders and contrasts."""
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Images and their captions.
+
+    Attributes:
+        images: (I, D) float32 features.
+        captions: (5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i.
+    """
+
+    images: Tensor
+    captions: Tensor
+
+    def __post_init__(self) -> None:
+        if not len(self.images) or len(self.captions) != CAPTIONS_PER_IMAGE * len(self.images):
+            raise ValueError(
+                f"{len(self.captions)} captions for {len(self.images)} images; "
+                f"retrieval needs {CAPTIONS_PER_IMAGE} for each, one image at least"
+            )
+
+
+@dataclass(frozen=True)
+class Recalls:
+    """Percent of queries whose answer is among the first 1, 5 and 10, and the median rank (from 1).
+
+    Attributes:
+        to_text: images that look for one of their captions.
+        to_image: captions that look for their image.
+    """
+
+    to_text: tuple[float, float, float, float]
+    to_image: tuple[float, float, float, float]
+
+    @property
+    def total(self) -> float:
+        """Sum of the six recalls: what training is stopped by."""
+        return sum(self.to_text[:3]) + sum(self.to_image[:3])
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Of a trained pair of projections.
+
+    Attributes:
+        test: means over the test folds.
+        dev_total: best sum of the six dev recalls.
+        num_passes: over the training captions.
+    """
+
+    test: Recalls
+    dev_total: float
+    num_passes: int
+
+
+def gallery(images: NDArray[np.float32], captions: NDArray[np.float32], device: torch.device | None = None) -> Gallery:
+    """Arrays as tensors.
+
+    Raises:
+        ValueError: not five captions an image, or a value that is not finite.
+    """
+    return Gallery(table(images, device).first, table(captions, device).first)
+
+
+def retrieval(train: Gallery, dev: Gallery, test: Gallery, config: RetrievalConfig | None = None) -> Retrieval:
+    """Trains the projections on `train`, keeps the best on `dev`, scores `test`."""
+    config = config or RetrievalConfig()
+    start = torch.Generator().manual_seed(config.seed)
+    device = train.images.device
+    widths = (train.images.shape[1], train.captions.shape[1])
+    parameters = [p.to(device).requires_grad_() for width in widths for p in linear_start(width, config.size, start)]
+    optimizer = torch.optim.Adam(parameters, fused=True)
+    stream = np.random.RandomState(config.seed)
+    best, kept, misses, num_passes, stopped = -1.0, parameters, 0, 0, False
+    while not stopped and num_passes <= config.max_epoch:
+        permutation = stream.permutation(len(train.captions))
+        for begin in range(0, len(permutation), config.batch_size):
+            batch = permutation[begin : begin + config.batch_size]
+            # Images first, then captions, each in one call of the stream.
+            drawn = [contrasts(stream, permutation, begin, config) for _ in range(2)]
+            rows = [torch.from_numpy(part).to(device) for part in (batch, *drawn)]
+            loss = _loss(train, parameters, rows, config.margin)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        num_passes += 1
+        total = mean_recalls(dev, parameters, config.fold_images).total
+        if total > best:
+            best, kept = total, [p.detach().clone() for p in parameters]
+        else:
+            stopped = misses >= config.tenacity
+            misses += 1
+    return Retrieval(mean_recalls(test, kept, config.fold_images), best, num_passes)
+
+
+def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int, config: RetrievalConfig) -> Rows:
+    """Captions (B, num_contrasts), drawn with replacement from all that are not in the batch.
+
+    `choice` of a list with replacement is `randint` below its length; a place at or after `begin` in the list without
+    the batch is one batch further in the permutation.
+
+    Raises:
+        ValueError: there are no captions but the batch's.
+    """
+    size = min(config.batch_size, len(permutation) - begin)
+    others = len(permutation) - size
+    if not others:
+        raise ValueError(f"{len(permutation)} training captions are one batch: there are none to contrast with")
+    places = stream.randint(0, others, size * config.num_contrasts)
+    return permutation[places + size * (places >= begin)].reshape(size, config.num_contrasts)
+
+
+def _loss(train: Gallery, parameters: list[Tensor], rows: list[Tensor], margin: float) -> Tensor:
+    """Of captions (B,) against other images and other captions, given as captions (B, num_contrasts)."""
+    batch, other_images, other_captions = rows
+
+    def project_images(captions: Tensor) -> Tensor:
+        return _project(train.images[captions // CAPTIONS_PER_IMAGE], *parameters[:2])
+
+    def project_captions(captions: Tensor) -> Tensor:
+        return _project(train.captions[captions], *parameters[2:])
+
+    image, caption = project_images(batch)[:, None], project_captions(batch)[:, None]  # (B, 1, size)
+    pair = (image * caption).sum(-1)
+    to_captions = (image * project_captions(other_captions)).sum(-1)  # (B, num_contrasts)
+    to_images = (caption * project_images(other_images)).sum(-1)
+    return (margin - pair + to_captions).clamp(min=0).sum() + (margin - pair + to_images).clamp(min=0).sum()
+
+
+def _project(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    projected = F.linear(rows, weight, bias)
+    return projected / projected.square().sum(-1, keepdim=True).sqrt()
+
+
+@torch.no_grad()
+def mean_recalls(held: Gallery, parameters: Sequence[Tensor], fold_images: int) -> Recalls:
+    """Means over folds of `fold_images` images; what is left of the last one is not scored, unless it is the only one.
+
+    The official code takes five folds of 1,000 images, which is all that the published dev and test sets hold.
+    """
+    images = torch.cat([_project(part, *parameters[:2]) for part in held.images.split(_PROJECTED_ROWS)])
+    captions = torch.cat([_project(part, *parameters[2:]) for part in held.captions.split(_PROJECTED_ROWS)])
+    count = max(1, len(images) // fold_images)
+    size = min(fold_images, len(images))
+    folds = [
+        recalls(images[size * i : size * (i + 1)], captions[(there := CAPTIONS_PER_IMAGE * size) * i : there * (i + 1)])
+        for i in range(count)
+    ]
+
+    def mean(of: Callable[[Recalls], tuple[float, ...]]) -> tuple[float, float, float, float]:
+        one, five, ten, median = (sum(values) / count for values in zip(*map(of, folds), strict=True))
+        return one, five, ten, median
+
+    return Recalls(mean(lambda fold: fold.to_text), mean(lambda fold: fold.to_image))
+
+
+def recalls(images: Tensor, captions: Tensor) -> Recalls:
+    """Of one fold: unit vectors (I, size) and (5 I, size).
+
+    A rank is the number of candidates that score higher. The official code sorts, and equal scores fall as they fall.
+    """
+    owner = torch.arange(len(captions), device=images.device) // CAPTIONS_PER_IMAGE
+    text_ranks, image_ranks = [], []
+    for begin, part in zip(range(0, len(images), _SCORED_QUERIES), images.split(_SCORED_QUERIES), strict=True):
+        scores = part @ captions.mT
+        own = owner == torch.arange(begin, begin + len(part), device=images.device)[:, None]
+        best = scores.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
+        text_ranks.append((scores > best).sum(1))
+    for part, image in zip(captions.split(_SCORED_QUERIES), owner.split(_SCORED_QUERIES), strict=True):
+        scores = part @ images.mT
+        image_ranks.append((scores > scores.gather(1, image[:, None])).sum(1))
+    return Recalls(_summary(torch.cat(text_ranks)), _summary(torch.cat(image_ranks)))
+
+
+def _summary(ranks: Tensor) -> tuple[float, float, float, float]:
+    values = ranks.cpu().numpy()
+    one, five, ten = (100.0 * int((values < limit).sum()) / len(values) for limit in RECALLS)
+    return one, five, ten, float(np.floor(np.median(values)) + 1)

@@ -1,0 +1,144 @@
+"""One task's scores from the embeddings of its sentences, by the task's own procedure, by cosine, or of the geometry.
+
+Legend: N distinct sentences of a task, D embedding size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.senteval.classifier import protocols
+from evaluation.senteval.classifier.classifier import Examples, examples
+from evaluation.senteval.classifier.features import Table, pair_table, table
+from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
+from evaluation.senteval.data.tasks import STS, TRANSFER, Task
+from evaluation.senteval.scores.geometry import score_geometry
+from evaluation.senteval.scores.relatedness import Pairs, relatedness
+from evaluation.senteval.scores.results import Protocol
+from evaluation.senteval.scores.retrieval import Gallery, RetrievalConfig, gallery, retrieval
+from evaluation.senteval.scores.similarity import score_sts
+
+Method = Literal["procedure", "cosine", "geometry"]
+"""procedure: the task's own in SentEval; cosine: of test pairs, where SentEval trains a regression; geometry: alignment
+and uniformity (STS-B)."""
+
+Embeddings = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores by name (`results.py` has the names; geometry: the fields of `Geometry`) and what stands beside them."""
+
+    scores: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
+
+
+def method_for(task: Task, protocol: Protocol) -> Method | None:
+    """How a protocol scores a task; None where the protocol leaves it out."""
+    if protocol == "senteval":
+        return "procedure"
+    if task.name not in STS + TRANSFER:
+        return None
+    return "cosine" if task.procedure == "relatedness" else "procedure"
+
+
+def needs_fits(task: Task, method: Method) -> bool:
+    """Whether something is trained: seconds to minutes; the rest is arithmetic."""
+    return method == "procedure" and task.procedure != "similarity"
+
+
+def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
+    """For the order of work and the time that is left: rows times fits, and for the rest what takes as long."""
+    rows, folds, decays = data.num_rows, config.num_folds, len(config.decays)
+    if not needs_fits(data.task, method):
+        return float(rows * (40 if method == "geometry" else 1))
+    fits = {
+        "inner_kfold": folds * (folds - 1) * decays,
+        "kfold": folds * decays,
+        "split": 1 if data.task.name == "SNLI" else decays,
+        "relatedness": 250,  # one fit of up to 1,000 passes, with nothing to be batched with
+        "retrieval": 60,
+    }
+    return float(rows * fits[data.task.procedure] * max(1.0, len(data.classes) / 50))
+
+
+def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
+    """Scores of a task.
+
+    Args:
+        data: the task.
+        method: one that the task has.
+        embeddings: `(N, D)` of `sentences(data)`, in that order.
+        config: of the classifiers; the exceptions for SNLI and WordContent are made here.
+
+    Raises:
+        ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
+    """
+    rows = sentence_rows([data])
+    task = data.task
+    if method == "geometry":
+        return Scored({name: float(value) for name, value in asdict(score_geometry(data, rows, embeddings)).items()})
+    if method == "cosine" or task.procedure == "similarity":
+        found = score_sts(data, rows, embeddings)
+        if task.procedure == "relatedness":  # one split, so that the three ways are one
+            return Scored({"spearman": found.all.spearman, "pearson": found.all.pearson}, found.warnings)
+        return Scored(found.flat(), found.warnings)
+    if task.procedure == "relatedness":
+        parts = {name: Pairs(_features(split, rows, embeddings, task), _gold(split)) for name, split in _three(data)}
+        fit = relatedness(parts["train"], parts["dev"], parts["test"], config.seed)
+        flat = fit.dev_pearson <= 0 and fit.pearson == 0
+        scores = {"devpearson": fit.dev_pearson, "pearson": fit.pearson, "spearman": fit.spearman, "mse": fit.mse}
+        return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else ())
+    if task.procedure == "retrieval":
+        return _retrieval(data, rows, embeddings, config.seed)
+    return _classified(data, rows, embeddings, config)
+
+
+def _classified(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings, config: ClassifierConfig) -> Scored:
+    task, classes = data.task, len(data.classes)
+
+    def part(name: str) -> Examples:
+        split = data.splits[name]
+        return examples(_features(split, rows, embeddings, task), split.labels)
+
+    if task.procedure == "inner_kfold":
+        found = protocols.inner_kfold(part("all"), classes, config)
+    elif task.procedure == "kfold":
+        found = protocols.kfold(part("train"), part("test"), classes, config)
+    else:
+        chosen = config.for_snli() if task.name == "SNLI" else config
+        chosen = chosen.for_word_content() if task.name == "WordContent" else chosen
+        found = protocols.split(part("train"), part("dev"), part("test"), classes, chosen)
+    scores = {"devacc": found.dev_accuracy, "acc": found.accuracy}
+    return Scored(scores if found.f1 is None else {**scores, "f1": found.f1})
+
+
+def _retrieval(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings, seed: int) -> Scored:
+    galleries: dict[str, Gallery] = {
+        name: gallery(data.features[name], embeddings[[rows[text] for text in split.first]])
+        for name, split in _three(data)
+    }
+    found = retrieval(galleries["train"], galleries["dev"], galleries["test"], RetrievalConfig(seed=seed))
+    sides = {"i2t": found.test.to_text, "t2i": found.test.to_image}
+    scores = {f"{side}_r{k}": values[place] for side, values in sides.items() for place, k in enumerate((1, 5, 10))}
+    return Scored({**scores, "devacc": found.dev_total})
+
+
+def _features(split: Split, rows: Mapping[str, int], embeddings: Embeddings, task: Task) -> Table:
+    first = embeddings[[rows[text] for text in split.first]]
+    if split.second is None:
+        return table(first)
+    second = embeddings[[rows[text] for text in split.second]]
+    return pair_table(first, second, keep_both=task.features == "pair_product_difference")
+
+
+def _gold(split: Split) -> NDArray[np.float64]:
+    return split.labels.astype(np.float64)
+
+
+def _three(data: TaskData) -> list[tuple[str, Split]]:
+    return [(name, data.splits[name]) for name in ("train", "dev", "test")]

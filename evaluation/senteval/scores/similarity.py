@@ -1,0 +1,131 @@
+"""Semantic textual similarity: cosine of two embeddings against people's scores.
+
+Legend: R pairs, N embeddings, D their size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
+
+from evaluation.senteval.data.taskdata import Split, TaskData
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Of R cosines with R gold scores.
+
+    Attributes:
+        pearson: within -1..1; 0 where it is undefined.
+        spearman: within -1..1, ties averaged; 0 where it is undefined.
+        num_pairs: R.
+        undefined: all cosines, or all gold scores, are equal: the encoder has collapsed, or the data have.
+    """
+
+    pearson: float
+    spearman: float
+    num_pairs: int
+    undefined: bool = False
+
+
+@dataclass(frozen=True)
+class StsScore:
+    """Correlations of the subsets and the three ways in which papers put them together.
+
+    Attributes:
+        subsets: by name.
+        mean: unweighted means (DeCLUTR's tables).
+        wmean: means weighted by numbers of pairs (SCL's tables).
+        all: one correlation over all pairs of all subsets (SimCSE's tables, and those of its family).
+    """
+
+    subsets: Mapping[str, Correlation]
+    mean: Correlation
+    wmean: Correlation
+    all: Correlation
+
+    def flat(self) -> dict[str, float]:
+        """The scores by name, as a result keeps them: `spearman.mean`, `pearson.all`, `spearman.MSRpar`..."""
+        parts = {"mean": self.mean, "wmean": self.wmean, "all": self.all, **self.subsets}
+        return {
+            f"{kind}.{name}": getattr(part, kind) for kind in ("spearman", "pearson") for name, part in parts.items()
+        }
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What should stand beside the score."""
+        flat = [name for name, part in self.subsets.items() if part.undefined]
+        return (f"no correlation in {', '.join(flat)} (all cosines are equal); counted as 0",) if flat else ()
+
+
+def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector:
+    """Cosines `(R,)` of rows of two `(R, D)` arrays; 0 for a pair with a zero vector, and for NaN.
+
+    SentEval's arithmetic to the last bit, pair by pair in the type of the embeddings: cosines that are equal on paper
+    differ by rounding, ranks follow, and another order of the same sums moves a Spearman by up to 0.13 points (hashed
+    words on STS12, float64 instead of float32).
+    """
+    one, two = np.nan_to_num(first), np.nan_to_num(second)
+    with np.errstate(all="ignore"):  # a zero vector divides by zero; `nan_to_num` makes it 0
+        pairs = zip(one, two, strict=True)
+        values = [np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)) for u, v in pairs]
+    result: Vector = np.nan_to_num(np.array(values)).astype(np.float64)
+    return result
+
+
+def correlate(predicted: Vector, gold: Vector) -> Correlation:
+    """Pearson and Spearman of `(R,)` values with `(R,)` gold scores.
+
+    Raises:
+        ValueError: fewer than two pairs, or unequal lengths.
+    """
+    if len(predicted) != len(gold) or len(gold) < 2:
+        raise ValueError(f"{len(predicted)} values and {len(gold)} gold scores: no correlation")
+    if np.ptp(predicted) == 0 or np.ptp(gold) == 0:
+        return Correlation(0.0, 0.0, len(gold), undefined=True)
+    return Correlation(
+        float(pearsonr(predicted, gold).statistic), float(spearmanr(predicted, gold).statistic), len(gold)
+    )
+
+
+def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
+    """Scores of `(cosines, gold)` by subset."""
+    parts = {name: correlate(*pair) for name, pair in subsets.items()}
+    weights = np.array([part.num_pairs for part in parts.values()], dtype=np.float64)
+    together = correlate(*(np.concatenate(side) for side in zip(*subsets.values(), strict=True)))
+    undefined = any(part.undefined for part in parts.values())
+
+    def mean(weighted: bool) -> Correlation:
+        values = np.array([(part.pearson, part.spearman) for part in parts.values()])
+        pearson, spearman = np.average(values, axis=0, weights=weights if weighted else None)
+        return Correlation(float(pearson), float(spearman), int(weights.sum()), undefined)
+
+    return StsScore(parts, mean(weighted=False), mean(weighted=True), together)
+
+
+def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> StsScore:
+    """Scores of an STS task; of SICK-R and STS-B, of their test split, as SimCSE's protocol has it.
+
+    Args:
+        data: the task.
+        rows: row of each sentence in `embeddings`.
+        embeddings: `(N, D)`.
+    """
+    splits = data.splits if data.task.procedure == "similarity" else {"test": data.splits["test"]}
+    return aggregate({name: (pair_cosines(split, rows, embeddings), _gold(split)) for name, split in splits.items()})
+
+
+def pair_cosines(split: Split, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Vector:
+    """Cosines `(R,)` of a split's pairs."""
+    if split.second is None:
+        raise ValueError("rows without a second sentence have no cosine")
+    first, second = ([rows[text] for text in side] for side in (split.first, split.second))
+    return cosines(embeddings[first], embeddings[second])
+
+
+def _gold(split: Split) -> Vector:
+    return split.labels.astype(np.float64)

@@ -1,0 +1,111 @@
+"""`declutr checkpoints RUN`: every checkpoint of a run, whether it verifies, and why it is kept."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common.yamlfile import read_yaml_file
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.checkpoints.ranking import being_scored, rating
+from trainer.checkpoints.retention import kept
+from trainer.checkpoints.state import RunState
+from trainer.setup.config import TrainConfig
+
+
+class CheckpointsError(ValueError):
+    """No run with checkpoints lies there."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        broken: why it cannot be used; None: all checksums were compared.
+        age_seconds: since it was written; None where that cannot be told.
+        size_bytes: of all its files.
+        documents: read so far; None, like what follows, where the state cannot be read.
+        world_size: workers that took the last step.
+        skipped: steps so far whose update was left out.
+        scores: held-out scores; empty when it was not validated. `followed`: what a follower has given it, if that is
+            what the run goes by.
+        kept: `last`, `best`, `every`, `scoring`; empty where it is deleted with the next checkpoint.
+    """
+
+    step: int
+    broken: str | None
+    age_seconds: float | None
+    size_bytes: int
+    documents: int | None
+    world_size: int | None
+    skipped: int | None
+    scores: dict[str, float]
+    kept: list[str]
+
+
+def rows(run: Path, now: float | None = None) -> list[Row]:
+    """The checkpoints of a run, oldest first; reads all of their bytes.
+
+    Args:
+        run: folder of the run.
+        now: seconds since the epoch.
+
+    Raises:
+        CheckpointsError: there is no run, it has no checkpoint yet, or its settings cannot be read.
+    """
+    if run.is_file():
+        raise CheckpointsError(f"{run} is a file; name the folder of a run")
+    folder = run / CHECKPOINTS
+    steps = checkpoint.steps_in(folder)
+    if not steps:
+        raise CheckpointsError(f"{run}: no checkpoint lies in {folder}")
+    try:
+        config = TrainConfig.model_validate(read_yaml_file(run / "config.yaml"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointsError(f"{run}: its config.yaml cannot be read ({error})") from error
+    now = time.time() if now is None else now
+    score = config.validation.score
+    rate = rating(folder, score)
+    found = [_row(checkpoint.checkpoint_path(folder, step), step, now, score, rate) for step in steps]
+    scores = {row.step: row.scores.get(score) for row in found if row.broken is None}
+    why = kept(scores, config.checkpoint, being_scored(folder, score))
+    return [replace(row, kept=why.get(row.step, [])) for row in found]
+
+
+def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState], float | None]) -> Row:
+    files = [file.stat() for file in path.iterdir() if file.is_file()]
+    age = round(now - max(file.st_mtime for file in files), 1) if files else None
+    row = Row(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
+    try:
+        state = checkpoint.read_state(path)
+    except checkpoint.CheckpointError as error:
+        return replace(row, broken=str(error).removeprefix(f"{path}: ").splitlines()[0])
+    value = rate(state)
+    scores = state.scores | ({} if value is None else {score: value})
+    return replace(row, documents=state.documents, world_size=state.world_size, skipped=state.skipped, scores=scores)
+
+
+def table(found: list[Row]) -> Iterator[str]:
+    """Lines for a person."""
+    yield f"{'step':>8s} {'documents':>12s} {'age':>8s} {'MiB':>9s} {'workers':>8s}  {'kept':16s} state"
+    for row in found:
+        documents = "?" if row.documents is None else f"{row.documents:,}"
+        age = "?" if row.age_seconds is None else _age(row.age_seconds)
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in row.scores.items())
+        state = "verified" if row.broken is None else f"BROKEN: {row.broken}"
+        why = ", ".join(row.kept) or "-"
+        skipped = f"  {row.skipped} steps skipped" if row.skipped else ""
+        yield (
+            f"{row.step:8d} {documents:>12s} {age:>8s} {row.size_bytes / 2**20:9.1f} "
+            f"{'?' if row.world_size is None else row.world_size:>8}  {why:16s} {state}{skipped}  {scores}"
+        ).rstrip()
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,176 @@
+"""`declutr inspect PATH`: what shards, a run, a checkpoint or an exported encoder hold, in words."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from common.records import DamagedError
+from common.scores import comparable, read_scores
+from pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
+from pipeline.shards.shards import ShardSet, check_shards
+from pipeline.shards.windows import Geometry, ShortDocuments
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.driver.export import EXPORT, SETTINGS, read_settings
+from trainer.metrics.metrics import read_metrics
+from trainer.objectives.declutr.feed import document_keys, ragged
+from trainer.objectives.declutr.spans import SpanConfig, draw, place
+
+_SHOWN_CHARACTERS = 160
+
+
+class DescribeError(ValueError):
+    """A path that holds nothing of ours."""
+
+
+def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) -> Iterator[str]:
+    """Lines that describe what lies at `path`.
+
+    Args:
+        path: a folder of shards, of a run, of a checkpoint, or of an exported encoder.
+        num_documents: documents of the shards that are shown with their spans.
+        seed: seed of the spans shown.
+        epoch: epoch of the spans shown.
+
+    Raises:
+        DescribeError: none of these lies there.
+        ShardError: a manifest that cannot be read.
+        CheckpointError: a checkpoint that is incomplete or altered.
+    """
+    if (path / MANIFEST).is_file():
+        yield from _shards(path, num_documents, seed, epoch)
+    elif (path / "state.json").is_file():
+        yield from _checkpoint(path)
+    elif (path / SETTINGS).is_file():
+        try:
+            settings = read_settings(path)
+        except DamagedError as error:
+            raise DescribeError(f"{error}; the run's `declutr train` command exports the encoder again") from error
+        yield f"Exported encoder after {settings.step} steps, pooling {settings.pooling}"
+        yield f"  its card: {path / 'README.md'}"
+    elif (path / CHECKPOINTS).is_dir():
+        yield from _run(path)
+    else:
+        raise DescribeError(f"{path}: no manifest of shards, no run, no checkpoint and no exported encoder lies there")
+
+
+def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[str]:
+    manifest = load_manifest(path)
+    totals = manifest.totals
+    yield f"Shards, schema version {manifest.schema_version}: {len(manifest.shards)} files in {path}"
+    yield f"  {totals['read']:,} documents read = {totals['kept']:,} kept + {totals['dropped']:,} dropped + " + (
+        f"{totals['failed']:,} failed"
+    )
+    for kind, reasons in (("dropped", manifest.dropped), ("failed", manifest.failed)):
+        for reason, number in reasons.items():
+            yield f"  {kind}: {number:,} {reason}"
+    for failure in manifest.failures[:5]:
+        yield f"    {failure}"
+    yield f"  {totals['kept_train']:,} for training, {totals['kept_held_out']:,} held out"
+    yield f"  {totals['num_tokens']:,} tokens kept, {totals['longest_tokens']:,} in the longest document"
+    geometry, tokenizer = manifest.geometry, manifest.tokenizer
+    yield f"  {_room(geometry, manifest.short_documents)}"
+    yield f"  tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
+    problems = check_shards(path, full=True)
+    yield from (f"  PROBLEM: {problem}" for problem in problems)
+    yield "  all files whole, checksums as in the manifest" if not problems else "  see the problems above"
+    if problems or not num_documents:
+        return
+    config = default_spans(manifest)
+    yield f"Spans as epoch {epoch} of seed {seed} draws them, lengths {config.min_tokens} to {config.max_tokens}:"
+    shards = ShardSet(path, "train")
+    rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(np.int64)
+    yield from span_lines(path, shards, config, rows.tolist(), seed, epoch)
+
+
+def default_spans(manifest: Manifest) -> SpanConfig:
+    """Spans for showing, where no run's settings are given."""
+    geometry = manifest.geometry
+    shortest = max(1, geometry.max_tokens // 8)
+    if manifest.short_documents == "shrink_spans":
+        shortest = min(shortest, geometry.min_tokens)
+    return SpanConfig(num_anchors=geometry.num_anchors, max_tokens=geometry.max_tokens, min_tokens=shortest)
+
+
+def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
+    """Windows and anchors of the documents, in words."""
+    tokens, anchors = geometry.max_tokens, geometry.num_anchors
+    if short_documents == "fewer_anchors":
+        return f"windows of {tokens} tokens, room for {anchors} anchors in a document, for fewer in short ones"
+    if short_documents == "shrink_spans":
+        shortest = geometry.min_tokens
+        return (
+            f"windows of {tokens} tokens, of {shortest} and more in short documents, room for {anchors} anchors in all"
+        )
+    return f"windows of {tokens} tokens, room for {anchors} anchors in every document"
+
+
+def span_lines(
+    path: Path, shards: ShardSet, config: SpanConfig, rows: Sequence[int], seed: int, epoch: int
+) -> Iterator[str]:
+    """Documents of shards by number, with the spans that an epoch draws of them, as text."""
+    table = shards.take(np.array(rows, np.int64))
+    tokenizer = AutoTokenizer.from_pretrained(path / TOKENIZER, trust_remote_code=False)
+    tokens, offsets = ragged(table.column("tokens"))
+    windows, window_offsets = ragged(table.column("windows"))
+    lengths = table.column("num_tokens").to_numpy()
+    draws = draw(config, seed, np.full(len(rows), epoch, np.int64), document_keys(table))
+    spans = place(config, draws, lengths, windows.astype(np.int64), window_offsets, shards.manifest.short_documents)
+    for number, row in enumerate(rows):
+        document = tokens[offsets[number] : offsets[number + 1]]
+
+        def text(start: int, end: int, document: np.ndarray = document) -> str:
+            shown = tokenizer.decode(document[start:end].tolist()).strip()
+            return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 1]}…"
+
+        source = table.column("source")[number].as_py()
+        yield f"- document {row} ({table.column('id')[number].as_py().hex()}, {source}): {lengths[number]:,} tokens"
+        there = spans.present[number]
+        anchors, positives_ = spans.anchors[number][there].tolist(), spans.positives[number][there].tolist()
+        for anchor, positives in zip(anchors, positives_, strict=True):
+            yield f"    anchor   [{anchor[0]}, {anchor[1]})  {text(*anchor)}"
+            for positive in positives:
+                yield f"    positive [{positive[0]}, {positive[1]}) {relation(anchor, positive)}: {text(*positive)}"
+
+
+def relation(anchor: list[int], positive: list[int]) -> str:
+    """How a positive lies to its anchor, in the paper's words."""
+    if positive[1] == anchor[0] or positive[0] == anchor[1]:
+        return "adjacent"
+    if anchor[0] <= positive[0] and positive[1] <= anchor[1]:
+        return "subsumed"
+    if positive[0] <= anchor[0] and anchor[1] <= positive[1]:
+        return "subsuming"
+    return "overlapping"
+
+
+def _checkpoint(path: Path) -> Iterator[str]:
+    state = checkpoint.read_state(path)
+    yield f"Checkpoint after step {state.step}: {state.documents:,} documents read by {state.world_size} worker(s)"
+    yield f"  configuration {state.config_hash[:16]}, data {state.data_hash[:16]}; checksums of all files verified"
+    yield from (f"  {name} {value:.4f}" for name, value in state.scores.items())
+
+
+def _run(path: Path) -> Iterator[str]:
+    lines = read_metrics(path)
+    steps = [line for line in lines if line["kind"] == "step"]
+    yield f"Run in {path}: {steps[-1]['step'] if steps else 0} steps logged"
+    if steps:
+        last = steps[-1]
+        loss = "not finite, skipped" if last.get("skipped") else _number(last.get("loss"))
+        yield f"  last step: loss {loss}, {_number(last.get('tokens_per_second'), ',.0f')} tokens/s"
+    for line in lines:
+        if line["kind"] == "validation":
+            scores = ", ".join(f"{name} {_number(line[name])}" for name in line if name not in ("kind", "step", "time"))
+            yield f"  held out after step {line['step']}: {scores}"
+    for (step, _), value in comparable(read_scores(path)).items():
+        yield f"  followed after step {step}: {value:.2f}"
+    for step in checkpoint.steps_in(path / CHECKPOINTS):
+        yield from _checkpoint(checkpoint.checkpoint_path(path / CHECKPOINTS, step))
+    yield f"  exported to {path / EXPORT}" if (path / EXPORT).is_dir() else "  not exported yet"
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return "unknown" if value is None else format(value, form)

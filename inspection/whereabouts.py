@@ -1,0 +1,68 @@
+"""`declutr inspect SHARDS --document WHICH`: where a document is, why it was dropped, which spans of it are drawn."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from evaluation.report.examples import entries_at
+from inspection.describe import DescribeError, span_lines
+from pipeline.duplicates.table import removed
+from pipeline.job.selection import REASONS
+from pipeline.shards.ledger import find_entries
+from pipeline.shards.manifest import SPLITS, load_manifest
+from pipeline.shards.shards import ShardSet
+from trainer.objectives.declutr.spans import SpanConfig
+
+_SHOWN = 20
+
+
+def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch: int) -> Iterator[str]:
+    """Lines on every document of prepared shards that answers to a name.
+
+    Args:
+        folder: output folder of `prepare`.
+        wanted: an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
+        config: how spans are drawn.
+        seed: seed of the run.
+        epoch: epoch of the spans shown.
+
+    Raises:
+        DescribeError: no document answers to the name.
+        ShardError: a manifest that cannot be read.
+    """
+    manifest = load_manifest(folder)
+    found = 0
+    for unit, ordinal, entry in find_entries(folder, wanted):
+        found += 1
+        if found > _SHOWN:
+            yield f"... and more; only {_SHOWN} are shown"
+            return
+        yield f"Document {entry.id.hex() if entry.id else '(without an id)'}: {entry.source} at {entry.offset}"
+        yield f"  read by unit {unit} as its document {ordinal}; {entry.text_bytes:,} bytes of text" + (
+            f", {entry.num_tokens:,} tokens" if entry.num_tokens is not None else ", not tokenized"
+        )
+        if entry.language:
+            yield f"  language: {entry.language}"
+        if entry.fate not in SPLITS:
+            yield f"  {'dropped' if entry.id else 'failed'}: {entry.fate}{f' ({entry.detail})' if entry.detail else ''}"
+            if entry.fate in REASONS.values():
+                copy = removed(folder, unit)[ordinal]
+                (kept,) = entries_at(folder, [(int(copy.kept_unit), copy.kept_ordinal)]).values()
+                yield f"  the copy that is kept: {copy.kept_id.hex()}, {kept.source} at {kept.offset}"
+            continue
+        shard = f"{entry.fate}-{unit}.arrow"
+        starts = np.cumsum([0, *(other.num_documents for other in manifest.of_split(entry.fate))])
+        names = [other.name for other in manifest.of_split(entry.fate)]
+        number = int(starts[names.index(shard)]) + (entry.row or 0)
+        yield f"  kept: row {entry.row} of {shard}, document {number} of the split {entry.fate}"
+        if entry.detail:
+            yield f"  note: {entry.detail}"
+        if entry.fate == "train":
+            yield f"  spans that epoch {epoch} of seed {seed} draws, {config.min_tokens} to {config.max_tokens} tokens:"
+            yield from span_lines(folder, ShardSet(folder, entry.fate), config, [number], seed, epoch)
+    if not found:
+        raise DescribeError(
+            f"{folder}: no document answers to {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
+            "SOURCE:OFFSET as the ledger has them"
+        )

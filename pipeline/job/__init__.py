@@ -1,0 +1,1 @@
+"""The preparation job: units of work, their stages, restarts, estimates and progress."""

@@ -1,0 +1,263 @@
+"""What a preparation will make and how long it will take, estimated from a sample; and how good the estimate was."""
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from common.config import Strict
+from common.console.logs import get_logger
+from common.storage import write_text
+from pipeline.config import PipelineConfig, identity
+from pipeline.job.outcome import lines_hint, nothing_kept
+from pipeline.job.sample import output_engine
+from pipeline.job.strata import Found, Stratum, bites, draw_strata
+from pipeline.job.units import MIB, Unit, read_unit
+from pipeline.job.worker import judged_documents
+from pipeline.readers.corpus import Record
+from pipeline.shards.ledger import Entry
+from pipeline.shards.manifest import SPLITS, Counts, Manifest
+from pipeline.shards.schema import UINT16_VOCABULARY
+from pipeline.tokenizer.batch_tokenizer import EngineName
+from pipeline.tokenizer.tokenization import TokenizerInfo
+
+ESTIMATE = "estimate.json"
+_SAMPLE_SECONDS = 20.0
+_LEAST_SECONDS = 60.0
+"""Below this the start of Ray's workers decides how long the work takes, which no sample tells."""
+_RANGED = ("documents", "kept", "num_tokens", "text_bytes")
+"""Estimates whose deviation is told."""
+_ROW_BYTES = 64
+"""Of a shard: id, lengths, offset and a short source; beside tokens and windows."""
+
+
+class Estimate(Strict):
+    """Totals as the sample lets expect them. Duplicates and failures of whole files are not foreseen."""
+
+    sampled_bytes: int
+    """Input bytes that were read."""
+    input_bytes: int
+    documents: int
+    kept: int
+    num_tokens: int
+    text_bytes: int
+    shards: int
+    """At most: units times splits."""
+    shard_bytes: int
+    cpu_seconds: float
+    """Of one CPU."""
+    num_cpus: int
+    """CPUs that the time is for: this machine's, unless session.num_cpus says otherwise."""
+    plan_hash: str = ""
+    """Hash of the plan it is for (pipeline/job/output.py)."""
+
+    seconds: float | None = None
+    """Of the work on so many CPUs, without Ray's start; None in an estimate of an earlier version."""
+    deviations: dict[str, float] = Field(default_factory=dict)
+    """Standard deviations of the estimates, by name."""
+
+    def lines(self) -> list[str]:
+        """The estimate for people."""
+        seconds = self._seconds
+        long = f"{seconds / 60:,.1f} minutes" if seconds >= _LEAST_SECONDS else f"{math.ceil(seconds)} seconds"
+        kept = f"of which {self.kept:,} kept{self._range('kept')} ({self.kept / max(1, self.documents):.0%})"
+        return [
+            f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
+            f"  documents   {self.documents:,}{self._range('documents')}, {kept}",
+            f"  text        {self.text_bytes / MIB:,.1f} MiB",
+            f"  tokens      {self.num_tokens:,} kept{self._range('num_tokens')}",
+            f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
+            f"  time        {long} on {self.num_cpus} CPUs (and up to a minute for Ray to start)",
+        ]
+
+    def bounds(self, name: str) -> tuple[int, int] | None:
+        """The range of the true figure, nearly always: two deviations to each side; None where all of it was read."""
+        if not (deviation := self.deviations.get(name)):
+            return None
+        value = getattr(self, name)
+        return max(0, round(value - 2 * deviation)), round(value + 2 * deviation)
+
+    def against(self, manifest: Manifest, seconds: float | None) -> list[tuple[str, int, int]]:
+        """Name, estimate and outcome of everything that can be compared.
+
+        Args:
+            manifest: what was made.
+            seconds: that it took, where that is known. Less than a minute is not compared.
+        """
+        totals = manifest.totals
+        found = [
+            ("documents", self.documents, totals["read"]),
+            ("kept", self.kept, totals["kept"]),
+            ("num tokens", self.num_tokens, totals["num_tokens"]),
+            ("text bytes", self.text_bytes, totals["text_bytes"]),
+            ("shard bytes", self.shard_bytes, sum(shard.num_bytes for shard in manifest.shards)),
+        ]
+        return found + (
+            [] if seconds is None or seconds < _LEAST_SECONDS else [("seconds", round(self._seconds), round(seconds))]
+        )
+
+    def score(self, manifest: Manifest, seconds: float | None = None) -> str:
+        """One line: how far each estimate was from what came out."""
+        told = [
+            f"{name} {expected:,} ({expected / max(1, came) - 1:+.0%})"
+            for name, expected, came in self.against(manifest, seconds)
+        ]
+        return "estimated before: " + ", ".join(told)
+
+    @property
+    def _seconds(self) -> float:
+        return self.cpu_seconds / self.num_cpus if self.seconds is None else self.seconds
+
+    def _range(self, name: str) -> str:
+        bounds = self.bounds(name)
+        return f" ({bounds[0]:,} to {bounds[1]:,})" if bounds and bounds[0] < bounds[1] else ""
+
+
+def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> Estimate:
+    """Reads parts of the corpus as a task would, for about 20 seconds, and scales up what was found a byte of input.
+
+    Each folder and each format is estimated by itself (pipeline/job/strata.py), from a few parts at least: where small
+    files hold most of the documents, large ones say nothing about them.
+
+    Args:
+        config: settings.
+        folder: holds the tokenizer.
+        units: the plan.
+        tokenizer: facts of the tokenizer.
+
+    Raises:
+        ConfigError: tokenizer.engine asks for one that does not give the same ids.
+    """
+    engine = output_engine(config, folder, units)
+    list(judged_documents(iter(()), folder, config, tokenizer, engine))  # loading is no part of the rate
+    seen = _Seen()
+    strata = draw_strata([part for unit in units for part in unit.parts])
+    total = sum(stratum.num_bytes for stratum in strata)
+    for stratum in strata:
+        for one in stratum.sampled:
+            began, started = time.perf_counter(), time.process_time()
+            reading = read_unit(Unit(name="00000", parts=[one.part]), config.corpus)
+            for records, num_bytes in bites(reading, one.part.num_bytes):
+                found = _judge(records, folder, config, tokenizer, engine, seen)
+                now = time.process_time()
+                one.bites.append((replace(found, cpu_seconds=now - started), num_bytes))
+                started = now
+                if time.perf_counter() - began > _SAMPLE_SECONDS * one.stands_for / total:
+                    break
+    _warn(seen, config, units)
+    found = sum((stratum.estimate() for stratum in strata), Found())
+    spread = sum((stratum.variance() for stratum in strata), Found())
+    num_cpus = config.session.num_cpus or os.cpu_count() or 1
+    token_bytes = 2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4
+    window_bytes = 4 / config.geometry.max_tokens
+    return Estimate(
+        sampled_bytes=sum(one.num_bytes for stratum in strata for one in stratum.sampled),
+        input_bytes=total,
+        documents=round(found.documents),
+        kept=round(found.kept),
+        num_tokens=round(found.num_tokens),
+        text_bytes=round(found.text_bytes),
+        shards=len(units) * len(SPLITS),
+        shard_bytes=round(found.num_tokens * (token_bytes + window_bytes) + found.kept * _ROW_BYTES),
+        cpu_seconds=found.cpu_seconds,
+        num_cpus=num_cpus,
+        seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
+        deviations={name: round(math.sqrt(getattr(spread, name)), 3) for name in _RANGED},
+    )
+
+
+@dataclass
+class _Seen:
+    """Fates of the documents of a sample."""
+
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    text_bytes: int = 0
+    longest_tokens: int = 0
+
+    def add(self, entry: Entry, kept: bool) -> None:
+        """Counts one more document."""
+        self.kept += kept
+        if not kept:
+            (self.failed if entry.id is None else self.dropped)[entry.fate] += 1
+        self.text_bytes += entry.text_bytes
+        self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
+
+    def counts(self) -> Counts:
+        """The same, as the words of pipeline/job/outcome.py take it."""
+        read = self.kept + self.dropped.total() + self.failed.total()
+        return Counts(read=read, **vars(self))
+
+
+def _warn(seen: _Seen, config: PipelineConfig, units: Sequence[Unit]) -> None:
+    """Warns, in the words of `prepare`, where the sample holds nothing to keep or lines that should be whole files."""
+    counts = seen.counts()
+    sources = (part.source for unit in units for part in unit.parts)
+    hint = lines_hint(counts.read, counts.dropped, identity(config)["corpus"], sources)
+    for problem in filter(None, (nothing_kept(counts, config), hint)):
+        get_logger().warning("in the sample: %s", problem)
+
+
+def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
+    """Seconds of the unit that takes longest: no number of CPUs makes the work shorter."""
+    rates: dict[tuple[str, int], float] = {}
+    for stratum in strata:
+        rate = stratum.estimate().cpu_seconds / stratum.num_bytes
+        rates |= {(part.source, part.start): rate for part in stratum.parts}
+    costs = (sum(rates.get((part.source, part.start), 0) * part.num_bytes for part in unit.parts) for unit in units)
+    return max(costs, default=0)
+
+
+def _judge(
+    records: Sequence[Record],
+    folder: Path,
+    config: PipelineConfig,
+    tokenizer: TokenizerInfo,
+    engine: EngineName,
+    seen: _Seen,
+) -> Found:
+    """Sums of some records; their fates are counted in `seen`."""
+    found = Found()
+    for judged, tokens in judged_documents(iter(records), folder, config, tokenizer, engine):
+        found += Found(1, int(tokens is not None), 0 if tokens is None else len(tokens), judged.entry.text_bytes)
+        seen.add(judged.entry, tokens is not None)
+    return found
+
+
+def keep_estimate(made: Estimate, folder: Path) -> None:
+    """Writes an estimate beside the output folder, from where `prepare` takes it."""
+    try:
+        write_text(_beside(folder), made.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        get_logger().warning("the estimate cannot be kept for the final report: %s", error)
+
+
+def adopt_estimate(folder: Path, plan_hash: str) -> None:
+    """Moves the estimate of the same plan, if one lies beside the output folder, into it."""
+    path = _beside(folder)
+    found = _load(path)
+    if found is not None and found.plan_hash == plan_hash:
+        write_text(folder / ESTIMATE, path.read_text(encoding="utf-8"))
+        path.unlink(missing_ok=True)
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.{ESTIMATE}")
+
+
+def load_estimate(folder: Path) -> Estimate | None:
+    """The estimate that `--plan` left in an output folder; None where it did not run."""
+    return _load(folder / ESTIMATE)
+
+
+def _load(path: Path) -> Estimate | None:
+    try:
+        return Estimate.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None

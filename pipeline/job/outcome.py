@@ -1,0 +1,95 @@
+"""What a preparation came to, in words."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pipeline.config import PipelineConfig
+from pipeline.job.filters import EMPTY, TOO_SHORT, limit_in_words
+from pipeline.readers.names import SUFFIXES, bare_suffix
+from pipeline.shards.manifest import Counts, Manifest, Sidecar
+
+_EXAMPLES = 10
+
+
+def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
+    """Why there is nothing to train on, in words; None when some document was kept."""
+    if counts.kept:
+        return None
+    if counts.read == 0:
+        return "corpus: empty, the inputs hold not one document; check corpus.paths"
+    failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
+    could_not = f" ({failed})" if failed else ""
+    if counts.read == sum(counts.failed.values()):
+        return (
+            f"corpus: no document could be read, all {counts.read} failed{could_not}; check paths, format and "
+            "text_field of the corpus"
+        )
+    others = ", ".join(
+        f"{number} {reason}" for reason, number in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)
+    )
+    if TOO_SHORT not in counts.dropped:
+        what = others or "all are empty"
+        return f"corpus: none of {counts.read} documents is kept{could_not}: {what}; check the inputs and `choosing`"
+    could_not += f" (others: {others})" if others else ""
+    return (
+        f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "
+        f"tokens, the limit is {limit_in_words(config.geometry, config.short_documents)}; lower one of them or use "
+        "longer documents"
+    )
+
+
+def lines_hint(
+    read: int, dropped: Mapping[str, int], corpus: Mapping[str, Any], sources: Iterable[str | None]
+) -> str | None:
+    """Advice where most documents are empty or short and lines of text files are documents; None elsewhere.
+
+    Args:
+        read: documents in all.
+        dropped: documents by reason.
+        corpus: settings of the corpus, as JSON.
+        sources: names of the files.
+    """
+    num_short = dropped.get(EMPTY, 0) + dropped.get(TOO_SHORT, 0)
+    chosen = corpus.get("format")
+    if 2 * num_short <= read or chosen not in ("auto", "text"):
+        return None
+    if chosen == "auto" and not any(SUFFIXES.get(bare_suffix(source or "")) == "text" for source in sources):
+        return None
+    return (
+        f"{num_short:,} of {read:,} documents are empty or too short, and each line of a .txt is a document; where "
+        "a file is one document, set corpus.format=text_file"
+    )
+
+
+def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: PipelineConfig) -> str | None:
+    """What failed, in words, when it is more than the settings allow."""
+    failed = sum(counts.failed.values())
+    if failed <= config.max_error_share * counts.read:
+        return None
+    by_reason = ", ".join(f"{number:,} {reason}" for reason, number in counts.failed.items())
+    examples = [f"  {example}" for sidecar in sidecars for example in sidecar.failures][:_EXAMPLES]
+    share = failed / counts.read
+    head = (
+        f"{failed:,} of {counts.read:,} documents failed ({by_reason}): {share:.2%} is more than max_error_share = "
+        f"{config.max_error_share:g}. Mend the inputs and prepare into a new folder, or allow more with "
+        f"max_error_share={math.ceil(share * 1000) / 1000:g}: the same command then finishes at once. For example:"
+    )
+    return "\n".join([head, *examples])
+
+
+def summary(manifest: Manifest, output: str) -> str:
+    """One line: what was read, what became of it, where it is."""
+    totals = manifest.totals
+    lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
+    return (
+        f"{output}: {totals['read']:,} documents read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
+        f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} tokens in "
+        f"{len(manifest.shards)} shards{_not_read(manifest)}"
+    )
+
+
+def _not_read(manifest: Manifest) -> str:
+    """The files that a search of folders did not take, in words."""
+    kinds = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
+    return kinds and f"; not read: {kinds}"

@@ -1,0 +1,115 @@
+"""The output folder of a preparation: whose it is, what is finished in it, what a killed run left behind."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from common.config import Strict
+from common.lock import LOCK
+from common.storage import hash_json, write_text
+from pipeline.choosing.config import fingerprints
+from pipeline.choosing.evaluation_sets import INDEX
+from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from pipeline.duplicates.table import DUPLICATES
+from pipeline.job.estimate import ESTIMATE
+from pipeline.job.progress import BEATS, PROGRESS
+from pipeline.job.units import Unit, hash_unit
+from pipeline.job.worker import CANDIDATES
+from pipeline.readers.skipped import Skip
+from pipeline.readers.stamp import Stamp
+from pipeline.shards.ledger import LEDGERS
+from pipeline.shards.manifest import MANIFEST, TOKENIZER
+from pipeline.shards.rejected import REJECTED
+
+PLAN = "plan.json"
+
+
+class Plan(Strict):
+    """What a folder is being made from. Written first, so that a later run knows what it finds."""
+
+    config: dict[str, Any]
+    config_hash: str
+    units: dict[str, str]
+    """Hash of each unit's inputs, by unit name."""
+    files: dict[str, str]
+    """Hash of other files that decide what is chosen, by setting."""
+    sources: dict[str, str]
+    """First source of each unit, by unit name: what to tell a person when inputs changed."""
+    stamps: dict[str, Stamp] = Field(default_factory=dict)
+    """The state of each unit's inputs, by unit name; empty where an earlier version wrote the plan."""
+    skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
+    """Files that are not read, by kind; of no influence on whether a folder can be continued."""
+
+
+def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> Plan:
+    """The plan of these settings over these inputs."""
+    return Plan(
+        config=identity(config),
+        config_hash=config_hash(config),
+        units={unit.name: hash_unit(unit) for unit in units},
+        files=fingerprints(config.choosing),
+        sources={unit.name: unit.parts[0].source for unit in units},
+        stamps={unit.name: unit.stamp for unit in units if unit.stamp},
+        skipped=skipped or {},
+    )
+
+
+def hash_plan(plan: Plan) -> str:
+    """SHA-256 of what a plan makes, from inputs by name and size."""
+    return hash_json([plan.config_hash, plan.units, plan.files])
+
+
+def claim(folder: Path, plan: Plan) -> None:
+    """Marks the folder as this plan's and removes what a killed run was in the middle of writing."""
+    if not (folder / PLAN).exists():
+        write_text(folder / PLAN, plan.model_dump_json(indent=1) + "\n")
+    for aside in list(folder.rglob(".*.tmp")):
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink(missing_ok=True)
+
+
+def discard(folder: Path) -> None:
+    """Removes everything a preparation wrote, but for its lock."""
+    for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, BEATS):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in [*folder.glob("train-*.arrow"), *folder.glob("held-out-*.arrow")]:
+        path.unlink()
+    for name in (MANIFEST, PROGRESS, PLAN, ESTIMATE, INDEX, DUPLICATES):
+        (folder / name).unlink(missing_ok=True)
+
+
+def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[str]:
+    """Why the output folder cannot be used for this plan, one line a problem; none when it is new or its own."""
+    where = f"output = {config.output!r}"
+    if folder.exists() and not folder.is_dir():
+        return [f"{where} is a file; name a folder"]
+    if not folder.is_dir() or all(path.name.startswith(".") or path.name == LOCK for path in folder.iterdir()):
+        return []
+    try:
+        other = Plan.model_validate_json((folder / PLAN).read_bytes())
+    except FileNotFoundError:
+        return [f"{where} holds files that `prepare` did not write; name an empty or a new folder"]
+    except ValidationError:
+        return [f"{where}: its {PLAN} is of another version; name another folder or delete this one"]
+    if other.config_hash != plan.config_hash:
+        differing = "; ".join(differing_keys(config, other.config))
+        return [f"{where} was made with other settings ({differing}); name another folder or delete this one"]
+    if other.files != plan.files:
+        changed = sorted(key for key in plan.files if plan.files[key] != other.files.get(key))
+        return [f"{where} was made with other contents of the files of {', '.join(changed)}; name another folder"]
+    # Installed packages change under a developer's hands; finished documentation of the ones before stays good.
+    if plan.units == other.units or (config.corpus.kind == "python_docs" and (folder / MANIFEST).exists()):
+        return []
+    changed = sorted(
+        name for name in plan.units.keys() | other.units.keys() if plan.units.get(name) != other.units.get(name)
+    )
+    first = plan.sources.get(changed[0]) or other.sources[changed[0]]
+    return [
+        f"{where} was begun with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
+        f"{first}; name another folder or delete this one"
+    ]

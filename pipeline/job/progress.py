@@ -1,0 +1,182 @@
+"""How far a preparation is: a bar for people, the same numbers as JSON lines for programs."""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import ValidationError
+
+from common.config import Strict
+from common.console.bars import bar
+from pipeline.shards.manifest import Sidecar
+
+PROGRESS = "progress.jsonl"
+BEATS = "beats"
+"""Folder in the output folder in which tasks say how far they are; gone when a stage is over."""
+_MIB = 2**20
+_BEAT_SECONDS = 2.0
+
+
+class Done(Strict):
+    """Work that is done."""
+
+    num_bytes: int = 0
+    """Input bytes."""
+    documents: int = 0
+    kept: int = 0
+    failed: int = 0
+    text_bytes: int = 0
+
+    def __add__(self, other: "Done") -> "Done":
+        mine, theirs = self.model_dump(), other.model_dump()
+        return Done(**{name: mine[name] + theirs[name] for name in mine})
+
+
+@dataclass
+class Heartbeat:
+    """Says how far one unit is, every two seconds at most. Best effort: a beat that is lost does no harm."""
+
+    folder: Path
+    unit: str
+    _last: float = 0.0
+
+    def due(self) -> bool:
+        """Whether it is time for another beat."""
+        return time.monotonic() - self._last >= _BEAT_SECONDS
+
+    def beat(self, done: Done) -> None:
+        """Replaces this unit's last beat."""
+        self._last = time.monotonic()
+        path = self.folder / BEATS / self.unit
+        aside = path.with_name(f".{self.unit}.{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):  # a full disk ends the unit where it writes what matters
+            path.parent.mkdir(exist_ok=True)
+            aside.write_text(done.model_dump_json())
+            aside.replace(path)
+
+
+class Progress:
+    """Counts finished units, and what the tasks say of unfinished ones; time left is estimated from input bytes.
+
+    Args:
+        folder: output folder; the JSON lines go to `progress.jsonl` in it.
+        stage: what is being done, for the bar and the lines.
+        total_bytes: input bytes of all units.
+        done: units that were finished before this run.
+    """
+
+    def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar]) -> None:
+        self._folder, self._stage, self._total_bytes = folder, stage, total_bytes
+        self._log = (folder / PROGRESS).open(
+            "ab", buffering=0
+        )  # what a full disk refuses is not tried again at the end
+        self._finished = {sidecar.unit for sidecar in done}
+        self._done = self._before = sum((_of_sidecar(sidecar) for sidecar in done), Done())
+        self._started = time.monotonic()
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._bar = bar(
+            total=total_bytes,
+            initial=self._done.num_bytes,
+            desc=stage,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
+        )
+        shutil.rmtree(folder / BEATS, ignore_errors=True)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def add(self, sidecar: Sidecar) -> None:
+        """One more unit is finished."""
+        with self._lock:
+            self._finished.add(sidecar.unit)
+            self._done += _of_sidecar(sidecar)
+            self._show()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_BEAT_SECONDS):
+            with self._lock:
+                self._show()
+
+    def _under_way(self) -> Done:
+        """What unfinished units have done so far."""
+        total = Done()
+        for path in (self._folder / BEATS).glob("[0-9]*"):
+            if path.name not in self._finished:
+                try:
+                    total += Done.model_validate_json(path.read_bytes())
+                except (OSError, ValidationError):
+                    continue
+        return total
+
+    def _show(self) -> None:
+        now = self._done + self._under_way()
+        seconds = time.monotonic() - self._started
+        rate = (now.num_bytes - self._before.num_bytes) / seconds
+        line = {
+            "stage": self._stage,
+            "seconds": round(seconds, 3),
+            "documents": now.documents,
+            "kept_share": round(now.kept / max(1, now.documents), 4),
+            "failed": now.failed,
+            "text_mib_per_s": round((now.text_bytes - self._before.text_bytes) / _MIB / seconds, 3),
+            "input_bytes": now.num_bytes,
+            "total_input_bytes": self._total_bytes,
+            "eta_seconds": round((self._total_bytes - now.num_bytes) / rate, 1) if rate > 0 else None,
+        }
+        with contextlib.suppress(OSError):
+            self._log.write(json.dumps(line).encode() + b"\n")
+        self._bar.set_postfix_str(
+            f"{now.documents:,} documents, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of text",
+            refresh=False,
+        )
+        self._bar.update(now.num_bytes - self._bar.n)
+
+    def __enter__(self) -> "Progress":
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._watcher.join()
+        self._bar.close()
+        self._log.close()
+        shutil.rmtree(self._folder / BEATS, ignore_errors=True)
+
+
+def seconds_spent(folder: Path) -> float | None:
+    """Seconds of all stages, over all runs that worked on a folder; None where nothing was noted."""
+    try:
+        lines = (folder / PROGRESS).read_bytes().splitlines()
+    except FileNotFoundError:
+        return None
+    total, stage, last = 0.0, "", 0.0
+    for line in lines:
+        try:
+            told = json.loads(line)
+            now, seconds = str(told["stage"]), float(told["seconds"])
+        except (ValueError, TypeError, KeyError):  # cut off by a kill or a full disk
+            continue
+        if now != stage or seconds < last:  # another stage, or another run
+            total += last
+        stage, last = now, seconds
+    return total + last
+
+
+def _of_sidecar(sidecar: Sidecar) -> Done:
+    counts = sidecar.counts
+    return Done(
+        num_bytes=sidecar.num_bytes,
+        documents=counts.read,
+        kept=counts.kept,
+        failed=sum(counts.failed.values()),
+        text_bytes=counts.text_bytes,
+    )

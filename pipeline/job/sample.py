@@ -1,0 +1,91 @@
+"""A sample of the corpus, spread evenly over it, and the tokenizer that is loaded for the corpus or trained on it."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.console.logs import get_logger
+from common.storage import folder_aside
+from pipeline.choosing.whitespace import normalise
+from pipeline.config import PipelineConfig
+from pipeline.job.units import MIB, Unit, read_unit
+from pipeline.readers.corpus import Document
+from pipeline.shards.manifest import TOKENIZER
+from pipeline.tokenizer.batch_tokenizer import EngineName
+from pipeline.tokenizer.engine import choose_engine
+from pipeline.tokenizer.tokenization import (
+    TokenizerInfo,
+    TrainedTokenizer,
+    describe_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+_SAMPLED_UNITS = 256
+_COMPARED_MIB = 0.5
+"""Text of the corpus on which tokenizing engines are compared."""
+
+
+def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: float) -> Iterator[str]:
+    """Normalised texts from the beginning of each unit (of 256 units chosen by hash, when there are more).
+
+    What one unit has too little of is taken from the ones after it, so that the sample is full when the corpus is.
+    """
+    chosen = sorted(units, key=lambda unit: hashlib.blake2b(f"{config.seed}/{unit.name}".encode()).digest())
+    chosen = sorted(chosen[:_SAMPLED_UNITS], key=lambda unit: (unit.num_bytes, unit.name))
+    left = sample_mib * MIB
+    for index, unit in enumerate(chosen):
+        share = left / (len(chosen) - index)
+        for record in read_unit(unit, config.corpus):
+            if share <= 0:
+                break
+            if isinstance(record, Document):
+                text = normalise(record.text)
+                share -= len(text)
+                left -= len(text)
+                yield text
+
+
+def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
+    """The tokenizer in the output folder, put there first when this is the first run."""
+    if not (folder / TOKENIZER).exists():
+        made = _make_tokenizer(config, units)
+        with folder_aside(folder / TOKENIZER) as aside:
+            _save(made, aside)
+    return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), config.tokenizer.kind)
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    """Writes a tokenizer.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(
+            f"{folder.parent / TOKENIZER} cannot be written: {error}"
+        ) from error  # `tokenizers` raises it bare
+
+
+def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:
+    """Loads or trains the tokenizer that the config asks for."""
+    if isinstance(config.tokenizer, TrainedTokenizer):
+        get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
+        return train_tokenizer(sample_texts(config, units, config.tokenizer.sample_mib), config.tokenizer.vocab_size)
+    return load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+
+
+def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName:
+    """What applies the tokenizer in the output folder.
+
+    Raises:
+        ConfigError: tokenizer.engine asks for one that does not give the same ids.
+    """
+    chosen = choose_engine(folder / TOKENIZER, config.tokenizer.engine, sample_texts(config, units, _COMPARED_MIB))
+    get_logger().info("tokenizing with %s: %s", chosen.engine, chosen.reason)
+    return chosen.engine

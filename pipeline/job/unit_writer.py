@@ -1,0 +1,150 @@
+"""Everything a unit leaves in a folder: shards, ledger, rejected documents; last, the sidecar that says it is done."""
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from common.storage import write_text
+from pipeline.config import PipelineConfig, config_hash
+from pipeline.job.progress import Done
+from pipeline.job.units import Unit, hash_unit
+from pipeline.readers.corpus import Failure
+from pipeline.readers.stamp import Stamp
+from pipeline.shards.ledger import Entry, LedgerWriter
+from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
+from pipeline.shards.rejected import RejectedWriter
+from pipeline.shards.schema import shard_schema
+from pipeline.shards.writer import ShardWriter
+from pipeline.tokenizer.tokenization import TokenizerInfo
+
+
+class UnitWriter:
+    """Takes the documents of a unit in reading order, kept or not. A context; `finish` is called after it.
+
+    Args:
+        folder: where the files go.
+        unit: what is read.
+        config: settings.
+        tokenizer: of the tokens.
+    """
+
+    def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
+        schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint, config.short_documents)
+        self._folder, self._unit, self._config = folder, unit, config
+        self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.block_documents) for s in SPLITS}
+        self._ledger = LedgerWriter(folder, unit.name)
+        self._rejected = RejectedWriter(folder, unit.name, config.write_rejected)
+        self._stack = ExitStack()
+        self._kept = self._text_bytes = self._longest_tokens = 0
+        self._dropped: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._failures: list[Failure] = []
+
+    def __enter__(self) -> "UnitWriter":
+        for shard in self._shards.values():
+            self._stack.enter_context(shard)
+        self._stack.enter_context(self._ledger)
+        self._stack.enter_context(self._rejected)
+        return self
+
+    def keep(self, entry: Entry, tokens: NDArray[np.uint32]) -> None:
+        """Adds a document to the shard of its split, which is its fate.
+
+        Raises:
+            ShardError: a token id that the vocabulary does not have.
+        """
+        assert entry.id is not None
+        row = self._shards[entry.fate].add(entry.id, tokens, entry.source, entry.offset)  # type: ignore[index]
+        self._kept += 1
+        self._record(replace(entry, row=row))
+
+    def reject(self, entry: Entry, text: str) -> None:
+        """Adds a document that is not kept, for the reason that is its fate; one without an id could not be read."""
+        if entry.id is None:
+            self._failed[entry.fate] += 1
+            if len(self._failures) < MAX_EXAMPLES:
+                example = {"reason": entry.fate, "source": entry.source, "offset": entry.offset}
+                self._failures.append(Failure.model_validate(example | {"message": entry.detail or ""}))
+        else:
+            self._dropped[entry.fate] += 1
+        self._record(entry)
+        self._rejected.add(entry, text)
+
+    def _record(self, entry: Entry) -> None:
+        self._text_bytes += entry.text_bytes
+        self._longest_tokens = max(self._longest_tokens, entry.num_tokens or 0)
+        self._ledger.add(entry)
+
+    def done(self, bytes_read: int) -> Done:
+        """How far the unit is, after that many bytes of its input."""
+        return Done(
+            num_bytes=bytes_read,
+            documents=self._ledger.num_rows,
+            kept=self._kept,
+            failed=sum(self._failed.values()),
+            text_bytes=self._text_bytes,
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def finish(self, stamp: Stamp | None = None) -> Sidecar:
+        """Writes the sidecar with the state of the inputs: the unit is finished.
+
+        Raises:
+            ShardError: the counts do not close.
+        """
+        counts = Counts(
+            read=self._ledger.num_rows,
+            kept=self._kept,
+            dropped=dict(sorted(self._dropped.items())),
+            failed=dict(sorted(self._failed.items())),
+            text_bytes=self._text_bytes,
+            longest_tokens=self._longest_tokens,
+        )
+        counts.check(f"unit {self._unit.name}")
+        sidecar = Sidecar(
+            unit=self._unit.name,
+            unit_hash=hash_unit(self._unit),
+            config_hash=config_hash(self._config),
+            num_bytes=self._unit.num_bytes,
+            counts=counts,
+            failures=self._failures,
+            shards=[shard for split in SPLITS for shard in self._shards[split].result()],
+            ledger=self._ledger.result(),
+            stamp=stamp,
+        )
+        write_text(sidecar_path(self._folder, self._unit.name), sidecar.model_dump_json(indent=1) + "\n")
+        return sidecar
+
+
+def sidecar_path(folder: Path, unit: str) -> Path:
+    """Where a unit's sidecar lies."""
+    return folder / "units" / f"{unit}.json"
+
+
+def load_sidecar(folder: Path, unit: str) -> Sidecar | None:
+    """The sidecar of a unit, whatever it is about; None where there is none that can be read."""
+    try:
+        return Sidecar.model_validate_json(sidecar_path(folder, unit).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sidecar | None:
+    """The sidecar of a unit that needs no more work: same input, same settings, its files there in full size."""
+    sidecar = load_sidecar(folder, unit.name)
+    if sidecar is None:
+        return None
+    same = sidecar.unit_hash == hash_unit(unit) and sidecar.config_hash == config_hash(config)
+    sizes = {shard.name: shard.num_bytes for shard in sidecar.shards} | {sidecar.ledger.name: sidecar.ledger.num_bytes}
+    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    return sidecar if same and whole else None

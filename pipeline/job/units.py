@@ -1,0 +1,147 @@
+"""Units of work: what one task reads. They depend on the inputs and the configuration alone, never on the workers."""
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import Field
+
+from common.config import Strict
+from common.storage import hash_json
+from pipeline.readers.corpus import MIB as MIB
+from pipeline.readers.corpus import FilesCorpus, HubCorpus, Part, Record
+from pipeline.readers.files import rules_of
+from pipeline.readers.parts import Meter, read_part
+from pipeline.readers.planning import file_parts
+from pipeline.readers.pydocs import PythonDocs, python_parts, read_module, read_topics
+from pipeline.readers.skipped import Skipped
+from pipeline.readers.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
+
+Corpus = FilesCorpus | HubCorpus | PythonDocs
+
+
+class Unit(Strict):
+    """Some parts of the corpus, read in order by one task, which writes the shards named after the unit."""
+
+    name: str
+    """Five or more digits, the unit's place in the plan."""
+    parts: list[Part]
+    marks: dict[str, Mark | None] = Field(default_factory=dict)
+    """The state of its files when the plan was made, by path; empty where nobody asked (`mark_units`)."""
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """The state of its inputs when the plan was made."""
+        return stamp_of(self.parts, self.marks) if self.marks else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Input bytes."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def weight(self) -> int:
+        """About how many bytes of text there are to read."""
+        return sum(part.weight for part in self.parts)
+
+
+class Reading(Iterator[Record]):
+    """Every document and failure of a unit, in order, and how much of the unit's input was read for them so far."""
+
+    def __init__(self, unit: Unit, corpus: Corpus) -> None:
+        self._unit = unit
+        self._corpus = corpus
+        self._done = 0
+        self._part_bytes = 0
+        self._meter = Meter()
+        self._most = 0
+        self._records = self._read()
+
+    def __iter__(self) -> "Reading":
+        return self
+
+    def __next__(self) -> Record:
+        return next(self._records)
+
+    @property
+    def bytes_read(self) -> int:
+        """Input bytes (compressed, where the input is), rising from 0 to the unit's `num_bytes`; a little ahead."""
+        now = self._done + min(self._part_bytes, max(0, int(self._meter.measure())))
+        self._most = max(self._most, now)
+        return self._most
+
+    def _read(self) -> Iterator[Record]:
+        rules = None if isinstance(self._corpus, PythonDocs) else rules_of(self._corpus)
+        for part in self._unit.parts:
+            self._meter, self._part_bytes = Meter(), part.num_bytes
+            if part.format == "python":
+                yield from read_module(part)
+            elif part.format == "topics":
+                yield from read_topics(part)
+            elif rules is not None:
+                yield from read_part(part, rules, self._meter)
+            self._meter, self._part_bytes = Meter(), 0
+            self._done += part.num_bytes
+
+
+def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) -> tuple[list[Unit], list[str]]:
+    """Groups the corpus into units of about `unit_mib` of uncompressed input.
+
+    Args:
+        corpus: settings.
+        unit_mib: of text in a unit.
+        skipped: counts what a search of folders met and did not take.
+
+    Returns:
+        The units, and what is wrong with the inputs: one line a problem.
+    """
+    unit_bytes = max(1, int(unit_mib * MIB))
+    problems: list[str] = []
+    if isinstance(corpus, PythonDocs):
+        parts = python_parts()
+    else:
+        parts, problems = file_parts(corpus, unit_bytes, skipped)
+    groups: list[list[Part]] = []
+    held = 0
+    for part in parts:
+        if not groups or held + part.weight > unit_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(part)
+        held += part.weight
+    return [Unit(name=f"{index:05d}", parts=group) for index, group in enumerate(groups)], problems
+
+
+def hash_unit(unit: Unit) -> str:
+    """SHA-256 of what a unit reads, by the names and sizes of its parts rather than by where they lie."""
+    return hash_json([part.model_dump(exclude={"path"}) for part in unit.parts])
+
+
+def mark_units(units: Sequence[Unit]) -> list[Unit]:
+    """The units with the marks of their files, each file looked at once."""
+    marks = mark_files(part for unit in units for part in unit.parts)
+    return [unit.model_copy(update={"marks": {part.path: marks[part.path] for part in unit.parts}}) for unit in units]
+
+
+def stamp_read(unit: Unit) -> Stamp | None:
+    """The stamp of a unit that was just read; None for one without marks.
+
+    Raises:
+        OSError: a file is not what it was when the plan was made. One that is gone was counted while reading.
+    """
+    if not unit.marks:
+        return None
+    digest = digest_parts(unit.parts)
+    now = mark_files(unit.parts)
+    for part in unit.parts:
+        if now[part.path] is not None and now[part.path] != unit.marks[part.path]:
+            raise OSError(f"{part.source} was changed while the corpus was being read; leave inputs alone meanwhile")
+    return stamp_of(unit.parts, unit.marks, digest)
+
+
+def read_unit(unit: Unit, corpus: Corpus) -> Reading:
+    """Every document and failure of a unit, in order."""
+    return Reading(unit, corpus)
+
+
+def largest_first(units: Sequence[Unit]) -> list[Unit]:
+    """The order in which to start units: a large one started last would keep one worker busy alone."""
+    return sorted(units, key=lambda unit: (-unit.weight, unit.name))

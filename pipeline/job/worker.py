@@ -1,0 +1,174 @@
+"""What one task does: read a unit, choose, tokenize, write; candidates only, where duplicates are to be removed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import seeding
+from pipeline.choosing.chooser import Chooser
+from pipeline.choosing.config import ChoosingConfig
+from pipeline.choosing.evaluation_sets import INDEX
+from pipeline.config import PipelineConfig
+from pipeline.duplicates.config import DuplicatesConfig
+from pipeline.duplicates.keys import write_keys
+from pipeline.duplicates.signatures import Signer
+from pipeline.job.filters import drop_reason
+from pipeline.job.progress import Heartbeat
+from pipeline.job.unit_writer import UnitWriter
+from pipeline.job.units import Unit, read_unit, stamp_read
+from pipeline.readers import Record
+from pipeline.readers.corpus import Failure, document_id
+from pipeline.shards.ledger import Entry
+from pipeline.shards.manifest import TOKENIZER, Sidecar, Split
+from pipeline.tokenizer.batch_tokenizer import Encoder, EngineName
+from pipeline.tokenizer.tokenization import TokenizerInfo
+
+CANDIDATES = "candidates"
+"""Folder in the output folder for what units leave while duplicates are still to be found."""
+_BATCH_DOCUMENTS = 256
+_BATCH_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A document on its way: its row of the ledger so far, whose fate is empty while nothing spoke against it."""
+
+    entry: Entry
+    text: str
+
+
+def stage_folder(folder: Path, config: PipelineConfig) -> Path:
+    """Where `write_unit` writes: the output folder itself when no duplicates are looked for."""
+    return folder / CANDIDATES if config.duplicates.enabled else folder
+
+
+def write_unit(
+    unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName = "tokenizers"
+) -> Sidecar:
+    """Prepares one unit. Its bytes depend on the unit, the settings and the tokenizer, and on nothing else.
+
+    Args:
+        unit: what to read.
+        folder: the output folder; holds the tokenizer.
+        config: settings.
+        tokenizer: facts of the tokenizer.
+        engine: what applies it; of no influence on the result.
+
+    Raises:
+        OSError: an input was changed since the plan was made.
+        ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not close.
+    """
+    target = stage_folder(folder, config)
+    writer = UnitWriter(target, unit, config, tokenizer)
+    keys = _Keys(config.duplicates) if config.duplicates.enabled else None
+    with writer:
+        reading, heartbeat = read_unit(unit, config.corpus), Heartbeat(folder, unit.name)
+        for ordinal, (judged, tokens) in enumerate(judged_documents(reading, folder, config, tokenizer, engine)):
+            entry = judged.entry
+            if tokens is None:
+                writer.reject(entry, judged.text)
+            else:
+                writer.keep(entry, tokens)
+                if keys is not None:
+                    keys.add(ordinal, judged)
+            if heartbeat.due():
+                heartbeat.beat(writer.done(reading.bytes_read))
+    if keys is not None:
+        write_keys(target, unit.name, config.duplicates, keys.ids, keys.ordinals, keys.signatures)
+    return writer.finish(stamp_read(unit))
+
+
+class _Keys:
+    """What the search for duplicates needs of a unit's documents."""
+
+    def __init__(self, config: DuplicatesConfig) -> None:
+        self.ids: list[bytes] = []
+        self.ordinals: list[int] = []
+        self.signatures: list[NDArray[np.uint32]] = []
+        self._signer = Signer(config.near) if config.near else None
+
+    def add(self, ordinal: int, judged: Judged) -> None:
+        """Adds a document that would be kept."""
+        self.ids.append(judged.entry.id or b"")
+        self.ordinals.append(ordinal)
+        if self._signer is not None:
+            self.signatures.append(self._signer.sign(judged.text))
+
+
+def judged_documents(
+    records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
+) -> Iterator[tuple[Judged, np.ndarray | None]]:
+    """Every record with its fate, in order; the tokens `(num_tokens,)` of those that are kept, None for the others."""
+    encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
+    chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
+    for batch in _batches(_judge(record, chooser) for record in records):
+        going = [judged for judged in batch if not judged.entry.fate]
+        rows = iter(encoder.encode([judged.text for judged in going]))
+        splits = iter(splits_of([judged.entry.id or b"" for judged in going], config))
+        for judged in batch:
+            if judged.entry.fate:
+                yield judged, None
+                continue
+            tokens, split = next(rows), next(splits)
+            reason = drop_reason(len(tokens), config.geometry, config.short_documents)
+            fate = reason or split
+            entry = replace(judged.entry, num_tokens=len(tokens), fate=fate)
+            yield Judged(entry, judged.text), None if reason else tokens
+
+
+def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split]:
+    """Which split documents belong to: draws keyed by their ids, so that equal texts never straddle the splits."""
+    keys = np.array([int.from_bytes(identity[:8], "little") for identity in identities], dtype=np.uint64)
+    drawn = seeding.unit(seeding.words(config.seed, "held-out", keys, np.zeros_like(keys), 1))[:, 0]
+    return ["held-out" if held_out else "train" for held_out in (drawn < config.held_out_share).tolist()]
+
+
+def _judge(record: Record, chooser: Chooser) -> Judged:
+    """What can be said of a document before it is tokenized."""
+    if isinstance(record, Failure):
+        return Judged(Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), "")
+    choice = chooser.choose(record.text)
+    raw = choice.text.encode()
+    entry = Entry(
+        document_id(raw),
+        record.source,
+        record.offset,
+        len(raw),
+        None,
+        choice.language,
+        choice.reason or "",
+        None,
+        choice.detail,
+    )
+    return Judged(entry, choice.text)
+
+
+def _batches(documents: Iterator[Judged]) -> Iterator[Sequence[Judged]]:
+    """A bounded number of documents and characters at a time."""
+    batch: list[Judged] = []
+    held = 0
+    for judged in documents:
+        batch.append(judged)
+        held += len(judged.text)
+        if held >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+@lru_cache(maxsize=2)
+def _encoder(folder: str, fingerprint: str, engine: EngineName) -> Encoder:  # noqa: ARG001
+    """One encoder a process; the fingerprint keeps apart tokenizers that lay in the same folder one after the other."""
+    return Encoder.load(Path(folder), engine)
+
+
+@lru_cache(maxsize=2)
+def _chooser(config: str, index: str) -> Chooser:
+    """One chooser a process."""
+    path = Path(index)
+    return Chooser(ChoosingConfig.model_validate_json(config), path if path.exists() else None)

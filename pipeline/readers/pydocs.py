@@ -1,0 +1,154 @@
+"""A corpus that every machine has: the English documentation of Python and of the installed packages.
+
+One document a module: its docstring, then each public class and function with its docstring. Modules are parsed with
+`ast`, never imported. `pydoc_data.topics`, the language reference, adds one document a topic.
+"""
+
+import ast
+import hashlib
+import inspect
+import os
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from common.config import Strict
+from pipeline.readers.corpus import Document, Failure, Part, Record
+
+_SKIPPED_FOLDERS = frozenset(
+    [
+        "__pycache__",
+        "test",
+        "tests",
+        "testing",
+        "site-packages",
+        "dist-packages",
+        "idlelib",
+        "lib2to3",
+        "_vendor",
+        "_vendored",
+        "vendor",
+        "vendored",
+        "third_party",
+        "thirdparty",
+        "extern",
+        "externals",
+        "node_modules",
+    ]
+)
+_TRIPLE_QUOTED = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''", re.DOTALL)
+MIN_DOCUMENTATION_BYTES = 512
+"""A module with less text than this between triple quotes documents nothing; parsing it would be most of the work."""
+
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class PythonDocs(Strict):
+    """Docstrings of the standard library and of the installed packages, and the topics of `help()`."""
+
+    kind: Literal["python_docs"]
+
+
+def python_parts() -> list[Part]:
+    """One part a module, in the order of a hash of its name, so that any stretch of the list is a fair sample."""
+    standard = Path(sysconfig.get_path("stdlib"))
+    roots = {standard: "stdlib"}
+    for scheme in ("purelib", "platlib"):
+        roots.setdefault(Path(sysconfig.get_path(scheme)), "packages")
+    parts = [_part(root, prefix, path) for root, prefix in roots.items() for path in _modules(root)]
+    topics = standard / "pydoc_data" / "topics.py"
+    parts = [part.model_copy(update={"format": "topics"}) if Path(part.path) == topics else part for part in parts]
+    return sorted(parts, key=lambda part: hashlib.blake2b(part.source.encode()).digest())
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    """Python files under a folder, without tests and without other projects' code copied in."""
+    for folder, children, names in os.walk(root):
+        children[:] = sorted(
+            child for child in children if child not in _SKIPPED_FOLDERS and not child.startswith("test_")
+        )
+        for name in names:
+            is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
+            if name.endswith(".py") and not is_test:
+                yield Path(folder, name)
+
+
+def _part(root: Path, prefix: str, path: Path) -> Part:
+    size = path.stat().st_size
+    source = f"{prefix}/{path.relative_to(root).as_posix()}"
+    return Part(format="python", path=str(path), source=source, start=0, stop=size, num_bytes=size, weight=size)
+
+
+def read_module(part: Part) -> Iterator[Record]:
+    """The documentation of one module, or nothing when it has next to none."""
+    try:
+        code = Path(part.path).read_bytes()
+    except OSError as error:
+        yield Failure(reason="unreadable", source=part.source, offset=0, message=str(error))
+        return
+    if sum(match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code)) < MIN_DOCUMENTATION_BYTES:
+        return
+    tree = _parse(code)
+    if isinstance(tree, str):
+        yield Failure(reason="invalid_python", source=part.source, offset=0, message=tree)
+        return
+    pieces = [_docstring(tree), *_described(tree, "")]
+    text = "\n\n".join(piece for piece in pieces if piece)
+    if text:
+        yield Document(text, part.source, 0)
+
+
+def read_topics(part: Part) -> Iterator[Record]:
+    """The topics of `help()`, in the order of the file: string values of the one dictionary in it."""
+    try:
+        tree = _parse(Path(part.path).read_bytes())
+    except OSError as error:
+        yield Failure(reason="unreadable", source=part.source, offset=0, message=str(error))
+        return
+    if isinstance(tree, str):
+        yield Failure(reason="invalid_python", source=part.source, offset=0, message=tree)
+        return
+    tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
+    texts = [value.value for table in tables for value in table.values if isinstance(value, ast.Constant)]
+    for ordinal, text in enumerate(texts):
+        yield Document(str(text), part.source, ordinal)
+
+
+def _parse(code: bytes) -> ast.Module | str:
+    """The syntax tree, or what is wrong with the module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other people's invalid escape sequences
+        try:
+            return ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def _described(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
+    """`name(arguments)` and docstring of every public definition that has one, classes with their methods."""
+    for node in parent.body:
+        if isinstance(node, _Definition) and not node.name.startswith("_"):
+            name = prefix + node.name
+            docstring = _docstring(node)
+            if docstring:
+                signature = name if isinstance(node, ast.ClassDef) else f"{name}({_arguments(node.args)})"
+                yield f"{signature}\n{docstring}"
+            if isinstance(node, ast.ClassDef):
+                yield from _described(node, f"{name}.")
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    """Argument names without defaults and annotations, which are code rather than English."""
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return ", ".join(argument.arg for argument in named if argument.arg not in ("self", "cls"))
+
+
+def _docstring(node: ast.Module | _Definition) -> str:
+    """The docstring without its indentation; empty where there is none."""
+    first = node.body[0] if node.body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return inspect.cleandoc(first.value.value)
+    return ""

@@ -1,0 +1,1 @@
+"""Files of a prepared corpus: shards, ledgers, manifest."""

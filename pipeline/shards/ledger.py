@@ -1,0 +1,170 @@
+"""The ledger of a unit: one row for every document that was read, kept or not. Where is it, why was it dropped?
+
+| column     | type                  | meaning                                                                       |
+|------------|-----------------------|-------------------------------------------------------------------------------|
+| id         | fixed_size_binary(16) | as in the shards; null where nothing could be read                            |
+| source     | string                | as in the shards                                                              |
+| offset     | int64                 | as in the shards                                                              |
+| text_bytes | int64                 | UTF-8 bytes of the text after cleaning                                        |
+| num_tokens | int64                 | null where the text was not tokenized                                         |
+| language   | string                | null where it was not asked                                                   |
+| fate       | string                | `train`, `held-out`, or the reason why the document was dropped or failed     |
+| row        | int64                 | row in the unit's shard of that split; null where the document is in none     |
+| detail     | string                | message of a failure; what was matched; null where nothing is to say |
+
+Rows stand in reading order; a document's row number is its ordinal in the unit.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.config import Strict
+from common.storage import hash_file, write_aside
+from pipeline.shards.schema import ID_BYTES
+
+LEDGERS = "ledger"
+"""Folder beside the shards in which the ledgers lie."""
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.binary(ID_BYTES)),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("text_bytes", pa.int64(), nullable=False),
+        pa.field("num_tokens", pa.int64()),
+        pa.field("language", pa.string()),
+        pa.field("fate", pa.string(), nullable=False),
+        pa.field("row", pa.int64()),
+        pa.field("detail", pa.string()),
+    ]
+)
+_BATCH_ROWS = 10_000
+_SHORTEST_PREFIX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of a ledger, in the order of its columns."""
+
+    id: bytes | None
+    source: str
+    offset: int
+    text_bytes: int
+    num_tokens: int | None
+    language: str | None
+    fate: str
+    row: int | None
+    detail: str | None
+
+
+class LedgerFile(Strict):
+    """One ledger as its sidecar names it."""
+
+    name: str
+    num_rows: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass
+class LedgerWriter:
+    """Writes the ledger of one unit; the file appears when the block ends without an error."""
+
+    folder: Path
+    unit: str
+    num_rows: int = 0
+    _entries: list[Entry] = field(default_factory=list)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _stream: Any = None
+
+    @property
+    def name(self) -> str:
+        """Path of the ledger in the output folder."""
+        return f"{LEDGERS}/{self.unit}.arrow"
+
+    def __enter__(self) -> "LedgerWriter":
+        aside = self._stack.enter_context(write_aside(self.folder / self.name))
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        self._stream = self._stack.enter_context(pa.ipc.new_file(str(aside), SCHEMA, options=options))
+        return self
+
+    def add(self, entry: Entry) -> None:
+        """Adds the next document that was read."""
+        self._entries.append(entry)
+        self.num_rows += 1
+        if len(self._entries) >= _BATCH_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        columns = zip(*map(astuple, self._entries), strict=True)
+        arrays = [pa.array(values, column.type) for values, column in zip(columns, SCHEMA, strict=True)]
+        self._stream.write_batch(pa.record_batch(arrays, schema=SCHEMA))
+        self._entries = []
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._entries:
+            self._flush()
+        self._stack.__exit__(kind, error, trace)
+
+    def result(self) -> LedgerFile:
+        """The finished ledger."""
+        path = self.folder / self.name
+        size = path.stat().st_size
+        return LedgerFile(name=self.name, num_rows=self.num_rows, num_bytes=size, sha256=hash_file(path))
+
+
+def ledger_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """Batches of one ledger, a bounded number of rows each."""
+    with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
+        for index in range(reader.num_record_batches):
+            yield reader.get_batch(index)
+
+
+def ledger_entries(path: Path) -> Iterator[Entry]:
+    """Rows of one ledger in reading order."""
+    for batch in ledger_batches(path):
+        yield from (Entry(**row) for row in batch.to_pylist())
+
+
+def find_entries(folder: Path, wanted: str) -> Iterator[tuple[str, int, Entry]]:
+    """Every row of an output folder that answers a name, with its unit and its ordinal.
+
+    Args:
+        folder: output folder of `prepare`.
+        wanted: a document id in hexadecimal (an even number of digits of its beginning, at
+            least 8, will do), a source, or `SOURCE:OFFSET`.
+    """
+    source, _, offset = wanted.rpartition(":")
+    prefix = _hex_prefix(wanted)
+    for path in sorted((folder / LEDGERS).glob("*.arrow")):
+        ordinal = 0
+        for batch in ledger_batches(path):
+            found = pc.equal(batch.column("source"), wanted)
+            if source and offset.isdigit():
+                here = pc.and_(pc.equal(batch.column("source"), source), pc.equal(batch.column("offset"), int(offset)))
+                found = pc.or_(found, here)
+            if prefix is not None:
+                named = pc.starts_with(batch.column("id").cast(pa.binary()), pattern=prefix)
+                found = pc.or_(found, pc.fill_null(named, fill_value=False))
+            for index in np.flatnonzero(found.to_numpy(zero_copy_only=False)).tolist():
+                yield path.stem, ordinal + index, Entry(**batch.slice(index, 1).to_pylist()[0])
+            ordinal += batch.num_rows
+
+
+def _hex_prefix(wanted: str) -> bytes | None:
+    """The bytes that a document id in hexadecimal begins with; None for what is too short or no such id."""
+    if len(wanted) < _SHORTEST_PREFIX or len(wanted) % 2:
+        return None
+    try:
+        return bytes.fromhex(wanted)
+    except ValueError:
+        return None

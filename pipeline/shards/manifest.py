@@ -1,0 +1,215 @@
+"""The manifest of prepared shards: what is there, what became of every document, and from which configuration."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from common.config import Strict, describe
+from common.storage import hash_json
+from pipeline.readers.corpus import Failure
+from pipeline.readers.skipped import Skip
+from pipeline.readers.stamp import Stamp
+from pipeline.shards.ledger import LedgerFile
+from pipeline.shards.schema import SCHEMA_VERSION
+from pipeline.shards.windows import Geometry, ShortDocuments
+from pipeline.tokenizer.tokenization import TokenizerInfo
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+"""Folder beside the shards in which their tokenizer lies."""
+MAX_EXAMPLES = 100
+"""Failures spelled out in a manifest, and in each sidecar; all are counted."""
+
+Split = Literal["train", "held-out"]
+SPLITS: tuple[Split, ...] = ("train", "held-out")
+
+
+class ShardError(ValueError):
+    """Shards that are missing, damaged, or not what their manifest says."""
+
+
+class Shard(Strict):
+    """One Arrow file of the output folder."""
+
+    name: str
+    split: Split
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+    sha256: str
+
+
+class Counts(Strict):
+    """What became of the documents that were read. Closes: read = kept + all dropped + all failed."""
+
+    read: int
+    kept: int
+    dropped: dict[str, int]
+    """Documents by drop reason."""
+    failed: dict[str, int]
+    """Documents by failure reason; a file that breaks off counts once."""
+    text_bytes: int
+    """UTF-8 bytes of the documents that could be read, whitespace-normalised."""
+    longest_tokens: int
+    """Tokens of the longest document, kept or not."""
+
+    def check(self, what: str) -> None:
+        """Checks that the totals close.
+
+        Raises:
+            ShardError: they do not.
+        """
+        explained = self.kept + sum(self.dropped.values()) + sum(self.failed.values())
+        if self.read != explained:
+            raise ShardError(f"{what}: {self.read} documents read, but {explained} kept, dropped or failed")
+
+
+class Sidecar(Strict):
+    """What one unit made, written after its shards: the unit is finished when this file exists."""
+
+    unit: str
+    unit_hash: str
+    config_hash: str
+    num_bytes: int
+    """Input bytes of the unit."""
+    counts: Counts
+    failures: list[Failure]
+    shards: list[Shard]
+    ledger: LedgerFile
+    stamp: Stamp | None = None
+    """The state of the inputs when they were read; None where an earlier version did not note it."""
+
+
+class Manifest(Strict):
+    """What an output folder holds."""
+
+    schema_version: int
+    shards: list[Shard]
+    ledgers: list[LedgerFile]
+    """What became of each document: one file a unit, in plan order."""
+    totals: dict[str, int]
+    """read, kept, dropped, failed (documents); kept_train, kept_held_out; num_tokens (kept); num_bytes (input);
+    text_bytes; longest_tokens."""
+    dropped: dict[str, int]
+    failed: dict[str, int]
+    failures: list[Failure]
+    """Examples, in corpus order; all failures are counted in `failed`."""
+    tokenizer: TokenizerInfo
+    geometry: Geometry
+    config: dict[str, Any]
+    """The resolved settings that decide what the shards hold."""
+    config_hash: str
+    versions: dict[str, str]
+    skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
+    """Files that a search of folders met and did not read, by kind; not in the file where there are none."""
+
+    @property
+    def short_documents(self) -> ShortDocuments:
+        """What became of documents too short for `geometry`."""
+        found: ShortDocuments = self.config.get("short_documents", "drop")
+        return found
+
+    def of_split(self, split: str) -> list[Shard]:
+        """Shards of a split, in the order that numbers its documents."""
+        return sorted((shard for shard in self.shards if shard.split == split), key=lambda shard: shard.name)
+
+
+def sum_counts(counts: list[Counts]) -> Counts:
+    """Counts over units."""
+    dropped: dict[str, int] = {}
+    failed: dict[str, int] = {}
+    for count in counts:
+        for reason, number in count.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + number
+        for reason, number in count.failed.items():
+            failed[reason] = failed.get(reason, 0) + number
+    return Counts(
+        read=sum(count.read for count in counts),
+        kept=sum(count.kept for count in counts),
+        dropped=dict(sorted(dropped.items())),
+        failed=dict(sorted(failed.items())),
+        text_bytes=sum(count.text_bytes for count in counts),
+        longest_tokens=max((count.longest_tokens for count in counts), default=0),
+    )
+
+
+def build_manifest(
+    sidecars: list[Sidecar],
+    tokenizer: TokenizerInfo,
+    geometry: Geometry,
+    config: dict[str, Any],
+    config_hash: str,
+    skipped: dict[str, Skip] | None = None,
+) -> Manifest:
+    """The manifest of all units' sidecars, given in plan order.
+
+    Raises:
+        ShardError: totals that do not close.
+    """
+    counts = sum_counts([sidecar.counts for sidecar in sidecars])
+    shards = [shard for split in SPLITS for sidecar in sidecars for shard in sidecar.shards if shard.split == split]
+    counts.check("manifest")
+    kept = {split: sum(shard.num_documents for shard in shards if shard.split == split) for split in SPLITS}
+    if (rows := sum(sidecar.ledger.num_rows for sidecar in sidecars)) != counts.read:
+        raise ShardError(f"manifest: {counts.read} documents read, but {rows} in the ledgers")
+    if sum(kept.values()) != counts.kept:
+        raise ShardError(f"manifest: {counts.kept} documents kept, but {sum(kept.values())} in the shards")
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        shards=shards,
+        ledgers=[sidecar.ledger for sidecar in sidecars],
+        totals={
+            "read": counts.read,
+            "kept": counts.kept,
+            "dropped": sum(counts.dropped.values()),
+            "failed": sum(counts.failed.values()),
+            "kept_train": kept["train"],
+            "kept_held_out": kept["held-out"],
+            "num_tokens": sum(shard.num_tokens for shard in shards),
+            "num_bytes": sum(sidecar.num_bytes for sidecar in sidecars),
+            "text_bytes": counts.text_bytes,
+            "longest_tokens": counts.longest_tokens,
+        },
+        dropped=counts.dropped,
+        failed=counts.failed,
+        failures=[failure for sidecar in sidecars for failure in sidecar.failures][:MAX_EXAMPLES],
+        tokenizer=tokenizer,
+        geometry=geometry,
+        config=config,
+        config_hash=config_hash,
+        versions={name: version(name) for name in ("pyarrow", "ray", "tokenizers")},
+        skipped=skipped or {},
+    )
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of prepared shards.
+
+    Raises:
+        ShardError: there is none, or it is not of this version.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ShardError(
+            f"{folder} holds no {MANIFEST}: not prepared, or not to the end; run `prepare` with this output"
+        )
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ShardError(f"{path} is not a manifest of this version: {describe(error, Manifest)[0]}") from error
+    if manifest.schema_version != SCHEMA_VERSION:
+        raise ShardError(f"{path} has schema version {manifest.schema_version}; this code reads {SCHEMA_VERSION}")
+    return manifest
+
+
+def data_hash(manifest: Manifest) -> str:
+    """Identity of prepared data: every shard's checksum, the tokenizer and the geometry."""
+    return hash_json(
+        [
+            [[shard.name, shard.sha256] for shard in manifest.shards],
+            manifest.tokenizer.fingerprint,
+            manifest.geometry.model_dump(mode="json"),
+        ]
+    )

@@ -1,0 +1,46 @@
+"""Documents that were not kept, written aside for people: JSON lines with the text and the reason."""
+
+import gzip
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from common.storage import write_aside
+from pipeline.shards.ledger import Entry
+
+REJECTED = "rejected"
+"""Folder beside the shards in which the rejected documents lie."""
+
+
+@dataclass
+class RejectedWriter:
+    """Collects the rejected documents of one unit in `rejected/<unit>.jsonl.gz`; writes nothing when switched off."""
+
+    folder: Path
+    unit: str
+    enabled: bool
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _stream: Any = None
+
+    def __enter__(self) -> "RejectedWriter":
+        if self.enabled:
+            aside = self._stack.enter_context(write_aside(self.folder / REJECTED / f"{self.unit}.jsonl.gz"))
+            raw = self._stack.enter_context(aside.open("wb"))
+            # Without a name and a time in its header, so that equal documents give equal bytes.
+            self._stream = self._stack.enter_context(gzip.GzipFile("", "wb", 6, raw, mtime=0))
+        return self
+
+    def add(self, entry: Entry, text: str) -> None:
+        """Adds a document by its row in the ledger."""
+        if self._stream is not None:
+            facts = {"id": entry.id.hex() if entry.id else None, "source": entry.source, "offset": entry.offset}
+            facts |= {"reason": entry.fate, "detail": entry.detail, "text": text}
+            self._stream.write(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)

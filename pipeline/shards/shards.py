@@ -1,0 +1,276 @@
+"""Reading shards: memory-mapped, any documents in any order."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from common.storage import hash_file
+from pipeline.shards.ledger import LedgerFile
+from pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
+from pipeline.shards.schema import SCHEMA_VERSION
+from pipeline.shards.soundness import content_problem, memory_problem, schema_problem
+from pipeline.shards.windows import Geometry, ShortDocuments
+
+_MOST_OPEN = 512  # each is a descriptor and a memory map, and a large corpus has more shards than a process may have
+
+__all__ = ["MANIFEST", "Manifest", "Shard", "ShardError", "ShardSet", "check_shards", "load_manifest"]
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """What of a shard's entry in the manifest is needed to find documents."""
+
+    name: str
+    split: Literal["train", "held-out"]
+    num_documents: int
+    num_bytes: int
+
+
+class _Tokenizer(msgspec.Struct, frozen=True):
+    vocab_size: int
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    short_documents: ShortDocuments = "drop"
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The part of a manifest that a reader needs: at 100,000 shards a tenth of the whole's time and memory."""
+
+    schema_version: int
+    shards: list[_Listed]
+    geometry: dict[str, int]
+    tokenizer: _Tokenizer
+    config: _Settings
+
+    def problem(self, rows: pa.RecordBatch | pa.Table) -> tuple[int, str] | None:
+        """As `content_problem`, with what this manifest says of all shards."""
+        geometry = Geometry.model_validate(self.geometry)
+        return content_problem(rows, geometry, self.config.short_documents, self.tokenizer.vocab_size)
+
+
+class ShardSet:
+    """The documents of one split, numbered over its shards in name order.
+
+    Shards are opened at the first use and stay mapped, the ones used last; a copy sent to another process opens them
+    there.
+
+    Args:
+        folder: output of `prepare`.
+        split: `train` or `held-out`.
+        look: whether every shard is looked for at once; otherwise each when it is opened, which is what a process among
+            thousands does after one has looked.
+
+    Raises:
+        ShardError: there is no manifest, or it names a shard that is missing or has another size.
+    """
+
+    def __init__(self, folder: Path, split: str, look: bool = True) -> None:
+        self.folder = folder
+        self._index = _load_index(folder)
+        listed = [shard for shard in self._index.shards if shard.split == split]
+        self._shards = sorted(listed, key=lambda shard: shard.name)
+        problems = [problem for shard in self._shards for problem in _size_problems(folder, shard)] if look else []
+        if problems:
+            raise ShardError("\n".join(problems))
+        self._starts = np.cumsum([0, *(shard.num_documents for shard in self._shards)])
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The whole manifest."""
+        return load_manifest(self.folder)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the split."""
+        return int(self._starts[-1])
+
+    def take(self, rows: NDArray[np.int64]) -> pa.Table:
+        """Documents by number, in the order asked, as a table of one chunk with the columns of schema.py.
+
+        Args:
+            rows: `(n,)` document numbers in [0, num_documents), repeats allowed.
+
+        Raises:
+            IndexError: a number outside the split.
+            ShardError: a shard that is not what the manifest says, or whose numbers point beyond its data.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.num_documents):
+            raise IndexError(f"document numbers {rows.min()}..{rows.max()} outside 0..{self.num_documents - 1}")
+        which = np.searchsorted(self._starts, rows, side="right") - 1
+        pieces: list[pa.RecordBatch] = []
+        asked: list[NDArray[np.int64]] = []
+        for number in np.unique(which):
+            mine = np.flatnonzero(which == number)
+            for batch, positions, places in self._shard(int(number)).locate(rows[mine] - self._starts[number]):
+                pieces.append(batch.take(pa.array(positions)))
+                asked.append(mine[places])
+        if not pieces:
+            return self._empty()
+        # Gathered by record batch, hence in another order than asked.
+        order = np.argsort(np.concatenate(asked), kind="stable")
+        gathered = pa.Table.from_batches(pieces).combine_chunks()
+        table = gathered.take(pa.array(order)).combine_chunks()
+        if found := self._index.problem(table):
+            at, problem = found
+            path = self.folder / self._shards[which[at]].name
+            raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
+        return table
+
+    def _empty(self) -> pa.Table:
+        if not self._shards:
+            raise ShardError(f"{self.folder} holds no documents of this split")
+        return self._shard(0).schema.empty_table()
+
+    def _shard(self, number: int) -> "_OpenShard":
+        if number not in self._open:
+            shard = self._shards[number]
+            if problems := _size_problems(self.folder, shard):
+                raise ShardError("\n".join(problems))
+            self._open[number] = _OpenShard(self.folder, shard)
+            if len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": OrderedDict()}
+
+
+def _load_index(folder: Path) -> _Index:
+    """The shards of a manifest; where that is not what it should be, the whole is read, for a sentence that says why.
+
+    Raises:
+        ShardError: as `load_manifest`.
+    """
+    try:
+        index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Index)
+        Geometry.model_validate(index.geometry)
+    except (OSError, msgspec.DecodeError, ValidationError):
+        index = None
+    if index is not None and index.schema_version == SCHEMA_VERSION:
+        return index
+    manifest = load_manifest(folder)
+    return msgspec.json.decode(manifest.model_dump_json(), type=_Index)
+
+
+class _OpenShard:
+    """One mapped shard: its record batches and where each begins."""
+
+    def __init__(self, folder: Path, shard: Shard | _Listed) -> None:
+        path = folder / shard.name
+        try:
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            if problem := schema_problem(reader.schema):
+                raise ShardError(f"{path} is not a shard: {problem}; prepare the folder again")
+        except (pa.ArrowException, OSError) as error:
+            raise ShardError(f"{path} is not an Arrow file: {error}; prepare the folder again") from error
+        self.schema, self._path = reader.schema, path
+        self._safe: set[int] = set()
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        if self._starts[-1] != shard.num_documents:
+            raise ShardError(f"{path}: {self._starts[-1]} documents, the manifest says {shard.num_documents}")
+
+    def locate(self, rows: NDArray[np.int64]) -> Iterator[tuple[pa.RecordBatch, NDArray[np.int64], NDArray[np.int64]]]:
+        """For each record batch that holds some of the rows: the batch, positions in it, places in `rows`.
+
+        Raises:
+            ShardError: a batch whose offsets point beyond its data.
+        """
+        which = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in np.unique(which):
+            places = np.flatnonzero(which == number)
+            yield self._batch(int(number)), rows[places] - self._starts[number], places
+
+    def _batch(self, number: int) -> pa.RecordBatch:
+        """A record batch of which every row may be read. Without a look at its offsets Arrow would leave its memory."""
+        batch = self._batches[number]
+        if number not in self._safe:
+            if problem := memory_problem(batch):
+                raise ShardError(_unsound(self._path, int(self._starts[number]), problem))
+            self._safe.add(number)
+        return batch
+
+    def problem(self, index: _Index) -> str | None:
+        """A line on the first unsound document; None where all are sound."""
+        for number, start in enumerate(self._starts[:-1]):
+            try:
+                found = index.problem(self._batch(number))
+            except ShardError as error:
+                return str(error)
+            if found:
+                return _unsound(self._path, int(start) + found[0], found[1])
+        return None
+
+
+def check_shards(folder: Path, full: bool = False) -> list[str]:
+    """What is wrong with prepared shards, one line a problem.
+
+    Args:
+        folder: output of `prepare`.
+        full: also read every byte, to compare checksums and see that all offsets, windows and token ids lie inside
+            what they point to; otherwise sizes and Arrow footers only, and every byte of the shards that were written
+            to after the manifest.
+
+    Raises:
+        ShardError: there is no manifest to compare with.
+    """
+    manifest = load_manifest(folder)
+    written = (folder / MANIFEST).stat().st_mtime_ns
+    index, problems = _load_index(folder), list[str]()
+    for shard in manifest.shards:
+        found = _size_problems(folder, shard)
+        if not found:
+            try:
+                opened = _OpenShard(folder, shard)
+            except ShardError as error:
+                found = [str(error)]
+            else:
+                read = full or (folder / shard.name).stat().st_mtime_ns > written
+                found = _content_problems(folder, shard, opened, index) if read else []
+        problems += found
+    for ledger in manifest.ledgers:
+        problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
+    return problems
+
+
+def _size_problems(folder: Path, written: Shard | _Listed | LedgerFile) -> list[str]:
+    """A file that is missing or has another size than when it was written."""
+    path = folder / written.name
+    if Path(written.name).is_absolute() or ".." in Path(written.name).parts:
+        return [f"{folder / MANIFEST} names {written.name}, which is not in its folder; prepare the folder again"]
+    if not path.is_file():
+        return [f"{path} is missing; run `prepare` again, it makes what is missing"]
+    size = path.stat().st_size
+    if size == written.num_bytes:
+        return []
+    state = "truncated" if size < written.num_bytes else "changed"
+    return [f"{path} is {state}: {size} bytes, the manifest says {written.num_bytes}; run `prepare` again to remake it"]
+
+
+def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, index: _Index) -> list[str]:
+    """Bytes or numbers that are not what the manifest says."""
+    problem = opened.problem(index)
+    return [*_hash_problems(folder, shard), *([] if problem is None else [problem])]
+
+
+def _unsound(path: Path, row: int, problem: str) -> str:
+    return f"{path}: document {row}: {problem}; delete it and prepare again"
+
+
+def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
+    """A file whose bytes are not those that were written."""
+    path = folder / written.name
+    if (found := hash_file(path)) == written.sha256:
+        return []
+    return [f"{path} is damaged: SHA-256 {found}, the manifest says {written.sha256}; delete it and prepare again"]

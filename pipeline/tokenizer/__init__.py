@@ -1,0 +1,1 @@
+"""Tokenizers: training, loading, and fast engines that give the same ids."""

@@ -1,0 +1,124 @@
+"""Texts to token ids with bounded memory, by the engine that was chosen for a tokenizer (engine.py)."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
+from pipeline.tokenizer.wordpiece import WordTable
+
+EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
+Ids = NDArray[np.uint32]
+
+_PIECE_CHARACTERS = 1_000_000
+_BATCH_CHARACTERS = 250_000
+_CUT = re.compile(r"(?<=\S) (?=\S)")
+
+
+class Encoder:
+    """Texts to ids without special tokens, a few megabytes at a time whatever the length of a text.
+
+    A special token spelled out in a text ("</s>" in a web page) is encoded as the characters it is made of: stored
+    tokens hold no special ids. Byte-level vocabularies tell a word at the start of a line from one after a space, so
+    they get one leading space; a span taken from the middle of a document then looks like any other.
+
+    Args:
+        backend: the tokenizer; this encoder's own from now on.
+        engine: what applies it; another one than `tokenizers` only where `pipeline.tokenizer.engine.choose_engine`
+        found that
+            ids are the same.
+        parsed: `parse` of the tokenizer, where that is at hand.
+
+    Attributes:
+        prefix: what stands before every text that is not empty.
+    """
+
+    def __init__(
+        self, backend: Tokenizer, engine: EngineName = "tokenizers", parsed: dict[str, Any] | None = None
+    ) -> None:
+        self._backend = backend
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+        parsed = parse(backend) if parsed is None else parsed
+        self.prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
+        # GPT-2's pattern never matches across a space between two words, except that a match may begin with it: a text
+        # cut before such a space gives the same pieces. That holds only if nothing else looks across the cut.
+        self._splittable = (
+            (parsed["pre_tokenizer"] or {}).get("type") == "ByteLevel"
+            and parsed["pre_tokenizer"]["use_regex"]
+            and parsed["normalizer"] is None
+            and not any(token["rstrip"] or " " in token["content"] for token in parsed["added_tokens"])
+        )
+        self._fast: ByteLevelBPE | WordTable | None = None
+        if engine == "tiktoken":
+            self._fast = ByteLevelBPE(parsed)
+        elif engine == "wordpiece":
+            self._fast = WordTable(backend, parsed)
+
+    @classmethod
+    def load(cls, folder: Path, engine: EngineName = "tokenizers") -> "Encoder":
+        """The encoder of a folder written by `save_pretrained`."""
+        return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), engine)
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, `(num_tokens,)` each; an empty text has none."""
+        pieces: list[list[Ids]] = [[] for _ in texts]
+        for batch in _batches(self._pieces(texts)):
+            encoded = self._encode([piece for _, piece in batch])
+            for (index, _), ids in zip(batch, encoded, strict=True):
+                pieces[index].append(ids)
+        return [part[0] if len(part) == 1 else np.concatenate([*part, np.empty(0, np.uint32)]) for part in pieces]
+
+    def _encode(self, pieces: list[str]) -> list[Ids]:
+        """Ids of a few pieces."""
+        if self._fast is None:
+            return self._reference(pieces)
+        found = ((piece, self._fast.encode(piece)) for piece in pieces)
+        return [self._reference([piece])[0] if ids is None else ids for piece, ids in found]
+
+    def _reference(self, pieces: list[str]) -> list[Ids]:
+        """Ids by `tokenizers`, which define what is right."""
+        encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Texts with their leading space, long ones cut before spaces."""
+        for index, text in enumerate(texts):
+            if not text:
+                continue
+            start, text = 0, self.prefix + text
+            while self._splittable and len(text) - start > _PIECE_CHARACTERS:
+                cut = _CUT.search(text, start + _PIECE_CHARACTERS)
+                if cut is None:
+                    break
+                yield index, text[start : cut.start()]
+                start = cut.start()
+            yield index, text[start:]
+
+
+def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:
+    """Types of a pre-tokenizer and of those it is made of."""
+    if pre_tokenizer is None:
+        return []
+    inner = pre_tokenizer.get("pretokenizers", [])
+    return [pre_tokenizer["type"], *(name for part in inner for name in _types(part))]
+
+
+def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Pieces in groups of a bounded number of characters: an encoding takes many times the memory of its text."""
+    batch: list[tuple[int, str]] = []
+    held = 0
+    for piece in pieces:
+        batch.append(piece)
+        held += len(piece[1])
+        if held >= _BATCH_CHARACTERS:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,175 @@
+"""Tokenizers: loading or training one, its fingerprint, its facts. batch_tokenizer.py applies it."""
+
+import contextlib
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from common.config import ConfigError, Strict
+from common.hub import hub_or_cache, looks_like_a_path
+from common.paths import PathError, expand
+from common.storage import hash_json
+
+SPECIAL_ROLES = ("bos", "eos", "cls", "sep", "pad", "mask", "unk")
+EngineSetting = Literal["auto", "tiktoken", "wordpiece", "tokenizers"]
+
+
+class _AnyTokenizer(Strict):
+    """What every kind of tokenizer has."""
+
+    engine: EngineSetting = "auto"
+    """What turns text into ids: all give the same, so this has no influence on the shards. tiktoken (byte-level BPE)
+    and wordpiece (as BERT has it) are several times faster; auto uses one where it agrees (engine.py)."""
+
+
+class PretrainedTokenizer(_AnyTokenizer):
+    """A tokenizer that exists: a name on the Hugging Face hub or a folder."""
+
+    kind: Literal["pretrained"]
+    name: str
+    trust_remote_code: bool = False
+
+
+class TrainedTokenizer(_AnyTokenizer):
+    """A byte-level BPE trained on a sample of the corpus, with RoBERTa's special tokens."""
+
+    kind: Literal["train"]
+    vocab_size: int = Field(ge=261)
+    """Tokens in all: 256 bytes, 5 special tokens, the rest merges."""
+    sample_mib: float = Field(default=16.0, gt=0)
+    """Text to train on, MiB, taken evenly over the corpus."""
+
+
+TokenizerConfig = Annotated[PretrainedTokenizer | TrainedTokenizer, Field(discriminator="kind")]
+
+
+class TokenizerInfo(Strict):
+    """What the trainer needs to know about the tokenizer of the shards. An id is None where there is no such token."""
+
+    kind: Literal["pretrained", "train"]
+    fingerprint: str
+    vocab_size: int
+    """Token ids are below this."""
+    bos_token_id: int | None
+    """Opens every sequence: the cls token where there is one."""
+    eos_token_id: int | None
+    """Closes every sequence: the sep token where there is one."""
+    pad_token_id: int | None
+    mask_token_id: int | None
+    unk_token_id: int | None
+    special_ids: list[int]
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
+    """A fast Hugging Face tokenizer by name or folder.
+
+    Raises:
+        ConfigError: there is none of that name, or it has no fast version.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    unreached = None
+    try:
+        path = expand(name)
+        if not path.is_dir() and looks_like_a_path(name):
+            raise PathError(f"no such folder; looked at {path.absolute()}")
+        where = str(path) if path.is_dir() else name
+        files = sorted(path.iterdir()) if path.is_dir() else []
+        times = tuple(file.stat().st_mtime_ns for file in files)
+        with contextlib.nullcontext() if path.is_dir() else hub_or_cache() as unreached:
+            tokenizer = _loaded(where, trust_remote_code, times)
+    except PathError as error:
+        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r}: {error}"]) from error
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first}"
+        if unreached:
+            problem = f"is no folder here, the hub's cache on this machine holds no copy, and the hub: {unreached}"
+        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} {problem}"]) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} has no fast version, which this needs"])
+    return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _loaded(where: str, trust_remote_code: bool, stamps: tuple[int, ...]) -> Any:  # noqa: ARG001
+    """One tokenizer at a time, because a run asks for the same several times; `stamps` are the times of its files."""
+    # Imported where it is used: it takes seconds, and the tasks that tokenize need only `tokenizers`.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """Trains a byte-level BPE with the special tokens <s>=0 <pad>=1 </s>=2 <unk>=3 <mask>=4, as RoBERTa uses them.
+
+    Args:
+        texts: normalised texts; the same texts in the same order give the same tokenizer.
+        vocab_size: tokens in all; a small sample may give fewer.
+
+    Returns:
+        A `transformers.PreTrainedTokenizerFast`.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    # As in RoBERTa: the mask takes the space before it, so that a masked word and its space are one token.
+    mask = AddedToken("<mask>", lstrip=True, special=True, normalized=False)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", mask],
+    )
+    backend.train_from_iterator((" " + text for text in texts), trainer)
+    # Positional, because the name of the second argument differs between versions: sep, cls, trim, prefix space.
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), True, False)
+    names = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, mask_token=mask, **{f"{role}_token": token for role, token in names.items()}
+    )
+
+
+def special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """Ids of a Hugging Face tokenizer's special tokens by role; None where it has no such token."""
+    return {role: getattr(tokenizer, f"{role}_token_id") for role in SPECIAL_ROLES}
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of everything that decides which id a text gets: two tokenizers agree on it when they agree on ids.
+
+    Covers vocabulary, merges, normaliser, pre-tokenizer, added tokens and special ids; truncation and padding, which
+    are state rather than identity, are left out.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = backend["model"]
+    if "merges" in model:  # written as "a b" by older versions of `tokenizers`
+        model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    identity = {key: backend[key] for key in ("normalizer", "pre_tokenizer", "added_tokens")}
+    return hash_json(identity | {"model": model, "special_ids": special_ids(tokenizer)})
+
+
+def describe_tokenizer(tokenizer: Any, kind: Literal["pretrained", "train"]) -> TokenizerInfo:
+    """Facts of a tokenizer for the manifest."""
+    ids = special_ids(tokenizer)
+    return TokenizerInfo(
+        kind=kind,
+        fingerprint=fingerprint(tokenizer),
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        bos_token_id=ids["cls"] if ids["cls"] is not None else ids["bos"],
+        eos_token_id=ids["sep"] if ids["sep"] is not None else ids["eos"],
+        pad_token_id=ids["pad"],
+        mask_token_id=ids["mask"],
+        unk_token_id=ids["unk"],
+        special_ids=sorted(tokenizer.all_special_ids),
+    )

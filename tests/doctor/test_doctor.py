@@ -1,0 +1,324 @@
+"""The doctor on this machine as it is, on folders that are really broken, and on facts that were edited."""
+
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import tinyruns as runs
+from prepared import Row, write_prepared
+from transformers import AutoTokenizer
+
+from doctor import collective, data, examination, exposure, facts, judgement, storage
+from doctor.examiner import Examiner
+from doctor.exposure import Exposure, Listener
+from doctor.facts import Gpu
+from doctor.finding import Finding, as_text, counts
+from doctor.needs import Needs, needs_of
+from trainer.setup.build import build_encoder
+
+NEEDS = Needs(
+    parameters=100_000_000, checkpoints=3, workers=4, cpus_per_worker=2, storage_threads=2, gpus=0, wishes_gpus=True
+)
+
+
+@pytest.fixture(scope="module")
+def here():
+    """The facts of this machine."""
+    return facts.gather()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one MiB, which may be made read-only."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def one(found, name):
+    """The only finding with that in its name."""
+    (finding,) = [finding for finding in found if name in finding.name]
+    return finding
+
+
+def edited(here, **changes):
+    return dataclasses.replace(here, **changes)
+
+
+def test_this_machine(tmp_path, capsys):
+    """The real command, alone: every kind of fact is there, two processes really sum, nothing is left behind."""
+    status = examination.main(["--path", str(tmp_path / "run"), "--address", "local", "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in shown["findings"]}
+    assert found["all-reduce (gloo)"]["value"].startswith("2 processes")
+    assert found["version of python"]["status"] == "ok"
+    assert found[f"{tmp_path}/run writable"]["value"] == str(tmp_path)
+    assert {"memory", "/dev/shm", "open files", "GPUs", "ports open to others"} <= set(found)
+    assert status == int(shown["counts"]["FAIL"] > 0)
+    assert sum(shown["counts"].values()) == len(shown["findings"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_names_the_remedy_of_what_is_broken_only():
+    text = as_text([Finding("a", "n1", "ok", "1"), Finding("b", "node2", "FAIL", "2", "3", "mend it")])
+    assert text.splitlines() == [
+        "ok    n1     a: 1",
+        "FAIL  node2  b: 2 (3)",
+        "        -> mend it",
+        "1 ok, 0 to look at (warn), 1 to mend (FAIL)",
+    ]
+
+
+def test_a_run_that_would_be_refused_and_its_needs(tmp_path):
+    config = runs.train_config(tmp_path / "nothing", tmp_path / "run")
+    needs, found = examination._of_config(config)
+    assert needs is None
+    assert "holds no manifest.json" in found[0].value
+    assert found[0].status == "FAIL"
+
+
+def test_a_run_that_fits(tmp_path):
+    """Its needs are counted without weights, and are those of the encoder that will be built."""
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
+    write_prepared(tmp_path / "data", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
+    projection = {"encoder": {"projection": {"kind": "mlp", "size": 8}}, "checkpoint": {"keep_last": 2}}
+    config = runs.train_config(tmp_path / "data", tmp_path / "run", **projection)
+    needs, found = examination._of_config(config)
+    assert [finding.status for finding in found] == ["ok"], found
+    encoder = build_encoder(config, AutoTokenizer.from_pretrained(tmp_path / "data" / "tokenizer"))
+    assert needs.parameters == sum(parameter.numel() for parameter in encoder.parameters())
+    assert needs.checkpoints == 3
+    milestones = {"checkpoint": {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4}}
+    for changes, number in (
+        ({"steps": 19}, 2 + 4 + 1),
+        ({"steps": None, "epochs": 12}, 2 + 12 * 12 // 8 // 4 + 1),
+        ({"steps": 19, "validation": {"every_steps": 2}}, 2 + 4 + 1 + 1),
+        ({"steps": 19, "validation": {"score": "followed"}}, 2 + 4 + 2 + 1),
+    ):
+        config = runs.train_config(tmp_path / "data", tmp_path / "run", **milestones | changes)
+        assert needs_of(config).checkpoints == number
+    seen = data.look(str(tmp_path / "data"))
+    assert (seen.documents, seen.error) == (12, "")
+    assert data.judge("d", {"n1": seen})[0].status == "ok"
+
+
+def test_needs_are_what_a_checkpoint_takes():
+    assert NEEDS.disk_bytes == 100_000_000 * 12 * 3
+    assert NEEDS.cpus == 10
+
+
+def test_a_folder_of_each_nodes_own_is_not_shared(tmp_path):
+    """Two nodes, the same name for two disks."""
+    folders = {node: tmp_path / node for node in ("n1", "n2")}
+    for node, folder in folders.items():
+        folder.mkdir()
+        assert storage.write(str(folder), ".mark", node).error == ""
+    unseen = {node: storage.seen(str(folder), ".mark", ["n1", "n2"], 0.2) for node, folder in folders.items()}
+    found = storage.judge_shared("/shared", unseen)
+    assert (found.status, found.value) == ("FAIL", "n1 does not see n2; n2 does not see n1")
+    assert "mount one shared file system" in found.remedy
+
+
+def test_a_shared_folder_and_an_address(tmp_path):
+    for place in (str(tmp_path), f"file://{tmp_path}"):
+        written = {node: storage.write(place, ".mark", node) for node in ("n1", "n2/b")}
+        unseen = {node: storage.seen(place, ".mark", ["n1", "n2/b"], 1.0) for node in written}
+        assert storage.judge_shared(place, unseen).status == "ok"
+        assert counts(storage.judge(place, written, 1000))["FAIL"] == 0
+        for node in written:
+            storage.clear(place, ".mark", node)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_or_read_only(small_disk):
+    written = {"n1": storage.write(str(small_disk), ".mark", "n1")}
+    space = one(storage.judge("run", written, NEEDS.disk_bytes), "space")
+    assert (space.status, space.limit) == ("FAIL", "needs 3.35 GiB for the checkpoints")
+    storage.clear(str(small_disk), ".mark", "n1")
+    (small_disk / "fill").write_bytes(b"0" * (2**20 - 4096))
+    assert "No space left" in storage.write(str(small_disk), ".mark", "n1").error
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    found = one(storage.judge("run", {"n1": storage.write(str(small_disk), ".other", "n1")}, 0), "writable")
+    assert found.status == "FAIL"
+    assert "Read-only file system" in found.value
+
+
+def test_a_small_shm_and_a_full_session_disk(small_disk):
+    found = facts.gather(str(small_disk / "session"), str(small_disk))
+    assert found.shm_mib == 1
+    assert judgement.object_store("n1", found, 100).status == "warn"
+    assert judgement.session_disk("n1", found).status == "ok"
+    (small_disk / "fill").write_bytes(b"0" * (2**20 - 4096))
+    assert judgement.session_disk("n1", facts.gather(str(small_disk), str(small_disk))).status == "FAIL"
+
+
+def test_a_folder_that_is_not_there_on_a_node(tmp_path):
+    assert storage.standing(str(tmp_path / "a" / "b")) == str(tmp_path)
+    assert "is not there" in storage.write(str(tmp_path / "gone"), ".mark", "n1").error
+
+
+def test_a_slow_disk_and_a_torn_rename():
+    found = storage.judge("run", {"n1": storage.Written("run", "", 2**40, 250.0, 3)}, 1)
+    assert one(found, "fsync").status == "warn"
+    assert one(found, "rename").status == "FAIL"
+
+
+def test_versions_and_settings_that_differ_are_named_with_their_nodes(here):
+    other = edited(
+        here, versions=here.versions | {"ray": "2.59.0", "CUDA driver": "1"}, settings={"NCCL_DEBUG": "INFO"}
+    )
+    nodes = {"n1": edited(here, settings={}), "n2": other, "n3": edited(here, settings={})}
+    found = judgement.versions(nodes)
+    assert one(found, "version of ray").status == "FAIL"
+    assert one(found, "version of ray").value == f"{here.versions['ray']} on n1, n3; 2.59.0 on n2"
+    assert one(found, "driver").status == "warn"
+    assert one(found, "version of torch").status == "ok"
+    (setting,) = judgement.settings(nodes)
+    assert (setting.name, setting.status, setting.value) == ("NCCL_DEBUG", "warn", "(not set) on n1, n3; INFO on n2")
+    assert [f.status for f in judgement.settings({"n1": here, "n2": here})] == ["ok"]
+
+
+def test_a_secret_in_the_environment_is_not_shown():
+    shown = facts.settings({"RAY_AUTH_TOKEN": "hunter2", "RAY_X": "1", "HOME": "/", "RAY_NODE_ID": "f"})
+    assert shown.keys() == {"RAY_AUTH_TOKEN", "RAY_X"}
+    assert "hunter2" not in str(shown)
+
+
+def test_the_code_itself_is_compared(tmp_path):
+    for package in ("common", "pipeline", "trainer", "doctor"):
+        shutil.copytree(runs.ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    assert facts.code_hash(tmp_path) == facts.code_hash(runs.ROOT)
+    with (tmp_path / "trainer" / "data" / "plan.py").open("a") as stream:
+        stream.write("# another line\n")
+    assert facts.code_hash(tmp_path) != facts.code_hash(runs.ROOT)
+
+
+def test_gpus(here):
+    listed, driver = facts.parse_smi("NVIDIA A, 81559, 3, 0, 550.1\nNVIDIA A, 81559, 40000, 97, 550.1\n")
+    assert driver == "550.1"
+    assert listed[1] == Gpu("NVIDIA A", 81559, 40000, 97)
+    assert facts.parse_smi("NVIDIA GB, [N/A], [N/A], 0, 580\n")[0] == (Gpu("NVIDIA GB", 0, 0, 0),)
+    nodes = {"n1": edited(here, gpus=listed), "n2": edited(here, gpus=())}
+    found = judgement.gpus(nodes, dataclasses.replace(NEEDS, gpus=4))
+    assert (found[0].status, found[0].value) == ("FAIL", "2 x NVIDIA A 81559 MiB on n1; none on n2")
+    assert (found[1].node, found[1].status) == ("n1", "warn")
+    assert found[1].value == "GPU 1: 40000 of 81559 MiB used, 97 % busy"
+    assert judgement.gpus(nodes, NEEDS)[0].status == "warn"  # auto: too few, so CPUs would train
+    assert judgement.gpus({"n2": edited(here, gpus=())}, NEEDS)[0].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "own_session", "status"),
+    [
+        ({"n1": 8.0, "n2": 2.0}, False, "ok"),
+        ({"n1": 8.0, "n2": 1.0}, False, "FAIL"),  # 9 of 10
+        ({f"n{number}": 1.0 for number in range(12)}, False, "FAIL"),  # 12, but no node holds a worker
+        ({"here": 2.0}, True, "warn"),  # the session declares what it needs
+    ],
+)
+def test_cpus(cpus, own_session, status):
+    assert judgement.cpus(cpus, NEEDS, own_session).status == status
+
+
+def test_limits_of_a_node(here):
+    assert judgement.open_files("n", edited(here, open_files=256)).status == "FAIL"
+    assert judgement.open_files("n", edited(here, open_files=4096)).status == "warn"
+    assert judgement.open_files("n", edited(here, open_files=-1)).status == "ok"
+    assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=4000), NEEDS, 2).status == "ok"
+    assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 2).status == "warn"
+    assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 1).status == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("offset", "uncertain", "status"), [(0.1, 0.2, "ok"), (-3.0, 0.2, "warn"), (3.0, 4.0, "ok"), (900.0, 0.1, "FAIL")]
+)
+def test_clock(offset, uncertain, status):
+    assert judgement.clock("n", offset, uncertain).status == status
+
+
+CLOSED = Exposure((), ("127.0.0.1", "10.0.0.3"), "token", "/h/.ray/auth_token", 0o600, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, "ok"),
+        ({"listeners": (Listener("gcs", "::", 6379),)}, "ok"),  # within a private network
+        ({"listeners": (Listener("gcs", "::", 6379),), "addresses": ("8.8.8.8",)}, "warn"),
+        ({"listeners": (Listener("gcs", "::", 6379),), "addresses": ("8.8.8.8",), "auth_mode": ""}, "FAIL"),
+        ({"listeners": (Listener("gcs", "10.0.0.3", 6379),), "addresses": ("8.8.8.8",), "auth_mode": ""}, "ok"),
+        ({"listeners": (Listener("dashboard", "0.0.0.0", 8265),), "auth_mode": ""}, "warn"),
+        ({"listeners": None}, "warn"),
+    ],
+)
+def test_ports(changes, status):
+    assert exposure.judge_ports("n", dataclasses.replace(CLOSED, **changes)).status == status
+
+
+def test_a_real_port_is_seen_with_its_process():
+    """A process that looks like Ray's dashboard, listening to all."""
+    code = "import socket,sys; s=socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", code, "ray/dashboard/dashboard.py"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            port = int(child.stdout.readline())
+            assert Listener("dashboard", "0.0.0.0", port) in exposure.gather().listeners
+        finally:
+            child.stdin.close()
+
+
+def test_token(tmp_path):
+    home = {"HOME": str(tmp_path)}
+    assert exposure.find_token(home) == ("", None, False)
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("secret")
+    token.chmod(0o644)
+    for mode, expected in ((0o644, "FAIL"), (0o600, "ok")):
+        token.chmod(mode)
+        found = exposure.Exposure((), (), "token", *exposure.find_token(home))
+        assert exposure.judge_token("n", found).status == expected
+    assert exposure.judge_token("n", dataclasses.replace(CLOSED, token="")).status == "FAIL"
+    assert exposure.judge_token("n", dataclasses.replace(CLOSED, auth_mode="disabled")).status == "FAIL"
+    assert exposure.find_token(home | {"RAY_AUTH_TOKEN": "secret"}) == ("RAY_AUTH_TOKEN", None, True)
+    assert exposure.find_token(home | {"RAY_AUTH_TOKEN_PATH": str(token)})[0] == str(token)
+
+
+def test_shards_that_differ_or_are_missing(tmp_path):
+    assert "holds no manifest.json" in data.look(str(tmp_path)).error
+    found = data.judge("d", {"n1": data.Seen("aa", 5), "n2": data.Seen("bb", 5), "n3": data.Seen(error="gone")})
+    assert [finding.status for finding in found] == ["FAIL", "FAIL"]
+    assert data.judge("d", {"n1": data.Seen("aa", 5), "n2": data.Seen("aa", 5)})[0].status == "ok"
+
+
+def test_doors():
+    first = Examiner("n1")
+    port = first.open_door()
+    with socket.socket() as shut:
+        shut.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        doors = {"n1": ("127.0.0.1", port), "n2": ("127.0.0.1", shut.getsockname()[1])}
+        assert list(Examiner("n3").knock(doors)) == ["n2"]
+    first.close_door()
+
+
+def test_a_sum_that_is_wrong_or_fails():
+    good = collective.Summed(3.0, 0.01)
+    assert collective.judge("gloo", {"a": good, "b": good}).status == "ok"
+    assert collective.judge("gloo", {"a": good, "b": collective.Summed(error="refused")}).value == "b: refused"
+
+
+def test_a_cluster_that_does_not_answer():
+    with socket.socket() as shut:
+        shut.bind(("127.0.0.1", 0))
+        (found,) = examination.examine(None, f"127.0.0.1:{shut.getsockname()[1]}", [])
+    assert (found.name, found.status) == ("cluster", "FAIL")

@@ -1,0 +1,293 @@
+"""Checkpoints: whole folders with checksums. "Latest" means the latest that verifies.
+
+A checkpoint is `step-XXXXXXXX/` with encoder.safetensors (every parameter once), optimizer.safetensors (moments by
+parameter name), objective.safetensors (the queue, if any) and state.json (RunState). Nothing in it is pickled.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from common.config import first_problem
+from common.console.logs import get_logger
+from common.storage import folder_aside, read_json, write_json
+from trainer.checkpoints.state import RunState
+from trainer.checkpoints.tensorfile import has_checksum, write_tensors
+from trainer.objectives.declutr.objective import Declutr
+from trainer.parallel.sharding import part_for, whole
+
+Contents = dict[str, dict[str, Tensor]]
+"""The tensors of a checkpoint by file and name, on the CPU."""
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
+
+_NAME = re.compile(r"step-(\d{8})")
+ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
+    "encoder.safetensors",
+    "optimizer.safetensors",
+    "objective.safetensors",
+    "state.json",
+)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is incomplete, altered, or does not fit the run."""
+
+
+class UnreadableError(CheckpointError):
+    """The storage did not give the bytes; they may be whole."""
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step-{step:08d}"
+
+
+def collect(
+    encoder: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Declutr,
+    keep: bool = True,
+    memory: Contents | None = None,
+) -> Contents:
+    """Copies of the tensors of each file, whole and on the CPU. Every worker must ask: sharded ones are gathered.
+
+    Args:
+        encoder: whose parameters are saved.
+        optimizer: whose moments are saved.
+        objective: whose queue is saved.
+        keep: False: take part in the gathering, but answer nothing.
+        memory: an earlier answer that nobody needs any more; its memory is written over, which takes a fraction of the
+            time that fresh memory takes.
+    """
+    memory = memory or {}
+    files: dict[str, Mapping[str, Tensor]] = {
+        ENCODER: dict(encoder.named_parameters()),
+        OPTIMIZER: _moments(encoder, optimizer),
+        OBJECTIVE: objective.state_dict(),
+    }
+    contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
+    if next(encoder.parameters()).is_cuda:
+        torch.cuda.synchronize()  # copies from a GPU were only asked for
+    return contents
+
+
+def save(folder: Path, state: RunState, contents: Contents) -> Path:
+    """Writes the checkpoint of `state.step`, whole or not at all; its checksums and sizes are filled in here.
+
+    Args:
+        folder: of the run's checkpoints.
+        state: of the run.
+        contents: from `collect`.
+
+    Raises:
+        OSError: nothing has changed but for an aside, which is removed if the storage lets us.
+    """
+    path = checkpoint_path(folder, state.step)
+    if path.exists():  # passed over at the start: this run has come by its step again
+        discard(path)
+    with folder_aside(path) as aside:
+        files = {name: write_tensors(aside / name, contents[name]) for name in sorted(contents)}
+        sizes = {name: (aside / name).stat().st_size for name in files}
+        done = state.model_copy(update={"files": files, "sizes": sizes})
+        write_json(aside / STATE, done.model_dump(mode="json"))
+    return path
+
+
+def discard(path: Path) -> None:
+    """Deletes a checkpoint; what a kill leaves of it does not look like one."""
+    gone = path.with_name(f".{path.name}.gone.tmp")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def read_state(path: Path, verify: bool = True) -> RunState:
+    """The state of a checkpoint, after its files were compared with what it says of them.
+
+    Args:
+        path: the checkpoint's folder.
+        verify: False: sizes only, without reading the files.
+
+    Raises:
+        CheckpointError: with what is missing or altered.
+        UnreadableError: the storage failed.
+    """
+    name = STATE
+    try:
+        state = RunState.model_validate(read_json(path / STATE), strict=True)
+        _check_state(path, state)
+        for name, expected in state.files.items():
+            size = (path / name).stat().st_size
+            if size != state.sizes.get(name, size):
+                raise CheckpointError(f"{path}: {name} is truncated or altered ({size} bytes, not {state.sizes[name]})")
+            if verify and not has_checksum(path / name, expected):
+                raise CheckpointError(f"{path}: {name} is truncated or altered (checksum differs)")
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        word = "missing or unreadable" if name == STATE else "missing"
+        raise CheckpointError(f"{path}: {name} is {word} ({error.strerror})") from error
+    except OSError as error:
+        raise UnreadableError(f"{path}: {name} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        why = first_problem(error, RunState)
+        raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({why})") from error
+    return state
+
+
+def _check_state(path: Path, state: RunState) -> None:
+    """Compares a state with the folder it lies in.
+
+    Raises:
+        CheckpointError: it is of another step, or gives no checksum of a file.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match and state.step != int(match[1]):
+        raise CheckpointError(f"{path}: {STATE} is damaged (it names step {state.step})")
+    unknown = {file.name for file in path.glob("*.safetensors")} - set(state.files)
+    if unknown or not state.files:
+        raise CheckpointError(f"{path}: {STATE} is damaged (no checksum of {', '.join(sorted(unknown)) or 'any file'})")
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps that have a checkpoint folder, whole or not, in order.
+
+    Raises:
+        OSError: the folder is there but cannot be read, which must not look like an empty one.
+    """
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - glob takes a folder that must not be read for an empty one
+    except FileNotFoundError:
+        return []
+    return steps_among(names)
+
+
+def states_in(folder: Path) -> Iterator[tuple[int, RunState]]:
+    """Steps and states of the checkpoints whose state can be read, in order; their files are not verified.
+
+    The others are passed over in silence: they are logged where a run resumes.
+
+    Raises:
+        OSError: as `steps_in`.
+    """
+    for step in steps_in(folder):
+        try:
+            state = read_state(checkpoint_path(folder, step), verify=False)
+        except CheckpointError:
+            continue
+        yield step, state
+
+
+def steps_among(names: Iterable[str]) -> list[int]:
+    """Steps of the checkpoints among the names of folders, in order."""
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+def find_latest(
+    folder: Path, expected: Mapping[str, str] | None = None, verify: bool = True
+) -> tuple[Path, RunState] | None:
+    """The newest checkpoint that verifies; others are named in the log and passed over. None: begin at the beginning.
+
+    Args:
+        folder: of the run's checkpoints.
+        expected: fields of RunState and what they are in this run; a checkpoint that differs is another run's.
+        verify: False: as for `read_state`.
+
+    Raises:
+        UnreadableError: none verifies, and the storage failed: a whole one may be there.
+    """
+    unreadable: UnreadableError | None = None
+    for step in reversed(steps_in(folder)):
+        path = checkpoint_path(folder, step)
+        try:
+            for field, value in (expected or {}).items():
+                found = getattr(read_state(path, verify=False), field)
+                if found != value:
+                    raise CheckpointError(f"{path}: {STATE} is of another run ({field} {found[:16]}, not {value[:16]})")
+            return path, read_state(path, verify)
+        except CheckpointError as error:
+            get_logger().warning("passing over a broken checkpoint: %s", error)
+            unreadable = error if isinstance(error, UnreadableError) else unreadable
+    if unreadable is not None:
+        raise unreadable
+    return None
+
+
+def write_objective(path: Path, objective: Declutr) -> str:
+    """Replaces the objective's state in a checkpoint that is being made; returns the file's checksum."""
+    (path / OBJECTIVE).unlink()
+    return write_tensors(path / OBJECTIVE, _copies(objective.state_dict(), keep=True, memory={}))
+
+
+def load_encoder(path: Path, encoder: nn.Module) -> None:
+    """Copies a checkpoint's parameters into the encoder.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
+
+
+def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Declutr) -> None:
+    """Restores encoder, optimizer and objective from a checkpoint.
+
+    What stays on the CPU is cloned: tensors of `load_file` are the file itself, mapped, and a checkpoint that is
+    deleted would keep its room on the disk for as long as one of them lives.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    load_encoder(path, encoder)
+    stored = load_file(path / OPTIMIZER)
+    fused = bool(optimizer.defaults.get("fused"))
+    for name, parameter in encoder.named_parameters():
+        prefix = f"{name}:"
+        moments = {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
+        if moments:
+            optimizer.state[parameter] = {
+                # AdamW keeps its step counter on the CPU, but beside the parameter when it is fused
+                key: (value.to(parameter.device) if fused else value) if key == "step" else part_for(value, parameter)
+                for key, value in moments.items()
+            }
+    device = next(encoder.parameters()).device
+    objective.load_state_dict({name: value.clone().to(device) for name, value in load_file(path / OBJECTIVE).items()})
+
+
+def _moments(encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}:{key}": value
+        for name, parameter in encoder.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _copies(named: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    kept = {}
+    for name, tensor in named.items():
+        full = whole(tensor.detach())  # one at a time: a worker that keeps nothing holds one tensor at most
+        if keep:
+            place = memory.get(name)
+            if place is None or place.shape != full.shape or place.dtype != full.dtype:
+                place = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
+            kept[name] = place.copy_(full, non_blocking=True)
+    return kept
+
+
+def _copy(stored: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter], path: Path) -> None:
+    if set(stored) != set(wanted):
+        raise CheckpointError(f"{path}: parameters differ from the model's: {sorted(set(stored) ^ set(wanted))[:6]}")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            if stored[name].shape != parameter.shape:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(stored[name].shape)}, not {list(parameter.shape)}"
+                )
+            parameter.copy_(part_for(stored[name], parameter))

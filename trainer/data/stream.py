@@ -1,0 +1,182 @@
+"""Shards to this rank's documents, step by step, through Ray Data, in the plan's order.
+
+Each rank runs a Dataset of its own over its slice of the plan: chunk numbers go in, a task maps the shards into memory
+and picks the chunk's documents, blocks come out in order. No rank waits for another, any world size reads the same
+global batches, and a resume starts at its step without skipping anything.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import torch
+from ray.data import DataContext
+from ray.data._internal.execution.execution_callback import ExecutionCallback
+
+from common.console.logs import get_logger
+from pipeline.shards.shards import ShardSet
+from trainer.data.batches import RankBatch
+from trainer.data.chunks import RankPlan, read_chunk
+from trainer.objectives.declutr.feed import Feed
+
+_MOST_CHUNKS = 512  # of one Dataset: before its first block comes, Ray Data takes about a millisecond for each
+_AHEAD_BATCHES = 4
+_PACE_SECONDS = 0.1
+_PATIENCE_SECONDS = 30
+
+
+class _Pace(ExecutionCallback):  # type: ignore[misc]
+    """Holds Ray Data's executor to one look at its tasks in a while.
+
+    It has a thread in the worker. As soon as tasks have finished whose blocks nobody wants yet, which is how it should
+    be, its looks follow each other without a pause, and hold the interpreter's lock against the training thread.
+    """
+
+    def on_execution_step(self, executor: Any) -> None:
+        """After each look."""
+        if not executor._consumer_idling():
+            time.sleep(_PACE_SECONDS)
+
+
+def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
+    """The rank's documents, one table a step; blocks may be cut anywhere, so they are joined and cut again here."""
+    per_step = rank_plan.end - rank_plan.start
+    if per_step == 0:  # more ranks than documents: this one only takes part in the sums
+        yield from ([_no_documents(rank_plan)] * (rank_plan.last_step - rank_plan.first_step))
+        return
+    context = DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    if _Pace not in context.custom_execution_callback_classes:
+        context.custom_execution_callback_classes.append(_Pace)
+    held: list[pa.Table] = []
+    for block in _blocks(rank_plan):
+        held.append(block)
+        available = sum(len(table) for table in held)
+        if available >= per_step:
+            joined, at = pa.concat_tables(held), 0
+            while available - at >= per_step:
+                yield joined.slice(at, per_step)
+                at += per_step
+            held = [joined.slice(at)] if available > at else []
+
+
+def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
+    """The blocks of all chunks in order.
+
+    The first chunk is read here: the processes that read the others take seconds to start, and on few cores the first
+    step would take as much longer. They start when that step is done, which is when its reader is so far ahead.
+    """
+    alone = (_AHEAD_BATCHES + 2) * (rank_plan.end - rank_plan.start)
+    others = Ahead(_read_by_tasks(rank_plan, 1))
+    try:
+        block = read_chunk({"id": np.zeros(1, np.int64)}, rank_plan, 0)
+        yield block.slice(0, alone)
+        others.begin()
+        yield block.slice(alone)
+        yield from others
+    finally:
+        others.close()
+
+
+def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
+    """The blocks of the chunks from this one on, from one Dataset after the other."""
+    for begin in range(first, rank_plan.num_chunks, _MOST_CHUNKS):
+        number = min(_MOST_CHUNKS, rank_plan.num_chunks - begin)
+        dataset = ray.data.range(number, override_num_blocks=number).map_batches(
+            read_chunk, fn_kwargs={"rank_plan": rank_plan, "first": begin}, batch_size=1, batch_format="numpy"
+        )
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+
+
+def _no_documents(rank_plan: RankPlan) -> pa.Table:
+    shards = ShardSet(Path(rank_plan.folder), "train")
+    table = shards.take(np.empty(0, np.int64)).select(["id", "tokens", "windows", "num_tokens"])
+    return table.append_column("epoch", pa.array([], pa.int64()))
+
+
+def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[RankBatch]:
+    """The rank's span batches, on its device, in step order."""
+    size = rank_plan.plan.batch_documents
+    for table in documents(rank_plan):
+        table = table.combine_chunks()
+        spans = feed.batch(table, table.column("epoch").to_numpy())
+        digest = spans.digest()
+        if device.type == "cuda":
+            spans = spans.pin_memory()
+        yield RankBatch(spans.to(device), rank_plan.start, len(table), size, digest)
+
+
+@dataclass
+class Ahead:
+    """Runs an iterator in a thread, a few items ahead, and measures how long its reader waited.
+
+    Attributes:
+        items: what is iterated; used by the thread alone.
+        waited_seconds: time the reader has waited so far.
+    """
+
+    items: Iterator[Any]
+    waited_seconds: float = 0.0
+    _ready: "queue.Queue[tuple[Any, BaseException | None]]" = field(default_factory=lambda: queue.Queue(_AHEAD_BATCHES))
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Starts the thread before the first item is asked for."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(self._ready, self._stopped), daemon=True)
+            self._thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        """The items in order, once; an error of the thread is raised here."""
+        self.begin()
+        try:
+            while True:
+                begun = time.monotonic()
+                item, error = _get(self._ready)
+                self.waited_seconds += time.monotonic() - begun
+                if error is not None:
+                    if isinstance(error, StopIteration):
+                        return
+                    raise error
+                yield item
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the thread, if it has begun; items that were not asked for are lost."""
+        self._stopped.set()
+        while self._thread is not None and self._thread.is_alive():  # it may wait to put what nobody will read
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(timeout=0.05)
+
+    def _run(self, ready: "queue.Queue[tuple[Any, BaseException | None]]", stopped: threading.Event) -> None:
+        try:
+            for item in self.items:
+                if stopped.is_set():
+                    return
+                ready.put((item, None))
+            ready.put((None, StopIteration()))
+        except BaseException as error:  # noqa: BLE001 - raised again in the reader
+            ready.put((None, error))
+
+
+def _get(ready: "queue.Queue[tuple[Any, BaseException | None]]") -> tuple[Any, BaseException | None]:
+    """The next item, with a word now and then when none comes."""
+    waited = 0
+    while True:
+        try:
+            return ready.get(timeout=_PATIENCE_SECONDS)
+        except queue.Empty:
+            waited += _PATIENCE_SECONDS
+            get_logger().warning("no data for %d s; have the tasks that read shards a CPU left in the cluster?", waited)

@@ -1,0 +1,100 @@
+"""Problems of a run's encoder that show before Ray starts: its files, tokenizer, vocabulary, positions and weights."""
+
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from common.config import ConfigError
+from common.console.logs import get_logger
+from pipeline.shards.manifest import TOKENIZER, Manifest
+from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.model.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
+from trainer.model.sentences import left_out
+from trainer.setup.build import build_encoder
+from trainer.setup.cache import data_folder, run_folder
+from trainer.setup.config import TrainConfig
+from trainer.setup.settings import EncoderConfig
+
+# Errors of transformers where a model cannot be built or its files cannot be read.
+_UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
+
+
+def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+    """Problems of the encoder, its vocabulary, positions and weights, one line each.
+
+    Args:
+        config: of the run.
+        manifest: of its shards.
+    """
+    from transformers import AutoModelForMaskedLM
+
+    encoder, info = config.encoder, manifest.tokenizer
+    folder = data_folder(config) / TOKENIZER
+    try:
+        tokenizer = load_tokenizer(str(folder))
+    except ConfigError:
+        return [f"data = {config.data}: {folder} holds no tokenizer that can be loaded; prepare the corpus again"]
+    found = []
+    if fingerprint(tokenizer) != info.fingerprint:
+        found.append(f"data = {config.data}: the tokenizer in {folder} is not the one that made the shards")
+    try:
+        vocabulary_of(tokenizer)
+        if encoder.pretrained is not None:
+            own = fingerprint(load_tokenizer(encoder.pretrained, encoder.trust_remote_code))
+            if own != info.fingerprint:
+                found.append(
+                    f"encoder.pretrained = {encoder.pretrained}: its tokenizer ({own[:12]}) is not the one that made "
+                    f"the shards ({info.fingerprint[:12]}); prepare the corpus with that tokenizer"
+                )
+        hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
+        with torch.device("meta"):  # shapes only: what cannot be built shows here, not on every worker
+            model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
+        if config.objective.mlm:
+            mlm_head(model)
+    except ConfigError as error:
+        return [*found, *(f"encoder: {problem}" for problem in error.problems)]
+    except _UNLOADABLE as error:
+        return [*found, _unloadable(encoder, error)]
+    if hf.vocab_size < info.vocab_size:
+        found.append(
+            f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
+            f"token ids up to {info.vocab_size - 1} would be beyond it"
+        )
+    positions = max_span_tokens(model)
+    if config.spans.max_tokens > positions:
+        found.append(
+            f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
+            "included; use shorter spans (and prepare again) or an encoder with more positions"
+        )
+    if found or checkpoint.steps_in(run_folder(config) / CHECKPOINTS):  # those hold its weights
+        return found
+    return _weight_problems(config, tokenizer)
+
+
+def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
+    """Problems of an encoder with its weights, which takes seconds to load; what is odd but no problem is logged."""
+    encoder = config.encoder
+    try:
+        built = build_encoder(config, tokenizer)
+    except _UNLOADABLE as error:
+        return [_unloadable(encoder, error)]
+    if remark := built.unloaded.remark(encoder.pretrained):
+        get_logger().warning("%s", remark)
+    if remark := left_out(encoder.pretrained, encoder.pooling):
+        get_logger().warning("%s", remark)
+    if built.config.layout != encoder.layout:
+        get_logger().warning(
+            "encoder: model type %s mixes the spans of a packed batch; they are padded instead (encoder.layout = %s), "
+            "which is exact and slower",
+            built.model.config.model_type,
+            built.config.layout,
+        )
+    return built.unloaded.problems(encoder.pretrained, config.objective.mlm and not encoder.new_mlm_head)
+
+
+def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
+    source = encoder.pretrained if encoder.pretrained is not None else encoder.scratch
+    return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"

@@ -1,0 +1,168 @@
+"""What went wrong with a group of workers: the worker's own error, short, and Ray's whole account for the log file."""
+
+import re
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+from common.console.logs import get_logger
+
+FAILURES = "failures.log"
+_NODE_SECONDS = 2.0
+_GONE = ": its node is gone"
+# What workers say when another one has left them in the middle of an exchange.
+_COLLATERAL = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|timed out|ncclremoteerror|remote process exited",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One end of a group before its last step.
+
+    Attributes:
+        summary: one line for a person.
+        kind: what makes two failures the same: no pid, no address, no time.
+        account: everything Ray said.
+        lost: the group's coordinator or Ray itself is gone, not a worker.
+    """
+
+    summary: str
+    kind: str
+    account: str
+    lost: bool = False
+
+    def log(self, run: Path, step: int) -> None:
+        """Appends the whole account to the run's `failures.log`; to the log where the run's storage fails, too."""
+        moment = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        try:
+            with (run / FAILURES).open("a", encoding="utf-8") as stream:
+                stream.write(f"=== {moment}, after step {step}: {self.summary}\n{self.account.rstrip()}\n\n")
+        except OSError as error:
+            get_logger().warning("%s cannot be written (%s):\n%s", run / FAILURES, error.strerror, self.account)
+
+
+def describe(error: BaseException) -> Failure:
+    """The failure behind an error of `TorchTrainer.fit`."""
+    account = "".join(traceback.format_exception(error))
+    if isinstance(error, ray.train.WorkerGroupError):
+        return _of_workers(error.worker_failures, account)
+    if isinstance(error, ray.train.ControllerError):
+        cause = error.controller_failure
+        return Failure(f"the workers could not be started: {_line(cause)}", f"start {type(cause).__name__}", account)
+    if isinstance(error, RayActorError):
+        return Failure("the process that coordinates the workers died", "coordinator", account, lost=True)
+    return Failure(f"Ray: {_line(error)}", type(error).__name__, account, lost=isinstance(error, RayError))
+
+
+def blame_nodes(failure: Failure, pulses: Sequence[dict[str, Any]]) -> Failure:
+    """The same death, put down to a node if one with workers is gone: Ray itself learns of that seconds later.
+
+    Args:
+        failure: of the group.
+        pulses: the last of its workers (trainer/worker/heartbeat.py).
+    """
+    if failure.kind != "death":
+        return failure
+    at_work = [pulse for pulse in pulses if pulse["phase"] != "ended"]
+    nodes = [node for node in ray.nodes() if node["NodeID"] in {pulse["node"] for pulse in at_work}]
+    gone = {node["NodeID"] for node in nodes if not node["Alive"] or not _answers(node)}
+    there = [pulse for pulse in at_work if pulse["node"] in gone]
+    if not there:
+        return failure
+    first = min(there, key=lambda pulse: int(pulse["rank"]))
+    who = f"worker {first['rank']} (host {first['host']}, pid {first['pid']})"
+    return replace(failure, summary=_died(who, len(there), _GONE))
+
+
+def oom_kills() -> int:
+    """The number of processes that the kernel of this host has killed for lack of memory, in all containers."""
+    try:
+        counters = Path("/proc/vmstat").read_text().split()
+    except FileNotFoundError:  # not Linux
+        return 0
+    return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0
+
+
+def blame_memory(failure: Failure, kills_before: int) -> Failure:
+    """The same failure, with the number of processes of this host that were killed for memory meanwhile."""
+    kills = oom_kills() - kills_before
+    if kills <= 0:
+        return failure
+    cause = f"the kernel killed {kills} process{'es' if kills > 1 else ''} of this host for lack of memory"
+    remedy = "lower microbatch_tokens or scaling.workers, or raise the container's memory limit"
+    return replace(failure, summary=f"{failure.summary}; {cause}: {remedy}")
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Does anybody listen where a node's raylet did?"""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _NODE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _of_workers(failures: dict[int, Exception], account: str) -> Failure:
+    """The worker that began it: one that raised an error of its own, else one that died."""
+    deaths = {rank: error for rank, error in failures.items() if _is_death(error)}
+    raised = {rank: error for rank, error in failures.items() if rank not in deaths}
+    own = {rank: error for rank, error in raised.items() if not _COLLATERAL.search(str(error))}
+    if own and not deaths:
+        rank = min(own)
+        return Failure(f"worker {rank}: {_line(own[rank])}", _kind(own[rank]), account)
+    if deaths:
+        rank = min(deaths)
+        return Failure(_died(_who(rank, deaths[rank]), len(deaths), _why(deaths[rank])), "death", account)
+    rank = min(raised)
+    return Failure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account)
+
+
+def _died(who: str, number: int, why: str) -> str:
+    """The sentence on so many deaths, of which one is told."""
+    return f"{who} died{f' (and {number - 1} more)' if number > 1 else ''}{why}"
+
+
+def _is_death(error: Exception) -> bool:
+    inner = getattr(error, "health_check_failure", error)
+    return isinstance(inner, RayActorError) or type(error).__name__ == "WorkerHealthCheckFailedError"
+
+
+def _who(rank: int, error: Exception) -> str:
+    """The worker, with its place where Ray tells it."""
+    text = str(error)
+    host = re.search(r"hostname='([^']+)'", text) or re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
+    pid = re.search(r"\bpid[=:] ?(\d+)", text)
+    return f"worker {rank} (host {host[1]}, pid {pid[1]})" if host and pid else f"worker {rank}"
+
+
+def _why(error: Exception) -> str:
+    """What Ray knows of a worker's death; mostly only that it is dead."""
+    inner = getattr(error, "health_check_failure", error)
+    if isinstance(inner, OutOfMemoryError):
+        return ": its node ran out of memory"
+    if getattr(inner, "preempted", False) or "its node" in str(inner):
+        return _GONE
+    return " (killed, crashed, or out of memory: Ray does not know which)"
+
+
+def _line(error: BaseException) -> str:
+    """Type and message, one line."""
+    if isinstance(error, RayTaskError):  # a whole traceback: its last line is the error
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[-1].strip()
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:500]}" if message else type(error).__name__
+
+
+def _kind(error: BaseException) -> str:
+    return re.sub(r"\d+", "#", _line(error))

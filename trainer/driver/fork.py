@@ -1,0 +1,123 @@
+"""A new run that begins where another one is, with another configuration.
+
+Carried over: weights, the optimizer's moments, the step (and with it the place in the data and in the schedule of the
+learning rate), the metrics up to it, and the queue of embeddings where it has the same shape. The old run is only read.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Module
+
+from common.config import ConfigError
+from common.paths import expand
+from common.storage import folder_aside, write_json, write_text
+from common.stores.address import is_remote
+from pipeline.shards.manifest import data_hash, load_manifest
+from pipeline.shards.shards import ShardSet
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.checkpoints.state import FORK, read_origin
+from trainer.data.plan import Plan
+from trainer.driver.checks import DECISIVE, changes, problems, read_decisive, refuse
+from trainer.metrics.metrics import METRICS, read_metrics
+from trainer.objectives.declutr.objective import Declutr
+from trainer.setup.build import build_encoder, load_tokenizer, total_steps
+from trainer.setup.cache import data_folder
+from trainer.setup.config import TrainConfig
+
+
+def fork(config: TrainConfig, new_run: str) -> TrainConfig:
+    """Makes the folder of a new run from the newest good checkpoint of `config.run`; a fork that is there is kept.
+
+    Args:
+        config: of the new run, except that `run` is still the old one.
+        new_run: folder of the new run.
+
+    Returns:
+        The configuration of the new run.
+
+    Raises:
+        ConfigError: the old run has no checkpoint, the new folder holds something else, or shapes differ.
+        DamagedError: `fork.json` of the new folder is not what a fork writes.
+    """
+    if is_remote(config.run) or is_remote(new_run):
+        raise ConfigError(
+            "train", ["--fork takes and makes folders: fetch the run first (declutr pull ADDRESS FOLDER)"]
+        )
+    old, new = expand(config.run).absolute(), expand(new_run).absolute()
+    forked = config.model_copy(update={"run": new_run})
+    origin = read_origin(new)
+    if origin is not None and origin.folder == str(old):
+        return forked
+    if new.exists():
+        raise ConfigError("train", [f"--fork {new_run}: exists already and is no fork of {config.run}"])
+    refuse(problems(forked))
+    found = checkpoint.find_latest(old / CHECKPOINTS)
+    if found is None:
+        raise ConfigError("train", [f"run = {config.run}: has no good checkpoint to fork from"])
+    path, state = found
+    shards = ShardSet(data_folder(config), "train")
+    steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
+    wrong = _shape_problems(config, path, shards.folder)
+    if state.step >= steps:
+        wrong.append(f"--fork {new_run}: {config.run} is at step {state.step} already, the new run ends at {steps}")
+    refuse(wrong)
+    with folder_aside(new) as aside:
+        shutil.copytree(path, checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step))
+        folder = checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step)
+        files = dict(state.files)
+        queued = shapes_in(path / checkpoint.OBJECTIVE).get("queue", [0])[0]
+        if queued > config.objective.queue_size:
+            objective = Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives)
+            files[checkpoint.OBJECTIVE] = checkpoint.write_objective(folder, objective)
+        same_data = state.data_hash == data_hash(load_manifest(shards.folder))
+        renewed = state.model_copy(
+            update={
+                "config_hash": config.hash(),
+                "data_hash": data_hash(load_manifest(shards.folder)),
+                "documents": state.step * config.batch_documents,
+                "scores": state.scores if same_data else {},
+                "files": files,
+                "sizes": {name: (folder / name).stat().st_size for name in files},
+            }
+        )
+        write_json(folder / "state.json", renewed.model_dump(mode="json"))
+        lines = [line for line in read_metrics(old) if line["step"] <= state.step]
+        write_text(aside / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+        before = read_decisive(old) or {}
+        write_json(aside / DECISIVE, config.decisive())
+        write_json(aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, config.decisive())})
+    return forked
+
+
+def _shape_problems(config: TrainConfig, path: Path, shards: Path) -> list[str]:
+    """Parameters that the checkpoint and the new configuration's encoder do not have alike."""
+    tokenizer, _ = load_tokenizer(shards)
+    stored, wanted = shapes_in(path / checkpoint.ENCODER), _parameters(build_encoder(config, tokenizer))
+    different = [
+        f"{name} is {stored.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the new encoder"
+        for name in sorted(set(stored) | set(wanted))
+        if stored.get(name) != wanted.get(name)
+    ]
+    if not different:
+        return []
+    return [f"encoder: {path} holds other shapes, {len(different)} in all: {'; '.join(different[:3])}"]
+
+
+def _parameters(encoder: Module) -> dict[str, list[int]]:
+    return shapes_of(dict(encoder.named_parameters()))
+
+
+def shapes_of(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Shape of each tensor by name."""
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def shapes_in(file: Path) -> dict[str, list[int]]:
+    """The same of a safetensors file, from its header."""
+    with safe_open(file, "pt") as stream:
+        return {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118 - not a dict

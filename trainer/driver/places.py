@@ -1,0 +1,107 @@
+"""Problems of the places that a run names: found without torch and Ray, before either is loaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.hub import looks_like_a_path
+from common.paths import PathError, expand, folder_problem
+from common.stores.address import is_remote
+from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from trainer.setup.config import TrainConfig
+
+_NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
+# What a run writes. Another kind of entry under such a name would end it after hours, when it writes there.
+_FILES = (
+    "config.yaml", "decisive.json", "failures.log", "fork.json", "lock.json", "metrics.jsonl", "seconds.json",
+    "summary.json", "export/declutr.json",
+)  # fmt: skip
+_FOLDERS = ("checkpoints", "export", "tensorboard")
+
+
+def place_problems(config: TrainConfig) -> list[str]:
+    """Problems of `run`, `data` and `encoder.pretrained`, one line each."""
+    return look(config.model_dump())
+
+
+def look(values: Mapping[str, Any]) -> list[str]:
+    """The same of the settings as they were given, right or wrong in other respects; each key at its line's start."""
+    encoder = values.get("encoder")
+    pretrained = encoder.get("pretrained") if isinstance(encoder, Mapping) else None
+    checks = (
+        ("run", values.get("run"), _run_problem),
+        ("data", values.get("data"), _data_problem),
+        ("encoder.pretrained", pretrained, _model_problem),
+    )
+    found = []
+    for key, value, problem_of in checks:
+        if isinstance(value, str) and not is_remote(value):
+            try:
+                problem = problem_of(value)
+            except PathError as error:
+                problem = str(error)
+            found += [f"{key} = {value}: {problem}"] if problem else []
+    return [*found, *_same_problem(values.get("run"), values.get("data"))]
+
+
+def _same_problem(run: Any, data: Any) -> list[str]:
+    """The run would be written among the shards."""
+    if not isinstance(run, str) or not isinstance(data, str):
+        return []
+    try:
+        same = run == data or (not is_remote(run + data) and expand(run).resolve() == expand(data).resolve())
+    except PathError:  # said already
+        return []
+    return [f"run = {run}: is the folder of the shards too (data = {data}); name another folder"] if same else []
+
+
+def _run_problem(name: str) -> str | None:
+    folder = expand(name)
+    for file, what in _NOT_A_RUN.items():
+        if (folder / file).is_file():
+            return f"holds {what}; name another folder"
+    return folder_problem(folder) or _kind_problem(folder)
+
+
+def _kind_problem(run: Path) -> str | None:
+    """A folder where a run has a file, or the reverse."""
+    for name in _FILES:
+        if (run / name).is_dir():
+            return f"{name} in it is a folder, where a run has a file; move it elsewhere"
+    for name in _FOLDERS:
+        if (run / name).is_symlink() and not (run / name).exists():
+            return f"{name} in it is a link to nothing, where a run has a folder; remove the link"
+        if (run / name).exists() and not (run / name).is_dir():
+            return f"{name} in it is a file, where a run has a folder; move it elsewhere"
+    return None
+
+
+def _data_problem(name: str) -> str | None:
+    folder = expand(name)
+    if folder.exists() and not folder.is_dir():
+        return "is a file; name the folder of the shards, the `output` of `prepare`"
+    try:
+        load_manifest(folder)
+    except (ShardError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _model_problem(name: str) -> str | None:
+    if looks_like_a_path(name) and not expand(name).is_dir():
+        return f"no such folder; looked at {expand(name).absolute()}"
+    return None
+
+
+def fork_problem(name: str, config: TrainConfig) -> str | None:
+    """The problem of the place of a new run, before the old one is read."""
+    if is_remote(name):
+        return None
+    try:
+        new = expand(name)
+        problem = folder_problem(new)
+        if not is_remote(config.run) and new.resolve() == expand(config.run).resolve():
+            problem = f"is the run itself ({config.run}); name a new folder"
+    except PathError as error:
+        problem = str(error)
+    return f"--fork {name}: {problem}" if problem else None

@@ -1,0 +1,1 @@
+"""Metrics of a run as JSON lines and TensorBoard events."""

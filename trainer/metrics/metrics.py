@@ -1,0 +1,212 @@
+"""Numbers of a run: JSON lines and TensorBoard, written by rank 0, exact again after a resume."""
+
+import json
+import math
+import resource
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.console.logs import get_logger
+from common.journal import Journal
+from common.storage import set_aside, write_text
+from trainer.metrics import tensorboard as board
+from trainer.step.step import StepMetrics
+
+METRICS = "metrics.jsonl"
+_BACK_OFF_SECONDS = 1.0
+_LAST_SECONDS = 10.0
+_SHOWN_LINES = 5
+
+
+@dataclass
+class Window:
+    """One step's time and what it went to.
+
+    Attributes:
+        began: monotonic time of its beginning, in seconds.
+    """
+
+    began: float = field(default_factory=time.monotonic)
+
+    def rates(
+        self, measured: StepMetrics, documents: int, waited_seconds: float, peak_flops: float | None
+    ) -> dict[str, float | None]:
+        """Tokens and documents a second, share of time spent waiting for data, utilisation, peak memory.
+
+        Args:
+            measured: of the step.
+            documents: of the step, over all workers.
+            waited_seconds: this worker spent waiting for data.
+            peak_flops: of all workers' devices together; None where it is not known.
+        """
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        return {
+            "seconds": seconds,
+            "tokens_per_second": measured.num_tokens / seconds,
+            "documents_per_second": documents / seconds,
+            "data_wait_share": waited_seconds / seconds,
+            "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
+            "peak_memory_mib": peak_memory_mib(),
+        }
+
+
+def peak_memory_mib() -> float:
+    """Most memory that was in use so far, in MiB: of the GPU where there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+class MetricsWriter:
+    """Appends a line a step to `metrics.jsonl` and the same to TensorBoard, in a thread: a storage may fail or hang.
+
+    Args:
+        folder: the run.
+        after_step: lines of later steps are dropped first: they belong to steps that are about to be taken again.
+    """
+
+    def __init__(self, folder: Path, after_step: int) -> None:
+        lines, damaged = _read_lines(folder / METRICS)
+        if damaged:
+            kept_as = set_aside(folder / METRICS)
+            words = "%s: damaged, left out of it; the whole file is kept as %s"
+            get_logger().warning(words, _places(folder / METRICS, damaged), kept_as)
+        kept = [line for line in lines if line["step"] <= after_step]
+        write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+        self._lines = Journal(folder / METRICS)
+        path = board.board_path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(board.header(after_step + 1))
+        self._events = Journal(path)
+        self._added = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> dict[str, Any]:
+        """Writes the numbers of a step; returns its line."""
+        return self._add({"kind": "step", "step": step, **asdict(metrics), **extra})
+
+    def start(self, step: int, parts: dict[str, float]) -> None:
+        """Writes where the time went until a group's first step, in seconds."""
+        self._add({"kind": "start", "step": step, **parts})
+
+    def scores(self, step: int, scores: dict[str, float]) -> None:
+        """Writes held-out scores of the weights after a step."""
+        self._add({"kind": "validation", "step": step, **scores})
+
+    def flush(self) -> None:
+        """Returns when all lines are on the disk.
+
+        Raises:
+            OSError: they are not; none is lost.
+        """
+        self._lines.flush(to_disk=True)
+        self._events.flush(to_disk=True)
+
+    def close(self) -> None:
+        """Ends the thread after a last try."""
+        self._closed = True
+        self._added.set()
+        self._thread.join(_LAST_SECONDS)
+
+    def _add(self, line: dict[str, Any]) -> dict[str, Any]:
+        line = {name: _or_none(value) for name, value in line.items()} | {"time": round(time.time(), 3)}
+        self._lines.add((json.dumps(line, allow_nan=False) + "\n").encode())
+        self._events.add(board.record(line))
+        self._added.set()
+        return line
+
+    def _run(self) -> None:
+        failing = False
+        while not self._closed or self._added.is_set():
+            self._added.wait()
+            self._added.clear()
+            try:
+                self._lines.flush()
+                self._events.flush()
+            except OSError as error:
+                if self._closed:
+                    get_logger().warning(
+                        "the last lines of %s could not be written (%s)", self._lines.path, error.strerror
+                    )
+                    return
+                if not failing:
+                    words = "%s cannot be written now (%s): new lines are kept in memory"
+                    get_logger().warning(words, self._lines.path, error.strerror)
+                failing = True
+                time.sleep(_BACK_OFF_SECONDS)
+                self._added.set()
+            else:
+                if failing:
+                    get_logger().info("metrics are written again, none is missing")
+                failing = False
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every whole line of a run's metrics, damaged ones left out, which is logged; so is a last line cut off by a kill.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    lines, damaged = _read_lines(folder / METRICS)
+    if damaged:
+        get_logger().warning("%s: damaged, passed over", _places(folder / METRICS, damaged))
+    return lines
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The lines that are whole, and the numbers of those that are damaged, from 1 on."""
+    if not path.is_file():
+        return [], []
+    lines, damaged = [], []
+    for number, raw in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        line = _decoded(raw)
+        if line is not None:
+            lines.append(line)
+        elif raw:
+            damaged.append(number)
+    return lines, damaged
+
+
+def _places(path: Path, numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN_LINES])) + (", ..." if len(numbers) > _SHOWN_LINES else "")
+    return f"{path}, line{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def _decoded(raw: bytes) -> dict[str, Any] | None:
+    """A line of metrics; None where it is damaged."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int
+    numbers = (value for name, value in line.items() if name != "kind") if whole else ()
+    return line if whole and all(value is None or isinstance(value, int | float) for value in numbers) else None
+
+
+def read_last_step(path: Path, tail_bytes: int = 8192) -> dict[str, Any] | None:
+    """The newest step's line, read from the end of the file; None before the first."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - tail_bytes))
+        lines = stream.read().split(b"\n")
+    # the first piece may begin inside a line, the last is empty or not yet whole
+    for raw in reversed(lines[1:-1] if len(lines) > 2 else lines[:-1]):
+        line = _decoded(raw)
+        if line is not None and line["kind"] == "step":
+            return line
+    return None

@@ -1,0 +1,1 @@
+"""The encoder: a masked language model over packed or padded spans."""

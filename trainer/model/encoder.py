@@ -1,0 +1,156 @@
+"""The encoder: a masked language model with packed or padded forward, pooling and projection head.
+
+Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common import seeding
+from trainer.data.batches import IGNORED, SpanBatch, pad_rows, position_ids
+from trainer.model.attention import PACKED, AttentionLayout, number_modules, register
+from trainer.model.dropout import DropoutKeys, key_dropout, token_keys
+from trainer.model.language_model import EncoderConfig, mlm_head, padding_index
+from trainer.model.silence import silence
+from trainer.model.unloaded import Unloaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_LOGITS = 2**26  # most logits that are held at once, a quarter of a GiB
+
+
+class Encoder(nn.Module):
+    """A masked language model with pooling and projection, over batches of spans.
+
+    Args:
+        config: pooling, projection, layout.
+        model: the masked language model.
+        seed: the run's seed, for the projection's weights.
+        unloaded: which weights the model and its files do not share.
+    """
+
+    def __init__(
+        self, config: EncoderConfig, model: "PreTrainedModel", seed: int, unloaded: Unloaded | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.unloaded = unloaded or Unloaded()
+        self.sharded = False  # by trainer/parallel/sharding.py
+        self.hidden_size = int(model.config.hidden_size)
+        self.keys = DropoutKeys()
+        number_modules(model)
+        key_dropout(model, self.keys, max(self.hidden_size, getattr(model.config, "intermediate_size", 0)))
+        if config.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.compile:
+            model.base_model.compile(dynamic=True)
+        self.set_layout(config)
+        self.padding_index = padding_index(model)
+        self.projection: nn.Module = nn.Identity()
+        self.embedding_size = self.hidden_size
+        if config.projection.kind != "none":
+            size = self.embedding_size = config.projection.size
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seeding.torch_seed(seed, "projection"))
+                between = nn.ReLU() if config.projection.kind == "mlp" else nn.Identity()
+                self.projection = nn.Sequential(nn.Linear(self.hidden_size, size), between, nn.Linear(size, size))
+
+    def set_layout(self, config: EncoderConfig) -> None:
+        """Takes over a configuration that differs in its layout alone."""
+        self.config = config
+        register()
+        fused = getattr(self.model, "_supports_sdpa", True)
+        with silence():  # families outside transformers' attention interface keep their own attention, and it says so
+            self.model.set_attn_implementation(PACKED if config.layout == "packed" else ("sdpa" if fused else "eager"))
+
+    def hidden(self, batch: SpanBatch) -> Tensor:
+        """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order."""
+        if batch.num_tokens == 0:  # a rank without documents
+            empty: Tensor = next(self.model.parameters()).new_zeros(0, self.hidden_size)
+            return empty
+        tokens = token_keys(batch.keys, batch.lengths) if batch.keys is not None else None
+        if self.config.layout == "padded":
+            ids, mask = pad_rows(batch, int(self.model.config.pad_token_id or 0))
+            padded = None if tokens is None else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens)
+            self.keys.tokens = padded
+            rows: Tensor = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            return rows[mask]
+        positions = position_ids(batch, self.padding_index)
+        kinds = {"token_type_ids": torch.zeros_like(positions)} if self._has_token_types() else {}
+        self.keys.tokens = None if tokens is None else tokens[None]
+        row: Tensor = self.model.base_model(
+            input_ids=batch.input_ids[None],
+            position_ids=positions,
+            packed_layout=AttentionLayout(batch.lengths, positions.device, tokens),
+            **kinds,
+        ).last_hidden_state
+        return row[0]
+
+    def token_places(self, batch: SpanBatch) -> int:
+        """Token places that a forward computes: T when packed, padding included otherwise."""
+        if self.config.layout == "packed" or batch.num_spans == 0:
+            return batch.num_tokens
+        return batch.num_spans * int(batch.lengths.max())
+
+    def _has_token_types(self) -> bool:
+        return getattr(self.model.config, "type_vocab_size", 0) > 0
+
+    def pool(self, hidden: Tensor, lengths: Tensor) -> Tensor:
+        """Span embeddings before projection, `(S, H)`, in at least float32."""
+        hidden = _at_least_float32(hidden)
+        if self.config.pooling == "cls":
+            return hidden[(lengths.cumsum(0) - lengths).to(hidden.device)]
+        pooled: Tensor = torch.segment_reduce(
+            hidden, self.config.pooling, lengths=lengths.to(hidden.device), axis=0, unsafe=True
+        )
+        return pooled
+
+    def embed(self, batch: SpanBatch) -> Tensor:
+        """Pooled embeddings of the spans, `(S, H)`: what the exported encoder gives."""
+        if self.sharded:
+            return self._pooled(batch.with_blank())[:-1]
+        return self._pooled(batch)
+
+    def forward(self, batch: SpanBatch) -> tuple[Tensor, Tensor]:
+        """Projected span embeddings `(S, D)` and the MLM loss summed over the batch's K selected tokens."""
+        if not self.sharded:
+            return self._encode(batch)
+        embeddings, mlm_sum = self._encode(batch.with_blank())
+        return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks want no views
+
+    def _pooled(self, batch: SpanBatch) -> Tensor:
+        return self.pool(self.hidden(batch), batch.lengths)
+
+    def _encode(self, batch: SpanBatch) -> tuple[Tensor, Tensor]:
+        hidden = self.hidden(batch)
+        embeddings = _at_least_float32(self.projection(self.pool(hidden, batch.lengths)))
+        if len(batch.selected) == 0:
+            return embeddings, embeddings.new_zeros(())
+        rows = max(1, _LOGITS // int(self.model.config.vocab_size))
+        losses = [
+            self._predict(hidden[places], labels, keep=len(batch.selected) <= rows)
+            for places, labels in zip(batch.selected.split(rows), batch.labels.split(rows), strict=True)
+        ]
+        return embeddings, torch.stack(losses).sum()
+
+    def _predict(self, hidden: Tensor, labels: Tensor, keep: bool) -> Tensor:
+        """MLM loss of selected tokens, summed; unless kept, their logits are computed again in the backward."""
+
+        def loss(hidden: Tensor) -> Tensor:
+            logits = _at_least_float32(mlm_head(self.model)(hidden))
+            return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+
+        if keep or not torch.is_grad_enabled():
+            return loss(hidden)
+        again: Tensor = checkpoint(loss, hidden, use_reentrant=False)
+        return again
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    """Autocast's half precision ends here: losses are computed in float32."""
+    return values if values.dtype == torch.float64 else values.float()

@@ -1,0 +1,169 @@
+"""Which masked language model of transformers is trained: its configuration, its weights, its head, its ids.
+
+transformers is imported where it is used: it takes seconds, and a command that continues a run builds no encoder.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from common import seeding
+from common.hub import hub_or_cache
+from common.paths import expand
+from trainer.model.silence import silence
+from trainer.model.unloaded import Unloaded
+from trainer.objectives.declutr.feed import Vocabulary
+from trainer.setup.settings import EncoderConfig as EncoderConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class UnfitEncoderError(ValueError):
+    """An encoder that cannot be trained here, with what to do."""
+
+
+FAMILIES = (
+    "roberta", "xlm-roberta", "camembert", "bert", "modernbert", "eurobert", "nomic_bert", "mpnet", "deberta-v2",
+    "longformer", "distilbert", "electra", "albert",
+)  # fmt: skip
+"""Model types that the tests train."""
+
+_DROPOUTS = (
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
+    "hidden_dropout", "activation_dropout", "dropout",
+)  # fmt: skip
+_ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
+
+
+def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, int | None]) -> Any:
+    """The transformers config of the encoder, without its weights.
+
+    Args:
+        config: the encoder.
+        vocabulary_size: ids of the tokenizer; used from scratch only.
+        ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used from scratch only.
+
+    Raises:
+        UnfitEncoderError: a decoder, or another type without a masked language model.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if config.pretrained is not None:
+        with _source(config.pretrained) as source:
+            hf = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    else:
+        assert config.scratch is not None
+        given = dict(config.scratch)
+        hf = AutoConfig.for_model(given.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **given})
+    own_code = "AutoModelForMaskedLM" in (getattr(hf, "auto_map", None) or {})
+    known = hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or own_code
+    if not known or hf.is_encoder_decoder or getattr(hf, "is_decoder", False):
+        raise UnfitEncoderError(
+            f"model type {hf.model_type} is no encoder with a masked language model; take one of {', '.join(FAMILIES)}"
+        )
+    if config.dropout is not None:
+        for name in _DROPOUTS:
+            if hasattr(hf, name):
+                setattr(hf, name, config.dropout)
+    if config.attention_dropout is not None:
+        for name in _ATTENTION_DROPOUTS:
+            if hasattr(hf, name):
+                setattr(hf, name, config.attention_dropout)
+    return hf
+
+
+@contextmanager
+def _source(pretrained: str) -> Iterator[str]:
+    """The place of a pretrained model: a folder, or a name of the hub; where that is not reached, its cache is read."""
+    folder = expand(pretrained)
+    if folder.is_dir():
+        yield str(folder)
+    else:
+        with hub_or_cache():
+            yield pretrained
+
+
+def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
+    """The masked language model in float32: pretrained weights, or weights drawn from the seed."""
+    return load_model(config, hf, seed)[0]
+
+
+def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", Unloaded]:
+    """The masked language model in float32, and which weights it and its files do not share; those it lacks are drawn.
+
+    Raises:
+        OSError: files that are not there or cannot be read.
+        SafetensorError: a damaged file.
+    """
+    from transformers import AutoModelForMaskedLM
+
+    with silence(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeding.torch_seed(seed, "weights"))
+        if config.pretrained is None:
+            return AutoModelForMaskedLM.from_config(hf, dtype=torch.float32), Unloaded()
+        with _source(config.pretrained) as source:
+            model, info = AutoModelForMaskedLM.from_pretrained(
+                source,
+                config=hf,
+                dtype=torch.float32,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told by name in `Unloaded`
+            )
+    return model, Unloaded.of(model, info)
+
+
+def padding_index(model: "PreTrainedModel") -> int | None:
+    """pad_token_id where positions skip it and count from the next (RoBERTa's family); None where they count from 0."""
+    embeddings = getattr(model.base_model, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return int(model.config.pad_token_id)
+    return None
+
+
+def max_span_tokens(model: "PreTrainedModel") -> int:
+    """Longest span the positions allow, specials included."""
+    skipped = padding_index(model)
+    return int(model.config.max_position_embeddings) - (0 if skipped is None else skipped + 1)
+
+
+def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
+    """The part of the model that turns `(K, H)` hidden states into `(K, vocabulary)` logits.
+
+    Raises:
+        ValueError: an encoder family whose head is not known here.
+    """
+    for name in ("lm_head", "cls", "predictions"):  # RoBERTa, MPNet, Longformer; BERT, DeBERTa; ALBERT
+        if hasattr(model, name):
+            head: Callable[[Tensor], Tensor] = getattr(model, name)
+            return head
+    if hasattr(model, "head") and hasattr(model, "decoder"):  # ModernBERT
+        return lambda hidden: model.decoder(model.head(hidden))
+    if hasattr(model, "generator_predictions"):  # ELECTRA
+        return lambda hidden: model.generator_lm_head(model.generator_predictions(hidden))
+    if hasattr(model, "vocab_projector"):  # DistilBERT
+        return lambda hidden: model.vocab_projector(
+            model.vocab_layer_norm(model.activation(model.vocab_transform(hidden)))
+        )
+    raise ValueError(
+        f"{type(model).__name__} has no known MLM head; train it without one "
+        f"(objective.terms=contrastive), or take one of {', '.join(FAMILIES)}"
+    )
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """Ids the feed needs, from a transformers tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has no mask token.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no mask token, which MLM needs")
+    bos = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+    eos = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))

@@ -1,0 +1,215 @@
+"""Documents to span batches: sample, cut, add specials, mask, pack. Numpy until the last line; no Ray, no state.
+
+Order of the spans of n documents: all anchors (document by document), then, if asked, the same anchors unmasked, then
+(unless only MLM is trained) all positives, document by document, anchor by anchor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from common import seeding
+from pipeline.shards.windows import ShortDocuments
+from trainer.data.batches import SpanBatch
+from trainer.objectives.declutr.masking import MaskingConfig, mask_tokens
+from trainer.objectives.declutr.spans import SpanConfig, Spans, draw, place
+
+I64 = NDArray[np.int64]
+
+_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the feed knows of a tokenizer.
+
+    Attributes:
+        size: number of ids.
+        bos: id before every span, or None.
+        eos: id after every span, or None.
+        mask: id of the mask token.
+        special: every special id; never selected for MLM.
+    """
+
+    size: int
+    bos: int | None
+    eos: int | None
+    mask: int
+    special: tuple[int, ...]
+
+    @property
+    def num_specials(self) -> int:
+        """Specials around a span."""
+        return (self.bos is not None) + (self.eos is not None)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Turns documents into the spans of a step.
+
+    Attributes:
+        spans: geometry and strategy.
+        masking: None when no MLM loss is computed, so that nothing is masked.
+        unmasked_anchors: also pack every anchor without masks, for the contrastive embedding.
+        include_positives: False when nothing is contrasted.
+        max_content: tokens of a span that fit the encoder beside the specials; what is longer is cut at its end.
+        vocabulary: ids.
+        seed: the run's seed.
+        short_documents: how the shards were prepared: what documents with room for fewer than A anchors give.
+    """
+
+    spans: SpanConfig
+    masking: MaskingConfig | None
+    unmasked_anchors: bool
+    include_positives: bool
+    max_content: int
+    vocabulary: Vocabulary
+    seed: int
+    short_documents: ShortDocuments = "drop"
+
+    def sample(self, documents: pa.Table, epochs: I64) -> Spans:
+        """Spans of these shard rows in these epochs."""
+        windows, offsets = ragged(documents.column("windows"))
+        num_tokens = documents.column("num_tokens").to_numpy()
+        return place(
+            self.spans,
+            draw(self.spans, self.seed, epochs, document_keys(documents)),
+            num_tokens,
+            windows.astype(np.int64),
+            offsets,
+            self.short_documents,
+        )
+
+    def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
+        """The spans of n documents, cut, masked and packed.
+
+        Args:
+            documents: n rows of the shards.
+            epochs: `(n,)` epoch in which each is read.
+        """
+        return self.pack(documents, epochs, self.sample(documents, epochs))
+
+    def pack(self, documents: pa.Table, epochs: I64, spans: Spans) -> SpanBatch:
+        """The same for spans of these documents that were drawn already."""
+        tokens, offsets = ragged(documents.column("tokens"))
+        anchors, positives = spans.anchors[spans.present], spans.positives[spans.present].reshape(-1, 2)
+        copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives
+        bounds = np.concatenate(copies)
+        num_anchors = spans.present.sum(axis=1)
+        counts = [num_anchors] + [num_anchors] * self.unmasked_anchors
+        counts += [num_anchors * self.spans.num_positives] * self.include_positives
+        document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in counts])
+        number = np.concatenate([_ranges(count) for count in counts])  # of a span among its document's of its kind
+
+        vocabulary = self.vocabulary
+        content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
+        lengths = content + vocabulary.num_specials
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        ids = np.empty(int(lengths.sum()), np.int64)
+        if vocabulary.bos is not None:
+            ids[starts] = vocabulary.bos
+        if vocabulary.eos is not None:
+            ids[ends - 1] = vocabulary.eos
+        places = starts + (vocabulary.bos is not None)  # of each span's first token
+        sources = offsets[document] + bounds[:, 0]
+        # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
+        for begin, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
+            ids[begin : begin + size] = tokens[source : source + size]
+
+        keys, spans_epochs = document_keys(documents)[document], epochs[document].astype(np.uint64)
+        selected = labels = np.empty(0, np.int64)
+        if self.masking is not None:
+            first = slice(len(anchors))  # the anchors to be masked come first
+            owners = keys[first], spans_epochs[first], number[first]
+            selected, labels = self._mask(self.masking, ids, places[first], content[first], *owners)
+        kinds = np.repeat(np.arange(len(copies)), [len(part) for part in copies])
+        drawn = seeding.blocks(self.seed, "dropout", keys, spans_epochs, (number + (kinds << 16)).astype(np.uint64))
+        words = np.ascontiguousarray(drawn[:, 0]).view(np.int32)
+        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels, words)))
+
+    def _mask(
+        self,
+        masking: MaskingConfig,
+        ids: I64,
+        places: I64,
+        sizes: I64,
+        keys: seeding.U64,
+        epochs: seeding.U64,
+        numbers: I64,
+    ) -> tuple[I64, I64]:
+        """Masks the anchors in `ids`, a few at a time.
+
+        Args:
+            masking: shares.
+            ids: `(T,)` tokens, changed in place.
+            places: `(m,)` places of the anchors' first tokens in `ids`.
+            sizes: `(m,)` their tokens, without specials.
+            keys: `(m,)` keys of their documents.
+            epochs: `(m,)` epochs of their documents.
+            numbers: `(m,)` their numbers in their documents.
+
+        Returns:
+            `(K,)` places that are to be predicted, ascending, and `(K,)` the tokens that were there.
+        """
+        vocabulary = self.vocabulary
+        special = np.array(vocabulary.special)
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        for some in _cuts(sizes, _MASKED_TOKENS):
+            within = _ranges(sizes[some])
+            place = np.repeat(places[some], sizes[some]) + within
+            span = np.repeat(np.arange(some.start, some.stop), sizes[some])
+            original = ids[place]
+            masked, chosen = mask_tokens(
+                masking,
+                self.seed,
+                original,
+                keys[span],
+                epochs[span],
+                numbers[span],
+                within,
+                vocabulary.size,
+                vocabulary.mask,
+                special,
+            )
+            ids[place] = masked
+            found.append((place[chosen], original[chosen]))
+        selected, labels = zip(*found, strict=True)
+        return np.concatenate(selected), np.concatenate(labels)
+
+
+def document_keys(documents: pa.Table) -> NDArray[np.uint64]:
+    """`(n,)` first eight bytes of each document's id: the key of all its random draws."""
+    ids = _whole(documents.column("id"))
+    raw = np.frombuffer(ids.buffers()[1], np.uint8).reshape(-1, 16)[ids.offset : ids.offset + len(ids)]
+    return np.ascontiguousarray(raw[:, :8]).view("<u8").reshape(-1)
+
+
+def ragged(column: pa.ChunkedArray) -> tuple[NDArray[np.integer], I64]:
+    """Values and `(n + 1,)` offsets of a list column."""
+    lists = _whole(column)
+    return lists.values.to_numpy(), lists.offsets.to_numpy().astype(np.int64)
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """The column as one array; a single chunk, as the shards give it, is not copied."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _ranges(sizes: I64) -> I64:
+    """0..size-1 for each size, one after the other."""
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
+
+
+def _cuts(sizes: I64, limit: int) -> Iterator[slice]:
+    """Consecutive items in pieces that begin in the same multiple of `limit` tokens."""
+    piece = (np.cumsum(sizes) - sizes) // limit
+    edges = np.flatnonzero(np.diff(piece, prepend=-1, append=-1)).tolist()
+    for start, end in pairwise(edges):
+        yield slice(start, end)

@@ -1,0 +1,136 @@
+"""Contrastive losses over the embeddings of a whole global batch.
+
+Legend: M anchors of the batch, D embedding size, Q queued embeddings.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.objectives.declutr.config import MetricLearningConfig as MetricLearningConfig
+
+# Rows and columns of the scores computed at a time: 4 MiB in float32, past which larger products are hardly faster.
+TILE_ROWS = 1024
+
+
+def ntxent(embeddings: Tensor, temperature: float, queue: Tensor | None = None, tile_rows: int = TILE_ROWS) -> Tensor:
+    """Mean over the 2M terms of -log(exp(s_ij/t) / sum_k exp(s_ik/t)), k over all but i and over the queue.
+
+    Neither the loss nor its gradient holds more of the 2M x (2M + Q) scores than a few tiles.
+
+    Args:
+        embeddings: `(2M, D)`, anchors first; row i and row i + M are each other's positive.
+        temperature: t.
+        queue: `(Q, D)` embeddings of earlier steps, negatives for every row; no gradient.
+        tile_rows: rows and columns of a tile; the result does not depend on it.
+    """
+    with torch.autocast(embeddings.device.type, enabled=False):
+        embeddings = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+        rows = F.normalize(embeddings, dim=-1)
+        old = rows.new_empty(0, rows.shape[-1]) if queue is None else F.normalize(queue.to(rows.dtype), dim=-1)
+        value: Tensor = _TiledNTXent.apply(rows, old.detach(), temperature, tile_rows)  # type: ignore[no-untyped-call]
+        return value
+
+
+class _TiledNTXent(torch.autograd.Function):
+    """NT-Xent of unit rows, term i as log(1 + exp(l_i - p_i)), l_i the logsumexp of i's negatives, p_i its positive.
+
+    Unlike softmax minus one-hot, this form and its gradient keep their digits in float32 when the positive wins by far
+    and the loss is almost 0. The scores are symmetric: a tile serves its rows and, transposed, its columns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, queue: Tensor, temperature: float, tile_rows: int) -> Tensor:
+        # The lowest finite number, not -inf: with one pair there is no negative, and the gradient must be 0, not NaN.
+        log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
+        for first, second, scores in _own_tiles(rows, temperature, tile_rows):
+            _add_exp(log_sums[first], scores.logsumexp(dim=1))
+            if second != first:
+                _add_exp(log_sums[second], scores.logsumexp(dim=0))
+        for first, _, scores in _queue_tiles(rows, queue, temperature, tile_rows):
+            _add_exp(log_sums[first], scores.logsumexp(dim=1))
+        anchors, positives = rows.chunk(2)
+        positive = ((anchors * positives).sum(dim=1) / temperature).repeat(2)
+        ctx.save_for_backward(rows, queue, log_sums, positive)
+        ctx.temperature, ctx.tile_rows = temperature, tile_rows
+        return -F.logsigmoid(positive - log_sums).mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, queue, log_sums, positive = ctx.saved_tensors
+        with torch.autocast(rows.device.type, enabled=False):
+            weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * ctx.temperature))
+            pulls = weights + weights.roll(len(rows) // 2)  # p_i is also the positive of i's partner
+            gradient = -pulls[:, None] * rows.roll(len(rows) // 2, dims=0)
+            for first, second, scores in _own_tiles(rows, ctx.temperature, ctx.tile_rows):
+                pushes = (scores - log_sums[first, None]).exp_().mul_(weights[first, None])
+                pushes += scores.sub_(log_sums[None, second]).exp_().mul_(weights[None, second])
+                gradient[first].addmm_(pushes, rows[second])
+                if second != first:
+                    gradient[second].addmm_(pushes.T, rows[first])
+            for first, second, scores in _queue_tiles(rows, queue, ctx.temperature, ctx.tile_rows):
+                pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
+                gradient[first].addmm_(pushes, queue[second])
+        return gradient, None, None, None
+
+
+def _own_tiles(rows: Tensor, temperature: float, size: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Tiles on and above the diagonal of the scores; a row's score with itself and its positive is the lowest number.
+
+    On the diagonal a tile holds both (i, k) and (k, i).
+    """
+    apart = len(rows) // 2
+    parts = [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    for number, first in enumerate(parts):
+        for second in parts[number:]:
+            scores = (rows[first] @ rows[second].T).div_(temperature)
+            for distance in (0, apart, -apart):  # column - row
+                # Beyond the tile's corners there is nothing to leave out, and torch says so by an error.
+                if -scores.shape[0] < (offset := distance + first.start - second.start) < scores.shape[1]:
+                    scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
+            yield first, second, scores
+
+
+def _queue_tiles(rows: Tensor, queue: Tensor, temperature: float, size: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Tiles of the scores of rows with queued embeddings."""
+    for start in range(0, len(rows), size):
+        first = slice(start, start + size)
+        for begin in range(0, len(queue), size):
+            second = slice(begin, begin + size)
+            yield first, second, (rows[first] @ queue[second].T).div_(temperature)
+
+
+def _add_exp(log_sums: Tensor, more: Tensor) -> None:
+    """log(exp(a) + exp(b)) in place of a: the sum so far, relative to its maximum so far."""
+    torch.logaddexp(log_sums, more, out=log_sums)
+
+
+class MetricLearningLoss:
+    """A pytorch-metric-learning loss and miner behind the same call as `ntxent`.
+
+    Raises:
+        ValueError: the loss has weights of its own (it classifies into known classes), or refuses its arguments.
+    """
+
+    def __init__(self, config: MetricLearningConfig) -> None:
+        from pytorch_metric_learning import losses, miners
+
+        try:
+            self.loss = getattr(losses, config.loss)(**config.loss_arguments)
+            self.miner = getattr(miners, config.miner)(**config.miner_arguments) if config.miner else None
+        except TypeError as error:
+            raise ValueError(f"objective.loss {config.loss} / miner {config.miner}: {error}") from error
+        if any(True for _ in self.loss.parameters()):
+            raise ValueError(f"objective.loss = {config.loss} learns class weights; documents have no classes")
+
+    def __call__(self, embeddings: Tensor) -> Tensor:
+        """The loss of `(2M, D)` embeddings, where row i and row i + M share a label."""
+        labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)
+        mined = self.miner(embeddings, labels) if self.miner is not None else None
+        loss: Tensor = self.loss(embeddings, labels, mined)
+        return loss

@@ -1,0 +1,252 @@
+"""Anchor and positive spans of documents (DeCLUTR section 3.1, as the released sampler computes it). Numpy only.
+
+Sampling is split in two: `draw` turns keys into random numbers, `place` turns random numbers into spans and is free of
+randomness, so that recorded draws can be replayed. Legend: n documents, A anchors a document, P positives an anchor.
+All spans are half-open [start, end) in tokens of the document, without special tokens.
+
+Windows may be longer than the longest span: an anchor then lies anywhere in its window.
+Short documents (prepare's `short_documents`) have fewer anchors, or windows and spans shorter than l_max; which and how
+short follows from the documents' windows alone. Whatever the mode, a document that is long enough has the same spans.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from common import seeding
+from common.config import Strict
+from pipeline.shards.windows import ShortDocuments
+
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+
+# A beta law with integer parameters a, b is the law of the a-th smallest of a+b-1 uniforms: anchors are Beta(4, 2),
+# positives Beta(2, 4), both out of five draws.
+_ORDER_DRAWS = 5
+_ANCHOR_RANK, _POSITIVE_RANK = 3, 1
+_PER_ANCHOR = _ORDER_DRAWS + 2
+_PER_POSITIVE = _ORDER_DRAWS + 1
+
+
+class SpanConfig(Strict):
+    """How spans are drawn from a document."""
+
+    num_anchors: int = Field(default=2, ge=1, le=64)
+    """Anchors A a document and epoch."""
+    num_positives: int = Field(default=2, ge=1, le=64)
+    """Positives P an anchor."""
+    min_tokens: int = Field(default=32, ge=1)
+    """Shortest span, l_min, in tokens without specials."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest span, l_max, without specials; at most the `geometry.max_tokens` of the shards."""
+    strategy: Literal["all", "adjacent", "subsuming"] = "all"
+    """Where positives lie: anywhere that overlaps or touches the anchor, only beside it, or only inside it."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "SpanConfig":
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens = {self.min_tokens} must be at most max_tokens = {self.max_tokens}")
+        return self
+
+    @property
+    def min_document_tokens(self) -> int:
+        """Shortest document that surely holds A windows apart: 2 * A * l_max."""
+        return 2 * self.num_anchors * self.max_tokens
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Spans of n documents.
+
+    Attributes:
+        anchors: `(n, A, 2)` starts and ends.
+        positives: `(n, A, P, 2)` starts and ends.
+        present: `(n, A)` which anchors there are: all, or in short documents the first few. The others' spans are 0.
+    """
+
+    anchors: I64
+    positives: I64
+    present: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers that place the spans of n documents, all in [0, 1).
+
+    Attributes:
+        windows: `(n, A)` uniforms that choose the anchors' windows.
+        anchor_lengths: `(n, A)` Beta(4, 2).
+        anchor_starts: `(n, A)` uniforms.
+        positive_lengths: `(n, A, P)` Beta(2, 4).
+        positive_starts: `(n, A, P)` uniforms.
+    """
+
+    windows: F64
+    anchor_lengths: F64
+    anchor_starts: F64
+    positive_lengths: F64
+    positive_starts: F64
+
+
+def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose: str = "spans") -> Draws:
+    """Draws for documents with these keys `(n,)` in these epochs `(n,)`; anchor a's draws do not depend on A."""
+    num_documents, num_anchors, num_positives = len(keys), config.num_anchors, config.num_positives
+    per_anchor = _PER_ANCHOR + num_positives * _PER_POSITIVE
+    drawn = seeding.words(seed, purpose, keys, epochs.astype(np.uint64), num_anchors * per_anchor)
+    uniform = seeding.unit(drawn).reshape(num_documents, num_anchors, per_anchor)
+    positive = uniform[..., _PER_ANCHOR:].reshape(num_documents, num_anchors, num_positives, _PER_POSITIVE)
+    return Draws(
+        windows=uniform[..., 0],
+        anchor_starts=uniform[..., 1],
+        anchor_lengths=np.sort(uniform[..., 2:_PER_ANCHOR], axis=-1)[..., _ANCHOR_RANK],
+        positive_starts=positive[..., 0],
+        positive_lengths=np.sort(positive[..., 1:], axis=-1)[..., _POSITIVE_RANK],
+    )
+
+
+def place(
+    config: SpanConfig,
+    draws: Draws,
+    num_tokens: I64,
+    windows: I64,
+    window_offsets: I64,
+    short_documents: ShortDocuments = "drop",
+) -> Spans:
+    """Spans of n documents from their draws.
+
+    Args:
+        config: geometry and strategy.
+        draws: the random numbers.
+        num_tokens: `(n,)` lengths of the documents.
+        windows: the documents' window starts, one after the other (the shards' `windows` column).
+        window_offsets: `(n + 1,)` where each document's windows begin in `windows`.
+        short_documents: how the shards were prepared.
+
+    Raises:
+        ValueError: a document is shorter than this mode keeps: than 2 * A * l_max tokens where short ones are dropped.
+    """
+    counts = _count_anchors(config, num_tokens, np.diff(window_offsets), short_documents)
+    room = _rooms(config, windows, window_offsets, short_documents)[:, None]
+    shortest, longest = config.min_tokens, np.minimum(room, config.max_tokens)
+    chosen = _choose_windows(counts, draws.windows, windows, window_offsets)
+    length = _scale(draws.anchor_lengths, shortest, longest)
+    start = chosen + _pick(draws.anchor_starts, room - length + 1)
+    end = start + length
+
+    start_, end_, longest_ = start[..., None], end[..., None], longest[..., None]
+    total = num_tokens[:, None, None]
+    if config.strategy == "subsuming":
+        positive_length = _scale(draws.positive_lengths, shortest, length[..., None])
+        low, high = start_, end_ - positive_length
+        positive = low + _pick(draws.positive_starts, high - low + 1)
+    elif config.strategy == "adjacent":
+        most = np.minimum(longest_, np.maximum(start_, total - end_))
+        positive_length = _scale(draws.positive_lengths, shortest, most)
+        left, right = start_ >= positive_length, end_ + positive_length <= total
+        go_left = left & (~right | (draws.positive_starts < 0.5))
+        positive = np.where(go_left, start_ - positive_length, end_)
+    else:
+        positive_length = _scale(draws.positive_lengths, shortest, longest_)
+        low, high = np.maximum(0, start_ - positive_length), np.minimum(end_, total - positive_length)
+        positive = low + _pick(draws.positive_starts, high - low + 1)
+    present = np.arange(config.num_anchors) < counts[:, None]
+    return Spans(
+        anchors=np.stack([start, end], axis=-1) * present[..., None],
+        positives=np.stack([positive, positive + positive_length], axis=-1) * present[..., None, None],
+        present=present,
+    )
+
+
+def pair_lengths(
+    config: SpanConfig, draws: Draws, windows: I64, window_offsets: I64, short_documents: ShortDocuments = "drop"
+) -> tuple[I64, I64]:
+    """Tokens of each document's first anchor and of its first positive, `(n,)` each, by the laws of all spans.
+
+    Raises:
+        ValueError: windows shorter than `min_tokens`.
+    """
+    longest = np.minimum(_rooms(config, windows, window_offsets, short_documents), config.max_tokens)
+    anchor = _scale(draws.anchor_lengths[:, 0], config.min_tokens, longest)
+    return anchor, _scale(draws.positive_lengths[:, 0, 0], config.min_tokens, longest)
+
+
+def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_documents: ShortDocuments) -> I64:
+    """Anchors of each document, `(n,)`: half its windows where those are fewer than 2 * A, else A.
+
+    Raises:
+        ValueError: a document has room for none, or for fewer than A where that is not `fewer_anchors`.
+    """
+    wanted = config.num_anchors
+    if short_documents == "drop" and len(num_tokens) and int(num_tokens.min()) < config.min_document_tokens:
+        raise ValueError(
+            f"a document of {int(num_tokens.min())} tokens is too short: num_anchors = {wanted} anchors of "
+            f"up to max_tokens = {config.max_tokens} need {config.min_document_tokens} tokens"
+        )
+    counts: I64 = np.minimum(wanted, num_windows // 2)
+    least = 1 if short_documents == "fewer_anchors" else wanted
+    if len(counts) and int(counts.min()) < least:
+        few = int(counts.argmin())
+        raise ValueError(
+            f"a document of {num_tokens[few]} tokens is too short: its {num_windows[few]} windows have room for "
+            f"{counts[few]} anchors; short_documents = {short_documents} needs room for {least}"
+        )
+    return counts
+
+
+def _rooms(config: SpanConfig, windows: I64, offsets: I64, short_documents: ShortDocuments) -> I64:
+    """Length of each document's windows, `(n,)`, in tokens: the longest span that the shards have room for, or more.
+
+    Raises:
+        ValueError: windows shorter than `min_tokens`.
+    """
+    rooms: I64 = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
+    least = config.min_tokens if short_documents == "shrink_spans" else config.max_tokens
+    if len(rooms) and int(rooms.min()) < least:
+        key = "min_tokens" if short_documents == "shrink_spans" else "max_tokens"
+        raise ValueError(
+            f"a document has windows of {int(rooms.min())} tokens, too short for spans of {key} = {least}; lower it, "
+            f"or prepare the corpus again with a larger geometry.{key}"
+        )
+    return rooms
+
+
+def _scale(beta: F64, low: int, high: I64) -> I64:
+    """int(Beta * (high - low) + low): with Beta below 1, `high` itself has probability 0, as in the released code."""
+    return (beta * (high - low) + low).astype(np.int64)
+
+
+def _pick(uniform: F64, count: I64) -> I64:
+    """Uniform integers below `count`."""
+    return (uniform * count).astype(np.int64)
+
+
+def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) -> I64:
+    """Start of each anchor's window, `(n, A)`; 0 beyond a document's `num_anchors`.
+
+    After each choice the window and its list neighbours are gone. When few are left for the anchors to come, only the
+    two ends of the list are eligible, which never strands a later anchor.
+    """
+    chosen = np.zeros(uniform.shape, np.int64)
+    for document, (row, wanted) in enumerate(zip(uniform.tolist(), num_anchors.tolist(), strict=True)):
+        first = int(offsets[document])
+        count = int(offsets[document + 1]) - first
+        removed: list[int] = []  # sorted positions in the original list
+        for anchor, u in enumerate(row[:wanted]):
+            left, to_come = count - len(removed), wanted - anchor
+            index = (0 if u < 0.5 else left - 1) if left // to_come < to_come else int(u * left)
+            gone = [_position(removed, k) for k in range(max(0, index - 1), min(left, index + 2))]
+            chosen[document, anchor] = windows[first + gone[index - max(0, index - 1)]]
+            removed = sorted(removed + gone)
+    return chosen
+
+
+def _position(removed: list[int], index: int) -> int:
+    """Original list position of the `index`-th element that is not removed."""
+    for gone in removed:
+        if gone > index:
+            break
+        index += 1
+    return index

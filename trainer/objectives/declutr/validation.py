@@ -1,0 +1,180 @@
+"""Held-out scores of an encoder: same-document span retrieval, alignment, uniformity, effective rank.
+
+Retrieval is scored twice: between spans that touch, and between distant ones (trainer/objectives/declutr/distant.py).
+Legend: N held-out documents, H embedding size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.shards.shards import ShardSet
+from trainer.data.plan import permute
+from trainer.model.encoder import Encoder
+from trainer.objectives.declutr.distant import DISTANT, place_distant
+from trainer.objectives.declutr.feed import Feed, document_keys, ragged
+from trainer.objectives.declutr.spans import SpanConfig, Spans, draw, pair_lengths
+from trainer.parallel.world import World
+from trainer.setup.settings import ValidationConfig as ValidationConfig
+
+# Held-out spans are drawn in an "epoch" that training never reaches, so they are the same at every validation.
+_EPOCH = 2**32 - 1
+
+
+def retrieval(anchors: Tensor, positives: Tensor) -> dict[str, float]:
+    """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine.
+
+    Rank counts ties against the encoder, so that equal embeddings do not look perfect.
+
+    Args:
+        anchors: `(N, H)`.
+        positives: `(N, H)`.
+    """
+    scores = F.normalize(anchors, dim=-1) @ F.normalize(positives, dim=-1).T
+    ranks = (scores >= scores.diagonal()[:, None]).sum(dim=1).double()
+    return {"recall_at_1": float((ranks == 1).double().mean()), "mrr": float((1 / ranks).mean())}
+
+
+def alignment(anchors: Tensor, positives: Tensor) -> float:
+    """Mean squared distance of pairs on the unit sphere (Wang and Isola 2020); 0 is perfect."""
+    return float((F.normalize(anchors, dim=-1) - F.normalize(positives, dim=-1)).square().sum(dim=-1).mean())
+
+
+def uniformity(embeddings: Tensor) -> float:
+    """Log of the mean of exp(-2 ||x - y||^2) over pairs on the unit sphere (Wang and Isola 2020); lower is better."""
+    distances = torch.pdist(F.normalize(embeddings, dim=-1)).square()
+    return float(distances.mul(-2).exp().mean().log())
+
+
+def effective_rank(embeddings: Tensor) -> float:
+    """Exp of the entropy of the normalised singular values of centred unit embeddings (Roy and Vetterli 2007)."""
+    unit = F.normalize(embeddings, dim=-1)
+    values = torch.linalg.svdvals(unit - unit.mean(dim=0))
+    shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
+    return float(torch.special.entr(shares).sum().exp())
+
+
+class HeldOut(NamedTuple):
+    """Embeddings of the held-out documents' spans, each `(N, H)` in float64 on the CPU.
+
+    Attributes:
+        anchors: of one span of each document.
+        positives: of the span that touches it.
+        distant_anchors: of another span of each document.
+        distant_positives: of the span far from that one.
+        reached: `(N,)` 1 where the two are as far apart as they should be, 0 where the document is too short.
+    """
+
+    anchors: Tensor
+    positives: Tensor
+    distant_anchors: Tensor
+    distant_positives: Tensor
+    reached: Tensor
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers are finite."""
+        return all(bool(numbers.isfinite().all()) for numbers in self)
+
+    def scores(self) -> dict[str, float]:
+        """All held-out scores; `distant_share` is the share of documents whose distant spans are far enough apart."""
+        distant = retrieval(self.distant_anchors, self.distant_positives)
+        return {
+            **retrieval(self.anchors, self.positives),
+            **{f"distant_{name}": value for name, value in distant.items()},
+            "distant_share": float(self.reached.mean()),
+            "alignment": alignment(self.anchors, self.positives),
+            "uniformity": uniformity(self.anchors),
+            "effective_rank": effective_rank(self.anchors),
+        }
+
+
+@dataclass(frozen=True)
+class Validator:
+    """Scores an encoder on held-out documents, shared among the workers.
+
+    Attributes:
+        feed: draws one anchor and one positive beside it from each document.
+        shards: the held-out split.
+        rows: `(N,)` documents that are scored.
+        world: the workers.
+        device: where the encoder is.
+        chunk_documents: documents in one forward.
+    """
+
+    feed: Feed
+    shards: ShardSet
+    rows: np.ndarray
+    world: World
+    device: torch.device
+    chunk_documents: int = 64
+
+    def embed(self, encoder: Encoder) -> HeldOut:
+        """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
+        was_training = encoder.training
+        encoder.eval()
+        total = len(self.rows)
+        start, end = total * self.world.rank // self.world.size, total * (self.world.rank + 1) // self.world.size
+        parts = [torch.empty(0, 4 * encoder.hidden_size + 1, device=self.device)]
+        forwards = -(-(end - start) // self.chunk_documents)
+        if encoder.sharded:  # an exchange each: as many on every worker, the last ones empty
+            forwards = self.world.largest(forwards)
+        with torch.no_grad():
+            for number in range(forwards):
+                first = start + number * self.chunk_documents
+                rows = self.rows[first : min(end, first + self.chunk_documents)]
+                parts.append(self._embed(encoder, self.shards.take(rows)))
+            table = self.world.gather(torch.cat(parts), start, total)
+        encoder.train(was_training)
+        *pairs, reached = table.double().cpu().split([encoder.hidden_size] * 4 + [1], dim=1)
+        return HeldOut._make([*pairs, reached.squeeze(1)])
+
+    def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
+        """`(n, 4 H + 1)`: the rows of `HeldOut`. Two forwards, so that one alone decides the memory that is needed."""
+        epochs = np.full(len(documents), _EPOCH, np.int64)
+        distant, reached = self.sample_distant(documents)
+        batches = self.feed.batch(documents, epochs), self.feed.pack(documents, epochs, distant)
+        pairs = [encoder.embed(batch.to(self.device)).view(2, len(documents), encoder.hidden_size) for batch in batches]
+        far = torch.from_numpy(reached).to(pairs[0])[:, None]
+        return torch.cat([*pairs[0], *pairs[1], far], dim=1)
+
+    def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
+        """Distant spans of these documents; `(n,)` whether they are far enough apart."""
+        feed = self.feed
+        windows, offsets = ragged(documents.column("windows"))
+        draws = draw(feed.spans, feed.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT)
+        lengths = pair_lengths(feed.spans, draws, windows.astype(np.int64), offsets, feed.short_documents)
+        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, feed.spans.max_tokens)
+
+
+def build_validator(
+    config: ValidationConfig,
+    spans: SpanConfig,
+    shards: ShardSet,
+    feed_for: Callable[[SpanConfig], Feed],
+    seed: int,
+    world: World,
+    device: torch.device,
+) -> Validator:
+    """A validator over at most `max_documents` held-out documents, chosen by the run's seed.
+
+    The touching pair is an anchor and a positive beside it, the distant pair two spans as `place_distant` puts them: no
+    place of the document is in both spans of a pair.
+    """
+    pair = SpanConfig(
+        num_anchors=1,
+        num_positives=1,
+        min_tokens=spans.min_tokens,
+        max_tokens=spans.max_tokens,
+        strategy="adjacent",
+    )
+    chosen = min(config.max_documents, shards.num_documents)
+    order = permute(seed, np.full(chosen, _EPOCH), np.arange(chosen), shards.num_documents)
+    return Validator(feed_for(pair), shards, np.sort(order), world, device)

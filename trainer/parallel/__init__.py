@@ -1,0 +1,1 @@
+"""Exchanges between workers, and parameters sharded over them."""

@@ -1,0 +1,134 @@
+"""Tensors that cross workers. Gradients stay exact: as if one process held the whole batch.
+
+The rule everywhere: every rank computes the same global loss from gathered embeddings, so a rank's gradient with
+respect to its own rows is already complete; gradients of parameters are SUMMED over ranks, never averaged.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BUCKET_ELEMENTS = 32 * 1024 * 1024
+
+
+class Wish(enum.IntFlag):
+    """What a worker may want between two steps; when one wants it, all do it."""
+
+    SAVE = 1
+    """A checkpoint of the step that was just taken."""
+    STOP = 2
+    """A checkpoint, and the end: the machine goes away, or a person said so."""
+    FAIL = 4
+    """The end without a checkpoint: they cannot be written."""
+    EARLY = 8
+    """A checkpoint, and the end of the run: its scores get no better."""
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Is it a worker's part of a sharded tensor (a DTensor, which need not be imported where nothing is sharded)?"""
+    return hasattr(tensor, "full_tensor")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the workers.
+
+    Attributes:
+        rank: number of this worker.
+        size: number of workers; 1 needs no process group.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, rows: Tensor, start: int, total: int) -> Tensor:
+        """All ranks' rows in the order of the global batch, `(total, D)`, differentiable.
+
+        Args:
+            rows: this rank's rows `(r, D)`; ranks may hold different numbers, also none.
+            start: place of this rank's first row among all.
+            total: rows of all ranks.
+        """
+        if self.size == 1:
+            return rows
+        gathered: Tensor = _GatherRows.apply(rows, start, total)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks of a tensor of numbers, without gradient."""
+        values = values.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        if self.size == 1:
+            return number
+        value = torch.tensor([number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value)
+
+    def agree(self, wishes: Wish) -> Wish:
+        """Everything that any rank wishes, the same on all ranks."""
+        if self.size == 1:
+            return wishes
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        raised = torch.tensor([int(wish in wishes) for wish in Wish], dtype=torch.int32, device=device)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX)  # NCCL has no OR
+        agreed = Wish(0)
+        for wish, one in zip(Wish, raised.tolist(), strict=True):
+            agreed |= wish if one else Wish(0)
+        return agreed
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero.
+
+        Gradients of sharded parameters were summed in the backward (trainer/parallel/sharding.py).
+        """
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.size == 1:
+            return
+        own = [p.grad for p in parameters if p.grad is not None and not is_part(p)]
+        for bucket in _buckets(own):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Consecutive tensors of one type, up to a fixed size, so that few large messages are sent."""
+    buckets: list[list[Tensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if not buckets or filled + tensor.numel() > _BUCKET_ELEMENTS or buckets[-1][0].dtype != tensor.dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(tensor)
+        filled += tensor.numel()
+    return buckets
+
+
+class _GatherRows(torch.autograd.Function):
+    """Places each rank's rows into a table of zeros and sums the tables: exact, and indifferent to ragged counts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, start: int, total: int) -> Tensor:
+        ctx.span = (start, start + len(rows))
+        table = rows.new_zeros(total, *rows.shape[1:])
+        table[start : start + len(rows)] = rows
+        dist.all_reduce(table)
+        return table
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        start, end = ctx.span
+        return gradients[0][start:end], None, None

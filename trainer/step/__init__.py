@@ -1,0 +1,1 @@
+"""One optimizer step: microbatches, gradient caching, update."""

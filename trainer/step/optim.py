@@ -1,0 +1,84 @@
+"""Parameter groups, AdamW with and without bias correction, and the learning rate of a step."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from trainer.setup.settings import OptimConfig as OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Slanted triangular rate of the 1-based optimizer step t of T (Howard and Ruder 2018, eq. 3).
+
+    cut = int(cut_fraction * T); p = t / cut before the cut, else 1 - (t - cut) / (T - cut);
+    rate = lr * (1 + (ratio - 1) * p) / ratio.
+    """
+    cut = int(config.cut_fraction * total_steps)
+    share = step / cut if step < cut else 1 - (step - cut) / max(1, total_steps - cut)
+    return config.lr * (1 + (config.ratio - 1) * share) / config.ratio
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: with decay, and without it (biases and weights of normalisation layers)."""
+    bare = {
+        id(p) for layer in module.modules() if "Norm" in type(layer).__name__ for p in layer.parameters(recurse=False)
+    }
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            (no_decay if id(parameter) in bare or name.endswith("bias") else decay).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+
+
+def build_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the module's trainable parameters."""
+    groups = parameter_groups(module, config.weight_decay)
+    if not config.bias_correction:
+        return UncorrectedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    fused = next(module.parameters()).is_cuda  # one kernel for all parameters
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+class UncorrectedAdamW(torch.optim.Optimizer):
+    """AdamW as in transformers 3.4 with correct_bias=False: no bias correction, decay after the update.
+
+    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w = w - lr m / (sqrt(v) + eps); w = w - lr decay w.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state: dict[str, Tensor] = self.state[parameter]
+                    if not state:
+                        state["exp_avg"], state["exp_avg_sq"] = (
+                            torch.zeros_like(parameter),
+                            torch.zeros_like(parameter),
+                        )
+                    state["exp_avg"].lerp_(parameter.grad, 1 - first)
+                    state["exp_avg_sq"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
+                    denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
+                    parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"])
+                    parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
+        return loss
