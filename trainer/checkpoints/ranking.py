@@ -15,7 +15,7 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.checkpoints.state import RunState, read_origin
 from trainer.metrics.metrics import read_metrics
-from trainer.objectives.declutr.validation import ValidationConfig
+from trainer.metrics.settings import ValidationConfig
 from trainer.parallel.world import Wish
 
 FOLLOWED = "followed"

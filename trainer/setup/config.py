@@ -7,10 +7,12 @@ from pydantic import Field, model_validator
 from common.config import Strict
 from common.storage import hash_json
 from common.stores.address import is_remote
+from trainer.metrics.settings import ValidationConfig
+from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig, ObjectiveConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.scaling import ScalingConfig
-from trainer.setup.settings import EncoderConfig, OptimConfig, ValidationConfig
+from trainer.step.settings import OptimConfig
 
 
 class CheckpointConfig(Strict):
