@@ -21,7 +21,7 @@ from trainer.metrics.metrics import MetricsWriter
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.unloaded import Unloaded
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.world import Wish, World
+from trainer.parallel.world import Request, World
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError
@@ -129,12 +129,12 @@ def test_stopping_is_the_default(tmp_path):
 
 def on_ranks(world, folder):
     """A bad loss on one rank's share alone, a notice on the last rank alone, a storage that only rank 0 sees fail."""
-    union = world.agree(Wish.SAVE if world.rank == 0 else Wish.STOP if world.rank == 1 else Wish(0))
-    nothing = world.agree(Wish(0))
+    union = world.agree(Request.SAVE if world.rank == 0 else Request.STOP if world.rank == 1 else Request(0))
+    nothing = world.agree(Request(0))
     one = worker(folder, world, notice=lambda: world.rank == world.size - 1)
     skipped = [m.skipped for m in take(one, 1, 3, world)]
     saver = Saver(folder / "checkpoints", one.config.checkpoint, "mrr") if world.rank == 0 else None
-    one.patience.wish = Wish.EARLY if world.rank == 0 else Wish(0)
+    one.early_stopping.request = Request.EARLY if world.rank == 0 else Request(0)
     ended = one.between(3, {}, saver) and one.early
     world.largest(0)
     other = worker(folder, world)
@@ -155,8 +155,8 @@ def on_ranks(world, folder):
 def test_every_rank_does_the_same(tmp_path):
     results = run_group(2, on_ranks, tmp_path)
     for union, nothing, skipped, ended, resumed, count, equal, words in results:
-        assert union == Wish.SAVE | Wish.STOP
-        assert nothing == Wish(0)
+        assert union == Request.SAVE | Request.STOP
+        assert nothing == Request(0)
         assert skipped == [False, True, False]
         assert ended
         assert resumed == 3
@@ -208,18 +208,18 @@ def patient(run, patience=2, **changes):
 def go_on(one, kill_after=None):
     """Steps without training, with the scores above: the last step, and whether the run has ended early."""
     done, config = one.resume(), one.config
-    if one.patience.wish == Wish.EARLY:
+    if one.early_stopping.request == Request.EARLY:
         return done, True
     with contextlib.ExitStack() as stack:
         metrics = stack.enter_context(contextlib.closing(MetricsWriter(one.run, done)))
         folder, score = one.run / "checkpoints", config.validation.score
-        saver = Saver(folder, config.checkpoint, score, metrics.flush, after_save(config) or one.patience.saved)
+        saver = Saver(folder, config.checkpoint, score, metrics.flush, after_save(config) or one.early_stopping.saved)
         stack.enter_context(contextlib.closing(saver))
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
             if scores:
                 metrics.scores(step, scores)
-                one.patience.measured(step, scores)
+                one.early_stopping.measured(step, scores)
             if one.between(step, scores, saver):
                 return step, one.early
             saver.wait()

@@ -159,7 +159,7 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
 
     saver = Saver(one.folder / "checkpoints", config, "mrr", before, after=after)
     state = state_of(1)
-    saver.give(state, {"encoder.safetensors": {"weight": torch.ones(2)}})
+    saver.submit(state, {"encoder.safetensors": {"weight": torch.ones(2)}})
     deadline = time.monotonic() + 30
     while order.count(1) < 2:
         assert time.monotonic() < deadline

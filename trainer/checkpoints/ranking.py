@@ -16,7 +16,7 @@ from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.checkpoints.state import RunState, read_origin
 from trainer.metrics.metrics import read_metrics
 from trainer.objectives.declutr.validation import ValidationConfig
-from trainer.parallel.world import Wish
+from trainer.parallel.world import Request
 
 FOLLOWED = "followed"
 
@@ -91,7 +91,7 @@ def from_best(scores: Mapping[int, float]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class BestScore:
     """Where the best score lies.
 
     Attributes:
@@ -105,14 +105,14 @@ class Standing:
     since: int
 
     @staticmethod
-    def of(scores: Mapping[int, float]) -> "Standing | None":
+    def of(scores: Mapping[int, float]) -> "BestScore | None":
         """Of scores by step; None where there are none."""
         if not scores:
             return None
         step = from_best(scores)[0]
-        return Standing(step, scores[step], sum(at > step for at in scores))
+        return BestScore(step, scores[step], sum(at > step for at in scores))
 
-    def told(self, config: ValidationConfig) -> str:
+    def reason(self, config: ValidationConfig) -> str:
         """Why a run has ended early, in words."""
         name = "the follower's score" if config.score == FOLLOWED else config.score
         return (
@@ -121,19 +121,19 @@ class Standing:
         )
 
 
-class Patience:
-    """Early stopping: is the best score so long ago that the run shall end? Only the first worker's is told scores.
+class EarlyStopping:
+    """Early stopping: is the best score so long ago that the run shall end? Only the first worker's is reason scores.
 
     Args:
         run: its folder.
         config: its score and its patience.
 
     Attributes:
-        wish: EARLY when it shall end.
+        request: EARLY when it shall end.
     """
 
     def __init__(self, run: Path, config: ValidationConfig) -> None:
-        self.wish = Wish(0)
+        self.request = Request(0)
         self._run, self._config = run, config
         self._scores: dict[int, float] = {}
 
@@ -157,6 +157,6 @@ class Patience:
 
     def _judge(self, scores: dict[int, float]) -> None:
         self._scores = scores
-        now, patience = Standing.of(scores), self._config.patience
+        now, patience = BestScore.of(scores), self._config.patience
         spent = patience is not None and now is not None and now.since >= patience
-        self.wish = Wish.EARLY if spent else Wish(0)
+        self.request = Request.EARLY if spent else Request(0)

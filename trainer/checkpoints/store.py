@@ -21,7 +21,7 @@ from trainer.checkpoints import checkpoint, ranking, retention
 from trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from trainer.checkpoints.state import RunState
 from trainer.metrics.metrics import METRICS
-from trainer.metrics.tensorboard import BOARD
+from trainer.metrics.tensorboard import TENSORBOARD
 from trainer.parallel.world import World
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import CheckpointConfig, TrainConfig
@@ -120,7 +120,9 @@ class RunStore:
         Raises:
             RemoteError: the store refuses, or did not answer in time.
         """
-        self.send(METRICS, *(f"{BOARD}/{path.name}" for path in sorted((self.folder / BOARD).glob("*"))[-1:]))
+        self.send(
+            METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
+        )
         place = self._place(step)
         if is_whole(place, self._patience):  # passed over at the start: this run has come by its step again
             remove_folder(place, self._patience)

@@ -30,13 +30,13 @@ from trainer.worker.loop import train_loop
 _BACKEND_SECONDS = 1800
 
 
-def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, float]) -> TorchTrainer:
+def build_group(config: TrainConfig, run: Path, channel: str, marks: dict[str, float]) -> TorchTrainer:
     """The trainer of a run whose paths are absolute. One start: who starts again is trainer/driver/supervisor.py.
 
     Args:
         config: of the run, its paths absolute.
         run: its folder.
-        bulletin: name of the bulletin the workers write to.
+        channel: name of the channel the workers write to.
         marks: what the start has taken so far (trainer/worker/heartbeat.py, Stopwatch).
     """
     scaling = config.scaling
@@ -54,7 +54,7 @@ def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, 
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
         train_loop,
-        train_loop_config={"config": config.model_dump(mode="json"), "bulletin": bulletin, "marks": marks},
+        train_loop_config={"config": config.model_dump(mode="json"), "channel": channel, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=use_gpu,
@@ -96,13 +96,13 @@ class Fit(threading.Thread):
         return self._done.wait(seconds)
 
 
-def kill_worker(pulse: dict[str, Any]) -> None:
+def kill_worker(heartbeat: dict[str, Any]) -> None:
     """Ends a worker's process on its own host, also one that is stopped. Where it cannot, Ray will notice by itself."""
-    there = NodeAffinitySchedulingStrategy(node_id=pulse["node"], soft=False)
+    there = NodeAffinitySchedulingStrategy(node_id=heartbeat["node"], soft=False)
     try:
-        ray.get(_kill.options(num_cpus=0, scheduling_strategy=there).remote(pulse["pid"]), timeout=30)
+        ray.get(_kill.options(num_cpus=0, scheduling_strategy=there).remote(heartbeat["pid"]), timeout=30)
     except RayError as error:  # its node is gone, or does not answer
-        get_logger().warning("worker %d (pid %d) cannot be ended: %s", pulse["rank"], pulse["pid"], error)
+        get_logger().warning("worker %d (pid %d) cannot be ended: %s", heartbeat["rank"], heartbeat["pid"], error)
 
 
 @ray.remote  # type: ignore[untyped-decorator]

@@ -20,18 +20,18 @@ from common.stores.patience import Patience
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
-from trainer.checkpoints.ranking import FOLLOWED, Standing, history
+from trainer.checkpoints.ranking import FOLLOWED, BestScore, history
 from trainer.checkpoints.store import RunStore, store_of
 from trainer.data.plan import Plan
-from trainer.driver.begun import as_begun
 from trainer.driver.checks import DECISIVE, problems, ray_problems, refuse
 from trainer.driver.export import EXPORT, export, read_settings
 from trainer.driver.failure import FAILURES
 from trainer.driver.lease import Lease
+from trainer.driver.original_score import with_original_score
 from trainer.driver.progress import ProgressBar
 from trainer.driver.signals import Signals
 from trainer.driver.supervisor import Supervisor
-from trainer.driver.waiting import crowded
+from trainer.driver.waiting import oversubscribed
 from trainer.metrics.metrics import read_metrics
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder, run_folder
@@ -80,7 +80,7 @@ def run_training(
 
 def _keep_score(config: TrainConfig) -> TrainConfig:
     """The configuration with the score that the run began with; a score that is not today's default is logged."""
-    begun = as_begun(config, run_folder(config))
+    begun = with_original_score(config, run_folder(config))
     if begun.validation.score != config.validation.score:
         get_logger().info(
             "%s: began with validation.score = %s and keeps it; a new run has %s by default",
@@ -127,7 +127,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
             get_logger().info("scores are expected from `declutr evaluate --follow %s`, beside this", config.run)
         if store is not None:
             store.send(*_FILES)
-        if sentence := crowded(config.scaling):
+        if sentence := oversubscribed(config.scaling):
             get_logger().warning("%s", sentence)
         begun = time.monotonic()
         supervisor = Supervisor(located(config), run, steps, signals, marks)
@@ -142,8 +142,8 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         if store is not None:
             store.fetch()
         if done < steps:
-            now = Standing.of(history(run, config.validation.score, done))
-            early = {"why": now.told(config.validation) if now else "", "patience": config.validation.patience}
+            now = BestScore.of(history(run, config.validation.score, done))
+            early = {"why": now.reason(config.validation) if now else "", "patience": config.validation.patience}
             get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
     if store is not None and config.export == "best":
         store.fetch_best(config.validation.score)

@@ -18,14 +18,14 @@ from common.console.logs import get_logger
 from common.session import start_ray
 from common.stores.address import child
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.failure import FAILURES, Failure, blame_memory, blame_nodes, describe, oom_kills
+from trainer.driver.failure import FAILURES, GroupFailure, blame_memory, blame_nodes, describe, oom_kills
 from trainer.driver.group import Fit, build_group, kill_worker
 from trainer.driver.signals import Signals
 from trainer.driver.waiting import Waiting
 from trainer.driver.watchdog import Watchdog
 from trainer.metrics.metrics import METRICS, read_last_step
 from trainer.setup.config import TrainConfig
-from trainer.worker.channel import EVERY_SECONDS, Bulletin, Reader
+from trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
 from trainer.worker.heartbeat import Stopwatch, describe_start
 
 _MOST_PAUSE_SECONDS = 60.0
@@ -91,7 +91,7 @@ class Supervisor:
             if outcome is None:
                 return self.steps
             self._stopwatch = Stopwatch({"failure": time.time()})
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, GroupFailure):
                 self._go_on_after(blame_memory(outcome, kills_before))
             elif outcome.get("given_up"):
                 raise TrainingFailedError(f"{outcome['given_up']}. What was saved before is in {self._checkpoints}")
@@ -107,7 +107,7 @@ class Supervisor:
     def _checkpoints(self) -> str:
         return child(self.config.run, CHECKPOINTS)
 
-    def _start_once(self) -> dict[str, Any] | Failure | None:
+    def _start_once(self) -> dict[str, Any] | GroupFailure | None:
         """One start: None at the end of the run, why its workers ended, or what went wrong."""
         try:
             wait = _HEAD_SECONDS if self.restarts else 0.0
@@ -116,24 +116,26 @@ class Supervisor:
             ray.shutdown()
             if self.restarts == 0:
                 raise
-            return Failure(f"Ray did not start: {error.problems[0]}", "ray", str(error), lost=True)
+            return GroupFailure(f"Ray did not start: {error.problems[0]}", "ray", str(error), lost=True)
         except Exception as error:  # noqa: BLE001 - Ray raises it bare, for example when a busy machine is slow
             ray.shutdown()
-            return Failure(f"Ray did not start: {error}", "ray", "".join(traceback.format_exception(error)), lost=True)
+            return GroupFailure(
+                f"Ray did not start: {error}", "ray", "".join(traceback.format_exception(error)), lost=True
+            )
         self.signals.listen()  # ray.init has taken SIGTERM
         self._stopwatch.mark("ray")
         self._waiting = Waiting(self.config.scaling, ray.cluster_resources(), time.monotonic())
-        bulletin = Bulletin(secrets.token_hex(8))
-        fit = Fit(build_group(self.config, self.run, bulletin.name, self._stopwatch.marks))
-        reader = Reader(bulletin)
+        channel = ControlChannel(secrets.token_hex(8))
+        fit = Fit(build_group(self.config, self.run, channel.name, self._stopwatch.marks))
+        reader = ChannelReader(channel)
         fit.start()
         reader.start()
         try:
             lost = self._watch(fit, reader)
         finally:
             reader.end()
-            self._say(reader.pulses)
-            self._noticed = " and ".join(pulse["notice"] for pulse in reader.pulses if pulse["notice"])
+            self._say(reader.heartbeats)
+            self._noticed = " and ".join(heartbeat["notice"] for heartbeat in reader.heartbeats if heartbeat["notice"])
         if lost is not None:
             ray.shutdown()
             return lost
@@ -142,67 +144,67 @@ class Supervisor:
             return outcome
         if self.signals.received is not None:
             raise self._stopped(None)
-        failure = blame_nodes(describe(fit.error), reader.pulses)
+        failure = blame_nodes(describe(fit.error), reader.heartbeats)
         if self._hang:
-            failure = Failure(self._hang, "hang", failure.account)
+            failure = GroupFailure(self._hang, "hang", failure.account)
         elif self._noticed:
             failure = replace(failure, summary=f"{failure.summary}, after {self._noticed}")
         if failure.lost:
             ray.shutdown()
         return failure
 
-    def _watch(self, fit: Fit, reader: Reader) -> Failure | None:
+    def _watch(self, fit: Fit, reader: ChannelReader) -> GroupFailure | None:
         """Looks at the workers until they end; what was lost, if Ray itself does not answer any more."""
         asked_at: float | None = None
         while not fit.wait(EVERY_SECONDS):
             now = time.monotonic()
             if self.signals.received is not None and asked_at is None:
                 asked_at = now
-                reader.wish = self.signals.received
-            if asked_at is not None and (not reader.pulses or now - asked_at > self.config.scaling.stop_seconds):
-                if reader.pulses:
+                reader.stop_reason = self.signals.received
+            if asked_at is not None and (not reader.heartbeats or now - asked_at > self.config.scaling.stop_seconds):
+                if reader.heartbeats:
                     get_logger().warning("the workers did not end within %.0f s", now - asked_at)
                 ray.shutdown()  # else nobody is there yet who could save anything
                 raise self._stopped(None)
-            if reader.draining and reader.wish is None:
+            if reader.draining and reader.stop_reason is None:
                 get_logger().warning("%s: saving", reader.draining)
-                reader.wish = reader.draining
+                reader.stop_reason = reader.draining
             silent = now - reader.answered
             if silent > _LOST_SECONDS:
-                return Failure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
-            self._judge(reader.pulses, now)
+                return GroupFailure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
+            self._judge(reader.heartbeats, now)
         return None
 
-    def _judge(self, pulses: list[dict[str, Any]], now: float) -> None:
-        hang = self._watchdog.look(pulses, now)
-        self._say(pulses)
-        if self._waiting is not None and (sentence := self._waiting.look(pulses, now)):
+    def _judge(self, heartbeats: list[dict[str, Any]], now: float) -> None:
+        hang = self._watchdog.look(heartbeats, now)
+        self._say(heartbeats)
+        if self._waiting is not None and (sentence := self._waiting.look(heartbeats, now)):
             get_logger().info("%s", sentence)
-        for pulse in pulses:
-            if pulse["rank"] == 0 and pulse["start"] and pulse["group"] not in self._started:
-                self._started.add(pulse["group"])
-                get_logger().info("%s", describe_start(pulse["step"] - pulse["steps"] + 1, pulse["start"]))
+        for heartbeat in heartbeats:
+            if heartbeat["rank"] == 0 and heartbeat["start"] and heartbeat["group"] not in self._started:
+                self._started.add(heartbeat["group"])
+                get_logger().info("%s", describe_start(heartbeat["step"] - heartbeat["steps"] + 1, heartbeat["start"]))
         for sentence in self._watchdog.slow():
             get_logger().warning("%s", sentence)
         if hang is None or self._hang:
             return
         self._hang = str(hang)
         get_logger().error("%s; starting the group again", hang)
-        kill_worker(hang.pulse)
+        kill_worker(hang.heartbeat)
 
-    def _say(self, pulses: list[dict[str, Any]]) -> None:
+    def _say(self, heartbeats: list[dict[str, Any]]) -> None:
         """Passes on what workers have logged since, what several of them say once, and the first one's numbers."""
-        for pulse in pulses:
-            self.line = pulse["line"] or self.line
-            key = (pulse["group"], pulse["rank"])
-            new = pulse["num_said"] - self._heard.get(key, 0)
-            self._heard[key] = pulse["num_said"]
-            for words in pulse["said"][-new:] if new > 0 else ():
-                if (pulse["group"], words) not in self._said:
-                    self._said.add((pulse["group"], words))
-                    get_logger().info("worker %d: %s", pulse["rank"], words)
+        for heartbeat in heartbeats:
+            self.line = heartbeat["line"] or self.line
+            key = (heartbeat["group"], heartbeat["rank"])
+            new = heartbeat["num_logged"] - self._heard.get(key, 0)
+            self._heard[key] = heartbeat["num_logged"]
+            for words in heartbeat["logged"][-new:] if new > 0 else ():
+                if (heartbeat["group"], words) not in self._said:
+                    self._said.add((heartbeat["group"], words))
+                    get_logger().info("worker %d: %s", heartbeat["rank"], words)
 
-    def _go_on_after(self, failure: Failure) -> None:
+    def _go_on_after(self, failure: GroupFailure) -> None:
         """Counts a failure, pauses if it is not the first without progress.
 
         Raises:

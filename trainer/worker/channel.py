@@ -1,4 +1,4 @@
-"""The bulletin between the driver and its workers: Ray's own key-value store, so no process, port or file of its own.
+"""The channel between the driver and its workers: Ray's own key-value store, so no process, port or file of its own.
 
 Workers write what they do (trainer/worker/heartbeat.py) every half second, the driver writes a notice to stop. A write
 takes about a millisecond of a thread beside the training.
@@ -24,7 +24,7 @@ UNREACHABLE = (RpcError, RaySystemError, GetTimeoutError, TimeoutError)
 
 
 @dataclass(frozen=True)
-class Bulletin:
+class ControlChannel:
     """The notes of one run. Every call may raise one of UNREACHABLE.
 
     Attributes:
@@ -33,21 +33,21 @@ class Bulletin:
 
     name: str
 
-    def post(self, pulse: dict[str, Any]) -> None:
-        """A worker's pulse, in place of its last."""
-        self._put(f"pulse/{pulse['rank']}", pulse)
+    def post(self, heartbeat: dict[str, Any]) -> None:
+        """A worker's heartbeat, in place of its last."""
+        self._put(f"heartbeat/{heartbeat['rank']}", heartbeat)
 
-    def pulses(self) -> list[dict[str, Any]]:
-        """The newest pulse of every rank that ever wrote one."""
-        keys = _head().internal_kv_keys(self._key("pulse/"), _NAMESPACE, timeout=_CALL_SECONDS)
+    def heartbeats(self) -> list[dict[str, Any]]:
+        """The newest heartbeat of every rank that ever wrote one."""
+        keys = _head().internal_kv_keys(self._key("heartbeat/"), _NAMESPACE, timeout=_CALL_SECONDS)
         found = _head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
         return [json.loads(raw) for raw in found.values()]
 
-    def ask_to_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str) -> None:
         """Tells the workers to save and end."""
         self._put("stop", {"reason": reason})
 
-    def asked_to_stop(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Why the workers shall end; None: they shall not."""
         raw = _head().internal_kv_get(self._key("stop"), _NAMESPACE, timeout=_CALL_SECONDS)
         return None if raw is None else str(json.loads(raw)["reason"])
@@ -71,23 +71,23 @@ def _head() -> Any:
     return client
 
 
-class Reader(threading.Thread):
-    """Reads the bulletin for the driver, in a thread: a head that is gone must not stop who watches it.
+class ChannelReader(threading.Thread):
+    """Reads the channel for the driver, in a thread: a head that is gone must not stop who watches it.
 
     Attributes:
-        pulses: the newest.
+        heartbeats: the newest.
         answered: monotonic time at which the head last answered.
         draining: a sentence on a node with workers of ours that is about to be taken away; None: there is none.
-        wish: why the workers shall end, posted as soon as the head answers.
+        stop_reason: why the workers shall end, posted as soon as the head answers.
     """
 
-    def __init__(self, bulletin: Bulletin) -> None:
+    def __init__(self, channel: ControlChannel) -> None:
         super().__init__(daemon=True, name="declutr-reader")
-        self.pulses: list[dict[str, Any]] = []
+        self.heartbeats: list[dict[str, Any]] = []
         self.answered = time.monotonic()
         self.draining: str | None = None
-        self.wish: str | None = None
-        self._bulletin = bulletin
+        self.stop_reason: str | None = None
+        self._channel = channel
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -95,23 +95,25 @@ class Reader(threading.Thread):
         posted = False
         while not self._ended.is_set():
             try:
-                if self.wish is not None and not posted:
-                    self._bulletin.ask_to_stop(self.wish)
+                if self.stop_reason is not None and not posted:
+                    self._channel.request_stop(self.stop_reason)
                     posted = True
-                self.pulses = self._bulletin.pulses()
-                self.draining = draining({pulse["node"] for pulse in self.pulses if pulse["phase"] != "ended"})
+                self.heartbeats = self._channel.heartbeats()
+                self.draining = draining(
+                    {heartbeat["node"] for heartbeat in self.heartbeats if heartbeat["phase"] != "ended"}
+                )
                 self.answered = time.monotonic()
             except UNREACHABLE:
                 pass  # `answered` says it
             self._ended.wait(EVERY_SECONDS)
 
     def end(self) -> None:
-        """Ends it after a last look, and takes the bulletin down."""
+        """Ends it after a last look, and takes the channel down."""
         self._ended.set()
         self.join(timeout=2 * _CALL_SECONDS)
         with contextlib.suppress(*UNREACHABLE):  # it goes with the head
-            self.pulses = self._bulletin.pulses()
-            self._bulletin.clear()
+            self.heartbeats = self._channel.heartbeats()
+            self._channel.clear()
 
 
 def draining(nodes: set[str]) -> str | None:

@@ -19,9 +19,9 @@ from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.microbatch import Microbatch, MicrobatchError
 from trainer.step.step import NonFiniteLossError
-from trainer.worker.channel import Bulletin
-from trainer.worker.heartbeat import Pulse, Stopwatch, WatchedWorld, Words
-from trainer.worker.listener import Ear
+from trainer.worker.channel import ControlChannel
+from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler, Stopwatch
+from trainer.worker.listener import Listener
 from trainer.worker.worker import Worker
 
 
@@ -29,7 +29,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, again after each failure.
 
     Args:
-        settings: `config`, the TrainConfig as JSON; `bulletin`, its name; `marks`, the driver's part of the Stopwatch.
+        settings: `config`, the TrainConfig as JSON; `channel`, its name; `marks`, the driver's part of the Stopwatch.
 
     Returns:
         None at the last step; else `given_up`, why it cannot go on, or with `step`, which is saved, `stopped`, the
@@ -41,24 +41,26 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     config = TrainConfig.model_validate(settings["config"])
     context = ray.train.get_context()
     group = get_current_placement_group()
-    pulse = Pulse(
+    heartbeat = Heartbeat(
         context.get_world_rank(),
         context.get_world_size(),
         group.id.hex() if group else "",
         ray.get_runtime_context().get_node_id(),
     )
-    setup_logging(f"worker {pulse.rank}/{pulse.size}")
-    get_logger().addHandler(Words(pulse))
-    with Ear(Bulletin(settings["bulletin"]), pulse) as ear:
-        return _train(config, pulse, stopwatch, ear)
+    setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
+    get_logger().addHandler(HeartbeatLogHandler(heartbeat))
+    with Listener(ControlChannel(settings["channel"]), heartbeat) as listener:
+        return _train(config, heartbeat, stopwatch, listener)
 
 
-def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) -> dict[str, Any] | None:
-    world = WatchedWorld(pulse.rank, pulse.size, pulse)
+def _train(
+    config: TrainConfig, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
+) -> dict[str, Any] | None:
+    world = CountedWorld(heartbeat.rank, heartbeat.size, heartbeat)
     device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
-    with pulse.doing("fetching"):
+    with heartbeat.doing("fetching"):
         data = data_folder(config)
         fetch_run(config, world)
     shards = ShardSet(data, "train", look=False)  # the driver has looked
@@ -81,8 +83,8 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         plan,
         vocabulary,
         device,
-        notice=lambda: ear.notice() is not None,
-        pulse=pulse,
+        notice=lambda: listener.notice() is not None,
+        heartbeat=heartbeat,
         stopwatch=stopwatch,
     )
     try:
@@ -93,4 +95,4 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         return None
     if worker.early:
         return {"early": True, "step": step}
-    return {"stopped": ear.notice() or "a notice to another worker", "step": step}
+    return {"stopped": listener.notice() or "a notice to another worker", "step": step}

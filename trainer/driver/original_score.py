@@ -10,7 +10,7 @@ from trainer.setup.config import TrainConfig
 _FORMER = "recall_at_1"
 
 
-def as_begun(config: TrainConfig, run: Path) -> TrainConfig:
+def with_original_score(config: TrainConfig, run: Path) -> TrainConfig:
     """The configuration with the `validation.score` that its run began with, where the user names none.
 
     `recall_at_1` was the default once. A run that began with it keeps it: its earlier checkpoints have no other score.
