@@ -32,6 +32,7 @@ from benchmarks import documents, models, packed, record
 from common.storage import write_text
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import Saver
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.tensorfile import num_bytes
 from trainer.data.batches import RankBatch
@@ -39,7 +40,6 @@ from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.masking import MaskingConfig
 from trainer.objectives.declutr.spans import SpanConfig
 from trainer.parallel.world import Request, World
-from trainer.setup.config import CheckpointConfig
 from trainer.step.step import Stepper
 
 _AGREE_TIMES = 300

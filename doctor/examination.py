@@ -47,7 +47,7 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
 def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
     """What can be said of the configuration itself: what `train` would refuse before it starts."""
     remedy = "mend the setting; `declutr train` refuses it as well"
-    wrong = problems(with_original_score(config, run_folder(config)))
+    wrong = problems(with_original_score(config, run_folder(config.run, config.cache)))
     found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
     try:
         needs = needs_of(config)

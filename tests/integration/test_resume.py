@@ -125,7 +125,7 @@ def test_a_run_of_a_former_default_score_keeps_it(data, copied, log):
     assert not ray.is_initialized()
     assert summary["exported_step"] == 6
     assert "distant_mrr" not in summary["last_scores"]
-    assert any("began with validation.score = recall_at_1 and keeps it" in line for line in log)
+    assert any("keeping validation.score = recall_at_1" in line for line in log)
     assert "score: recall_at_1" in (copied / "config.yaml").read_text()
     assert [one["kept"] for one in map(asdict, rows(copied)) if one["step"] in (6, 8)] == [["last", "best"], ["last"]]
     shown = "\n".join(describe(copied))

@@ -13,6 +13,7 @@ from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
 from common.scores import ScoreLine, append_score
+from pipeline.shards.manifest import data_hash
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import SaveError, Saver
@@ -213,7 +214,8 @@ def go_on(one, kill_after=None):
     with contextlib.ExitStack() as stack:
         metrics = stack.enter_context(contextlib.closing(MetricsWriter(one.run, done)))
         folder, score = one.run / "checkpoints", config.validation.score
-        saver = Saver(folder, config.checkpoint, score, metrics.flush, after_save(config) or one.early_stopping.saved)
+        after = after_save(config.run, one.run, config.checkpoint, score) or one.early_stopping.saved
+        saver = Saver(folder, config.checkpoint, score, metrics.flush, after)
         stack.enter_context(contextlib.closing(saver))
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
@@ -247,15 +249,17 @@ def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path)
     def on(host):
         one = patient(tmp_path)
         config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
-        fetch_run(config, World())
-        return dataclasses.replace(one, config=config, run=run_folder(config))
+        run = run_folder(config.run, config.cache)
+        expected = {"config_hash": config.hash(), "data_hash": data_hash(one.shards.manifest)}
+        fetch_run(store_of(config.run, run), expected, World())
+        return dataclasses.replace(one, config=config, run=run)
 
     assert go_on(on("one"), kill_after=7) is None
     assert go_on(on("two")) == (8, True)
     third = on("three")
     assert (third.run_to_end(), third.early) == (8, True)
     found = [checkpoint.steps_in(third.run / "checkpoints")]
-    store_of(third.config).fetch_best("mrr")
+    store_of(third.config.run, third.run).fetch_best("mrr")
     assert [*found, checkpoint.steps_in(third.run / "checkpoints")] == [[8], [4]]
 
 

@@ -87,7 +87,7 @@ def test_a_run_of_another_score_is_compared_as_ever(run, score):
 def test_its_patience_counts_all_its_scores(run):
     config = with_original_score(config_of(run, validation={"every_steps": 2, "patience": 2}), run)
     assert history(run, config.validation.score, 6) == STEP_2_IS_BEST
-    patience = EarlyStopping(run, config.validation)
+    patience = EarlyStopping(run, config.validation.score, config.validation.patience)
     patience.resume(4)
     assert patience.request == Request(0)
     patience.measured(6, {"recall_at_1": 0.01, DISTANT: 0.9})

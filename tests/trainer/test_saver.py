@@ -10,7 +10,7 @@ from volumes import small_volume
 
 from trainer.checkpoints import checkpoint, saver
 from trainer.checkpoints.saver import SaveError, Saver
-from trainer.setup.config import CheckpointConfig
+from trainer.checkpoints.settings import CheckpointConfig
 
 MIB = 2**20
 

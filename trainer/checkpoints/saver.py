@@ -15,8 +15,8 @@ from common.console.logs import get_logger
 from trainer.checkpoints import checkpoint, retention
 from trainer.checkpoints.checkpoint import Contents
 from trainer.checkpoints.retry import Job, StorageRetry
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
-from trainer.setup.config import CheckpointConfig
 
 _NICENESS = 10
 _UNHURRIED_SECONDS = 60.0

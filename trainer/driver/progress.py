@@ -1,4 +1,4 @@
-"""What a person watches while a run trains: a bar on the driver, fed by the run's own metrics."""
+"""The driver's progress bar, which shows the run's newest metrics."""
 
 import threading
 from collections.abc import Callable
@@ -13,8 +13,8 @@ class ProgressBar:
     """Shows step, losses, speed, padding, data-wait and ETA while its block runs.
 
     Args:
-        newest: answers the newest step's line of metrics; None before the first.
-        steps: last step.
+        newest: returns the newest step's line of metrics; None before the first.
+        steps: last step of the run.
     """
 
     def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int) -> None:
@@ -41,7 +41,7 @@ class ProgressBar:
         line = self.newest()
         if line is None or line["step"] == self.bar.n:
             return
-        if self.bar.n == 0 or line["step"] < self.bar.n:  # resumed: the rate counts from here
+        if self.bar.n == 0 or line["step"] < self.bar.n:  # resumed: count the rate from here
             self.bar.initial = line["step"]
             self.bar.unpause()
         self.bar.n = line["step"]

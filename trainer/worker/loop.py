@@ -9,9 +9,10 @@ import torch
 from ray.util import get_current_placement_group
 
 from common.console.logs import get_logger, setup_logging
+from pipeline.shards.manifest import data_hash
 from pipeline.shards.shards import ShardError, ShardSet
 from trainer.checkpoints.saver import SaveError
-from trainer.checkpoints.store import fetch_run
+from trainer.checkpoints.store import fetch_run, store_of
 from trainer.data.plan import Plan
 from trainer.model.language_model import UnfitEncoderError
 from trainer.setup.build import build_encoder, build_stepper, load_tokenizer, total_steps
@@ -61,9 +62,11 @@ def _train(
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
     with heartbeat.doing("fetching"):
-        data = data_folder(config)
-        fetch_run(config, world)
-    shards = ShardSet(data, "train", look=False)  # the driver has looked
+        data, run = data_folder(config.data, config.cache), run_folder(config.run, config.cache)
+        shards = ShardSet(data, "train", look=False)  # the driver has looked
+        if store := store_of(config.run, run):
+            expected = {"config_hash": config.hash(), "data_hash": data_hash(shards.manifest)}
+            fetch_run(store, expected, world)
     try:
         tokenizer, vocabulary = load_tokenizer(shards.folder)
     except ShardError as error:
@@ -77,7 +80,7 @@ def _train(
     stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
     worker = Worker(
         config,
-        run_folder(config),
+        run,
         shards,
         stepper,
         plan,

@@ -67,7 +67,7 @@ class Worker:
     early: bool = False
 
     def __post_init__(self) -> None:
-        self.early_stopping = EarlyStopping(self.run, self.config.validation)
+        self.early_stopping = EarlyStopping(self.run, self.config.validation.score, self.config.validation.patience)
 
     def run_to_end(self) -> int:
         """Resumes, trains, validates and saves to the last step, or an earlier end; returns the last step taken.
@@ -101,7 +101,8 @@ class Worker:
                     config.checkpoint,
                     config.validation.score,
                     before=metrics.flush,  # a resume finds all lines of a checkpoint's steps
-                    after=after_save(config) or self.early_stopping.saved,
+                    after=after_save(config.run, self.run, config.checkpoint, config.validation.score)
+                    or self.early_stopping.saved,
                 )
                 stack.enter_context(contextlib.closing(saver))
             if done == 0 and validator is not None:
