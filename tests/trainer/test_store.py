@@ -98,7 +98,7 @@ def test_of_several_ranks_on_a_host_all_find_the_same(tmp_path):
     save(one, 7)
     make(other, 6)
     make(other, 7, value=70)
-    threads = [threading.Thread(target=other.bring, args=(7,)) for _ in range(4)]
+    threads = [threading.Thread(target=other.fetch_step, args=(7,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

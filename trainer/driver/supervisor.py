@@ -139,12 +139,11 @@ class Supervisor:
         fit = Fit(build_group(self.scaling, self._settings, self.run, channel.name, self._stopwatch.marks))
         reader = ChannelReader(channel)
         fit.start()
-        reader.start()
         try:
-            lost = self._watch(fit, reader)
+            with reader:
+                lost = self._watch(fit, reader)
         finally:
-            reader.end()
-            self._say(reader.heartbeats)
+            self._log_news(reader.heartbeats)
             self._noticed = " and ".join(heartbeat["notice"] for heartbeat in reader.heartbeats if heartbeat["notice"])
         if lost is not None:
             ray.shutdown()
@@ -187,7 +186,7 @@ class Supervisor:
 
     def _judge(self, heartbeats: list[dict[str, Any]], now: float) -> None:
         hang = self._watchdog.look(heartbeats, now)
-        self._say(heartbeats)
+        self._log_news(heartbeats)
         if self._waiting is not None and (sentence := self._waiting.look(heartbeats, now)):
             get_logger().info("%s", sentence)
         for heartbeat in heartbeats:
@@ -202,7 +201,7 @@ class Supervisor:
         get_logger().error("%s; starting the group again", hang)
         kill_worker(hang.heartbeat)
 
-    def _say(self, heartbeats: list[dict[str, Any]]) -> None:
+    def _log_news(self, heartbeats: list[dict[str, Any]]) -> None:
         """Logs new lines of the workers, equal ones once, and keeps the first worker's newest metrics."""
         for heartbeat in heartbeats:
             self.line = heartbeat["line"] or self.line
