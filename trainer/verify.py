@@ -147,7 +147,7 @@ def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str,
 
 def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[Stepper, RankBatch]:
     """The configuration's stepper, and this rank's share of the run's first batch."""
-    shards = ShardSet(data_folder(config), "train")
+    shards = ShardSet(data_folder(config.data, config.cache), "train")
     tokenizer, vocabulary = load_tokenizer(shards.folder)
     transformers_logging.disable_progress_bar()  # one a case and process
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()

@@ -123,11 +123,11 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
     assert "none of the 2 scores since is better (validation.patience = 2)" in why
     assert any("ended early after step 3 of 40: distant_recall_at_1" in line for line in log)
     assert again(2) == again(1) == (*figures, why, steps)
-    assert any("finished already, early: distant_recall_at_1" in line for line in log)
+    assert any("already stopped early: distant_recall_at_1" in line for line in log)
     assert list(runs.steps_of(tmp_path / "run")) == [1, 2, 3]
     assert not any("starting again" in line for line in log)
     for patience, ended in ((2, True), (3, False), (None, False)):
-        assert (ended_early(tmp_path / "run", config(patience), 3) is not None) == ended, "more patience goes on"
+        assert (ended_early(tmp_path / "run", patience, 3) is not None) == ended, "more patience goes on"
 
 
 def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, tmp_path, log):
@@ -150,7 +150,7 @@ def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data,
         run_training(config)
     message = str(ended.value)
     assert "worker 0: ShardError" in message
-    assert "The same happened 2 times in a row" in message
+    assert "The same failure happened 2 times in a row" in message
     assert len(message.splitlines()) == 2
     assert "Traceback" not in message
     account = (copied / FAILURES).read_text()

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from volumes import small_volume
 
 from trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
-from trainer.metrics.tensorboard import BOARD
+from trainer.metrics.tensorboard import TENSORBOARD
 from trainer.step.step import StepMetrics
 
 
@@ -30,7 +30,7 @@ def take(writer, steps):
 
 
 def shown(folder, tag="step/loss"):
-    board = EventAccumulator(str(folder / BOARD), size_guidance={"scalars": 0})
+    board = EventAccumulator(str(folder / TENSORBOARD), size_guidance={"scalars": 0})
     board.Reload()
     return [(event.step, event.value) for event in board.Scalars(tag)]
 

@@ -28,25 +28,26 @@ DECISIVE = "decisive.json"
 
 def problems(config: TrainConfig) -> list[str]:
     """Everything that is wrong with this run, one line a problem: key, value, limit, what to do."""
-    found = place_problems(config)
+    found = place_problems(config.model_dump())
     if any(problem.startswith("run = ") for problem in found):
         return found
-    found += _run_problems(config, run_folder(config))
+    run = run_folder(config.run, config.cache)
+    found += _run_problems(config, run)
     try:
-        folder = data_folder(config)
+        folder = data_folder(config.data, config.cache)
         manifest = load_manifest(folder)
     except (ShardError, RemoteError, OSError) as error:
         missing = any(problem.startswith("data = ") for problem in found)
         return found if missing else [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
     found += [
-        *_other_shards(config, run_folder(config), manifest),
+        *_other_shards(config, run, manifest),
         *_data_problems(config, manifest),
         *_objective_problems(config),
     ]
-    if not checkpoint.steps_in(run_folder(config) / CHECKPOINTS) and (remark := small_batch(config)):
+    if not checkpoint.steps_in(run / CHECKPOINTS) and (remark := small_batch(config)):
         get_logger().warning("%s", remark)
-    if _began_before(config, run_folder(config)) or any(line.startswith("encoder.pretrained = ") for line in found):
+    if _began_before(config, run) or any(line.startswith("encoder.pretrained = ") for line in found):
         return found
     return [*found, *encoder_problems(config, manifest)]
 

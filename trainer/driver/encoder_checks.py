@@ -32,7 +32,7 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
     encoder, info = config.encoder, manifest.tokenizer
-    folder = data_folder(config) / TOKENIZER
+    folder = data_folder(config.data, config.cache) / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:
@@ -69,7 +69,7 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
             "included; use shorter spans (and prepare again) or an encoder with more positions"
         )
-    if found or checkpoint.steps_in(run_folder(config) / CHECKPOINTS):  # those hold its weights
+    if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # those hold its weights
         return found
     return _weight_problems(config, tokenizer)
 

@@ -44,7 +44,7 @@ def export(config: TrainConfig, run: Path) -> Path:
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # of an export that was killed
         shutil.rmtree(left)
-    tokenizer, _ = load_tokenizer(data_folder(config))
+    tokenizer, _ = load_tokenizer(data_folder(config.data, config.cache))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target, replace=True) as aside:
@@ -187,7 +187,7 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
 
 def model_card(config: TrainConfig, state: RunState) -> str:
     """What the encoder is, where it comes from, how it scored."""
-    manifest = load_manifest(data_folder(config))
+    manifest = load_manifest(data_folder(config.data, config.cache))
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
     source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
     return f"""---

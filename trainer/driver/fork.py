@@ -60,7 +60,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     if found is None:
         raise ConfigError("train", [f"run = {config.run}: has no good checkpoint to fork from"])
     path, state = found
-    shards = ShardSet(data_folder(config), "train")
+    shards = ShardSet(data_folder(config.data, config.cache), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     wrong = _shape_problems(config, path, shards.folder)
     if state.step >= steps:

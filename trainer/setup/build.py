@@ -73,7 +73,7 @@ def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) ->
         max_content=max_span_tokens(encoder.model) - vocabulary.num_specials,
         vocabulary=vocabulary,
         seed=config.seed,
-        short_documents=load_manifest(data_folder(config)).short_documents,
+        short_documents=load_manifest(data_folder(config.data, config.cache)).short_documents,
     )
 
 
@@ -117,5 +117,5 @@ def held_out_validator(
         feed = build_feed(config, encoder, vocabulary)
         return dataclasses.replace(feed, spans=spans, masking=None, unmasked_anchors=False, include_positives=True)
 
-    shards = ShardSet(data_folder(config), "held-out")
+    shards = ShardSet(data_folder(config.data, config.cache), "held-out")
     return build_validator(config.validation, config.spans, shards, feed_for, config.seed, world, device)

@@ -7,45 +7,13 @@ from pydantic import Field, model_validator
 from common.config import Strict
 from common.storage import hash_json
 from common.stores.address import is_remote
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.metrics.settings import ValidationConfig
 from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig, ObjectiveConfig
 from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.scaling import ScalingConfig
 from trainer.step.settings import OptimConfig
-
-
-class CheckpointConfig(Strict):
-    """When weights are saved and which are kept: always the last, and the best by `validation.score`.
-
-    Files are written beside the training. A storage that fails is tried again while training goes on.
-    """
-
-    every_steps: int | None = Field(default=1000, ge=1)
-    """Save after these steps; null: by the clock alone."""
-    every_seconds: float | None = Field(default=300.0, gt=0)
-    """Save when so much time has gone by since the last time: what a killed run loses; null: by steps alone."""
-    keep_last: int = Field(default=2, ge=1)
-    """How many of the newest are kept. With 2 there is another one should the newest be damaged."""
-    keep_every_steps: int | None = Field(default=None, ge=1)
-    """Checkpoints of multiples of this are kept for good: milestones, to look at how the encoder came about."""
-    patience_seconds: float = Field(default=600.0, ge=0)
-    """How long a storage may fail (a full disk, a file system that is gone) before the run ends and says so."""
-
-    @model_validator(mode="after")
-    def _some_time(self) -> "CheckpointConfig":
-        if self.every_steps is None and self.every_seconds is None:
-            raise ValueError("give every_steps or every_seconds: with both null nothing is saved before the end")
-        if self.keep_every_steps is not None and self.every_steps is None:
-            raise ValueError(
-                f"keep_every_steps = {self.keep_every_steps} needs every_steps: checkpoints by the clock alone seldom "
-                "fall on its multiples"
-            )
-        if self.keep_every_steps is not None and self.every_steps and self.keep_every_steps % self.every_steps:
-            raise ValueError(
-                f"keep_every_steps = {self.keep_every_steps} must be a multiple of every_steps = {self.every_steps}"
-            )
-        return self
 
 
 class TrainConfig(Strict):

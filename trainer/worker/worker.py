@@ -13,7 +13,7 @@ from pipeline.shards.manifest import data_hash
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.checkpoints.ranking import Patience
+from trainer.checkpoints.ranking import EarlyStopping
 from trainer.checkpoints.saver import SaveError, Saver
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.store import after_save
@@ -27,11 +27,11 @@ from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.declutr.ease import easy_start
 from trainer.objectives.declutr.validation import Validator
-from trainer.parallel.world import Wish
+from trainer.parallel.world import Request
 from trainer.setup.build import build_feed, held_out_validator
 from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
-from trainer.worker.heartbeat import Pulse, Stopwatch
+from trainer.worker.heartbeat import Heartbeat, Stopwatch
 
 
 def never() -> bool:
@@ -45,7 +45,7 @@ class Worker:
 
     Attributes:
         notice: asked after every step: must this machine be left? One worker's yes ends the run of all, saved.
-        pulse: what it does now, for those who watch.
+        heartbeat: what it does now, for those who watch.
         stopwatch: where the time goes until the first step.
         skipped: steps so far whose update was left out because of a bad loss.
         skipped_in_a_row: the last ones among them.
@@ -60,14 +60,14 @@ class Worker:
     vocabulary: Vocabulary
     device: torch.device
     notice: Callable[[], bool] = never
-    pulse: Pulse = dataclasses.field(default_factory=lambda: Pulse(0, 1))
+    heartbeat: Heartbeat = dataclasses.field(default_factory=lambda: Heartbeat(0, 1))
     stopwatch: Stopwatch = dataclasses.field(default_factory=lambda: Stopwatch({"worker": time.time()}))
     skipped: int = 0
     skipped_in_a_row: int = 0
     early: bool = False
 
     def __post_init__(self) -> None:
-        self.patience = Patience(self.run, self.config.validation)
+        self.early_stopping = EarlyStopping(self.run, self.config.validation.score, self.config.validation.patience)
 
     def run_to_end(self) -> int:
         """Resumes, trains, validates and saves to the last step, or an earlier end; returns the last step taken.
@@ -78,12 +78,12 @@ class Worker:
             UnfitEncoderError: a start with random weights where trained ones are due; on every rank.
         """
         config, stepper, world = self.config, self.stepper, self.stepper.world
-        done = self.pulse.step = self.resume()
+        done = self.heartbeat.step = self.resume()
         if done == 0:
             self.refuse_random_weights()
-        if done < stepper.total_steps and Wish.EARLY in world.agree(self.patience.wish):
+        if done < stepper.total_steps and Request.EARLY in world.agree(self.early_stopping.request):
             self.early = True
-            self.pulse.turn("ended")
+            self.heartbeat.set_phase("ended")
             return done
         feed = build_feed(config, stepper.encoder, self.vocabulary)
         mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps, config.data)
@@ -101,7 +101,8 @@ class Worker:
                     config.checkpoint,
                     config.validation.score,
                     before=metrics.flush,  # a resume finds all lines of a checkpoint's steps
-                    after=after_save(config) or self.patience.saved,
+                    after=after_save(config.run, self.run, config.checkpoint, config.validation.score)
+                    or self.early_stopping.saved,
                 )
                 stack.enter_context(contextlib.closing(saver))
             if done == 0 and validator is not None:
@@ -126,15 +127,15 @@ class Worker:
         self, done: int, ahead: Ahead, validator: Validator | None, metrics: MetricsWriter | None, saver: Saver | None
     ) -> int:
         """The steps after `done`; returns the last one taken."""
-        config, stepper, world, pulse = self.config, self.stepper, self.stepper.world, self.pulse
+        config, stepper, world, heartbeat = self.config, self.stepper, self.stepper.world, self.heartbeat
         peak = peak_flops(gpu_name(self.device), half=config.precision == "bf16")
         peak = None if peak is None else peak * world.size
         window = Window()
         self.stopwatch.mark("model")
-        pulse.turn("data")
+        heartbeat.set_phase("data")
         for step, batch in enumerate(ahead, start=done + 1):
             begun = time.monotonic()
-            pulse.turn("forward")
+            heartbeat.set_phase("forward")
             if step == done + 1:
                 self.stopwatch.mark("batch")
             measured = self.take(batch, step)
@@ -142,20 +143,20 @@ class Worker:
                 if metrics and step == 1 and (remark := easy_start(config, measured.contrastive)):
                     get_logger().warning("%s", remark)
                 self.stopwatch.mark("first")
-                pulse.start = self.stopwatch.parts()
+                heartbeat.start = self.stopwatch.parts()
                 if metrics:
-                    metrics.start(step, {**pulse.start, "workers": world.size})
+                    metrics.start(step, {**heartbeat.start, "workers": world.size})
             if metrics:
                 rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
-                pulse.line = metrics.step(step, measured, rates)
+                heartbeat.line = metrics.step(step, measured, rates)
             ahead.waited_seconds = 0.0
-            pulse.finished(step, time.monotonic() - begun)
+            heartbeat.finish_step(step, time.monotonic() - begun)
             last = step == stepper.total_steps
             scores = {}
             if validator is not None and (last or step % config.validation.every_steps == 0):
                 scores = self.score(validator, metrics, step)
             if self.between(step, scores, saver):
-                pulse.turn("ended")
+                heartbeat.set_phase("ended")
                 return step
             window = Window()
         return done
@@ -189,19 +190,19 @@ class Worker:
         Raises:
             SaveError: on every rank.
         """
-        wish = self.patience.wish | (Wish.STOP if self.notice() else Wish(0))
+        request = self.early_stopping.request | (Request.STOP if self.notice() else Request(0))
         if saver is not None:
-            wish |= Wish.SAVE if saver.due(step) else Wish(0)
-            wish |= Wish.FAIL if saver.failed() else Wish(0)
-        wish = self.stepper.world.agree(wish)
-        if Wish.FAIL in wish:
+            request |= Request.SAVE if saver.due(step) else Request(0)
+            request |= Request.FAIL if saver.failed() else Request(0)
+        request = self.stepper.world.agree(request)
+        if Request.FAIL in request:
             if saver is not None:
                 saver.check()
             raise SaveError("the first worker cannot write checkpoints any more")
-        self.early = Wish.EARLY in wish
-        end = step == self.stepper.total_steps or Wish.STOP in wish or self.early
-        if end or Wish.SAVE in wish:
-            with self.pulse.doing("saving"):
+        self.early = Request.EARLY in request
+        end = step == self.stepper.total_steps or Request.STOP in request or self.early
+        if end or Request.SAVE in request:
+            with self.heartbeat.doing("saving"):
                 self.save(step, scores, saver)
                 if end and saver is not None:
                     saver.wait()
@@ -225,11 +226,11 @@ class Worker:
             checkpoint.load(path, self.stepper.encoder, self.stepper.optimizer, self.stepper.objective)
             self.skipped, self.skipped_in_a_row = state.skipped, state.skipped_in_a_row
         if world.rank == 0:
-            self.patience.resume(done)
-            self.tell_start(done)
+            self.early_stopping.resume(done)
+            self.log_start(done)
         return done
 
-    def tell_start(self, done: int) -> None:
+    def log_start(self, done: int) -> None:
         """Logs where the run goes on, and what is done a second time."""
         line = read_last_step(self.run / METRICS)
         taken = 0 if line is None else line["step"]
@@ -243,7 +244,7 @@ class Worker:
         Raises:
             NonFiniteLossError: on every rank alike.
         """
-        with self.pulse.doing("validating"):
+        with self.heartbeat.doing("validating"):
             held_out = validator.embed(self.stepper.encoder)
         if not held_out.finite:
             raise NonFiniteLossError(
@@ -253,13 +254,13 @@ class Worker:
         scores = held_out.scores()
         if metrics:
             metrics.scores(step, scores)
-            self.patience.measured(step, scores)
+            self.early_stopping.measured(step, scores)
         return scores
 
     def save(self, step: int, scores: dict[str, float], saver: Saver | None) -> None:
         """Copies the checkpoint for the first worker's saver; every worker takes part."""
         stepper = self.stepper
-        memory = saver.lend() if saver is not None else None
+        memory = saver.reuse_memory() if saver is not None else None
         contents = checkpoint.collect(
             stepper.encoder, stepper.optimizer, stepper.objective, keep=saver is not None, memory=memory
         )
@@ -275,4 +276,4 @@ class Worker:
                 skipped=self.skipped,
                 skipped_in_a_row=self.skipped_in_a_row,
             )
-            saver.give(state, contents)
+            saver.submit(state, contents)
