@@ -8,7 +8,7 @@ from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import build_model, load_hf_config
 from trainer.model.settings import EncoderConfig
-from trainer.objectives.declutr.feed import Feed
+from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 
@@ -62,9 +62,9 @@ def _model(size: str, config: EncoderConfig, seed: int) -> PreTrainedModel:
     return build_model(config, load_hf_config(config, int(SIZES[size]["vocab_size"]), dict(_IDS)), seed)
 
 
-def feed(size: str, spans: SpanConfig, masking: MaskingConfig | None, seed: int) -> Feed:
+def feed(size: str, spans: SpanConfig, masking: MaskingConfig | None, seed: int) -> SpanFeed:
     """Spans and masks of a benchmark's documents; a span leaves room for its two specials."""
-    return Feed(
+    return SpanFeed(
         spans=spans,
         masking=masking,
         unmasked_anchors=False,

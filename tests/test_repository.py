@@ -12,7 +12,6 @@ import yaml
 from cli.main import main
 from common.config import load_config
 from pipeline.config import PipelineConfig
-from trainer.objectives.declutr.ease import small_batch
 from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +34,7 @@ def test_sections_fit_each_other(name):
     run = load_config(f"configs/{name}.yaml", "train", TrainConfig)
     assert run.data == data.output
     assert run.encoder.pretrained is None or run.encoder.pretrained == data.tokenizer.name
-    assert small_batch(run) is None
+    assert run.objective.remark_before(run.context("drop")) is None
     assert (run.spans.max_tokens, run.spans.num_anchors) == (data.geometry.max_tokens, data.geometry.num_anchors)
 
 

@@ -37,7 +37,7 @@ def test_trajectories(figures, bias_correction, measured):
         decays = case["name"] != "no_decay_group"
         parameter = nn.Parameter(get["p0"])
         setattr(module, "weight" if decays else "bias", parameter)
-        optimizer = build_optimizer(OptimConfig(bias_correction=bias_correction), module)
+        optimizer = build_optimizer(OptimConfig(bias_correction=bias_correction), module, torch.nn.Module())
         trajectory = []
         for gradient, lr in zip(get["grads"], get["lrs"].tolist(), strict=True):
             for group in optimizer.param_groups:

@@ -13,8 +13,7 @@ from trainer.step.step import StepMetrics
 
 def measured(step):
     numbers = {
-        "contrastive": 1.0,
-        "mlm": 2.0,
+        "terms": {"contrastive": 1.0, "mlm": 2.0},
         "grad_norm": 1.0,
         "lr": 0.1,
         "num_selected": 1,
@@ -54,7 +53,7 @@ def test_lines_and_events_and_a_resume(tmp_path):
 
 def test_what_is_not_finite_is_null(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
-    bad = StepMetrics(math.nan, math.inf, 1.0, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
+    bad = StepMetrics(math.nan, {"contrastive": math.inf, "mlm": 1.0}, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
     writer.step(1, bad, {})
     writer.close()
 

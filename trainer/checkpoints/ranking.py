@@ -15,9 +15,8 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.checkpoints.state import RunState, read_origin
 from trainer.metrics.metrics import read_metrics
+from trainer.metrics.settings import FOLLOWED
 from trainer.parallel.world import Request
-
-FOLLOWED = "followed"
 
 
 def rating(folder: Path, score: str) -> Callable[[RunState], float | None]:

@@ -14,6 +14,7 @@ from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints import checkpoint, ranking
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
+from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
 from trainer.model.silence import silence
@@ -136,7 +137,7 @@ def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
     if config.export == "last":
         return checkpoint.find_latest(folder)
     found = ranking.find_best(folder, score)
-    if score != ranking.FOLLOWED:
+    if score != FOLLOWED:
         return found
     if waiting := ranking.unscored(folder, score):
         get_logger().warning(
@@ -193,9 +194,9 @@ def model_card(config: TrainConfig, state: RunState) -> str:
     return f"""---
 library_name: sentence-transformers
 pipeline_tag: sentence-similarity
-tags: [sentence-transformers, feature-extraction, declutr]
+tags: [sentence-transformers, feature-extraction, {config.objective.kind}]
 ---
-# Sentence encoder trained with DeCLUTR
+# Sentence encoder trained with {config.objective.method}
 
 Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
 Trained for {state.step} steps of {config.batch_documents} documents ({state.documents} documents read), without labels.

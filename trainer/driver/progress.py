@@ -1,6 +1,6 @@
 """The driver's progress bar, which shows the run's newest metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.console.bars import bar
@@ -15,11 +15,14 @@ class ProgressBar(Watcher):
     Args:
         newest: returns the newest step's line of metrics; None before the first.
         steps: last step of the run.
+        terms: names of the loss terms.
     """
 
-    def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int) -> None:
+    def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str]) -> None:
         super().__init__(_EVERY_SECONDS, "declutr-progress")
         self.newest = newest
+        self.terms = terms
+        self.terms = terms
         self.bar = bar(total=steps, unit="step", desc="train")
 
     def __exit__(self, *_: object) -> None:
@@ -40,7 +43,7 @@ class ProgressBar(Watcher):
             self.bar.set_postfix_str("loss not finite, skipped")
             return
         self.bar.set_postfix_str(
-            f"loss {line['loss']:.3f} (contrastive {line['contrastive']:.3f} mlm {line['mlm']:.3f}) "
+            f"loss {line['loss']:.3f} ({' '.join(f'{name} {line[name]:.3f}' for name in self.terms)}) "
             f"{line['documents_per_second']:.0f} docs/s {line['tokens_per_second'] / 1000:.1f}k tok/s "
             f"padding {line['padding_share']:.1%} data-wait {line['data_wait_share']:.1%}"
             + ("" if line["mfu"] is None else f" MFU {line['mfu']:.1%}")

@@ -20,7 +20,7 @@ from common.stores.patience import Patience
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
-from trainer.checkpoints.ranking import FOLLOWED, BestScore, history
+from trainer.checkpoints.ranking import BestScore, history
 from trainer.checkpoints.store import RunStore, store_of
 from trainer.data.plan import Plan
 from trainer.driver.checks import DECISIVE, problems, ray_problems, refuse
@@ -33,6 +33,7 @@ from trainer.driver.signals import Signals
 from trainer.driver.supervisor import Supervisor
 from trainer.driver.waiting import oversubscribed
 from trainer.metrics.metrics import read_metrics
+from trainer.metrics.settings import FOLLOWED
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
@@ -135,7 +136,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         settings = with_absolute_paths(config).model_dump(mode="json")
         supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks)
         try:
-            with ProgressBar(lambda: supervisor.line, steps):
+            with ProgressBar(lambda: supervisor.line, steps, config.objective.metrics):
                 done = supervisor.run_to_end()
         finally:
             _add_seconds(run, time.monotonic() - began)

@@ -6,7 +6,7 @@ import resource
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class MetricsWriter:
 
     def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> dict[str, Any]:
         """Writes the numbers of a step; returns its line."""
-        return self._add({"kind": "step", "step": step, **asdict(metrics), **extra})
+        return self._add({"kind": "step", "step": step, **metrics.line(), **extra})
 
     def start(self, step: int, parts: dict[str, float]) -> None:
         """Writes where the time went until a group's first step, in seconds."""

@@ -7,10 +7,13 @@ from pydantic import Field, model_validator
 from common.config import Strict
 from common.storage import hash_json
 from common.stores.address import is_remote
+from common.suggestions import meant
+from pipeline.shards.windows import ShortDocuments
 from trainer.checkpoints.settings import CheckpointConfig
-from trainer.metrics.settings import ValidationConfig
+from trainer.metrics.settings import FOLLOWED, ValidationConfig
 from trainer.model.settings import EncoderConfig
-from trainer.objectives.declutr.config import DeclutrConfig, ObjectiveConfig
+from trainer.objectives.config import RunContext
+from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
 from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.scaling import ScalingConfig
 from trainer.step.settings import OptimConfig
@@ -28,7 +31,7 @@ class TrainConfig(Strict):
     """Folder of each host for its copies of what lies at addresses. Nothing in it is needed for good."""
     encoder: EncoderConfig
     spans: SpanConfig = SpanConfig()
-    objective: ObjectiveConfig = DeclutrConfig()
+    objective: AnyObjectiveConfig = DEFAULT
     optim: OptimConfig = OptimConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -55,6 +58,21 @@ class TrainConfig(Strict):
     """Which checkpoint becomes the exported encoder: the last, or the best by `validation.score`."""
 
     @model_validator(mode="after")
+    def _complete_score(self) -> "TrainConfig":
+        """Fills in the objective's default score, and leaves it among the settings that the user did not give."""
+        known = (*self.objective.scores, FOLLOWED)
+        if not self.validation.score:
+            completed = self.validation.model_copy(update={"score": known[0]})
+            completed.model_fields_set.discard("score")
+            self.__dict__["validation"] = completed
+        elif self.validation.score not in known:
+            raise ValueError(
+                f"validation.score = {self.validation.score!r}: it is one of {', '.join(known)}"
+                f"{meant(self.validation.score, known)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _what_fits_together(self) -> "TrainConfig":
         found = self._best_problems()
         if self.steps is not None and self.epochs is not None:
@@ -67,10 +85,10 @@ class TrainConfig(Strict):
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; give a number of tokens, or null"
             )
-        if self.validation.score == "followed" and is_remote(self.run):
+        if self.validation.score == FOLLOWED and is_remote(self.run):
             found.append(
                 f"validation.score = followed needs a folder as run, not {self.run}: who follows reads that folder. "
-                "Name one that both see, or score on held-out documents (distant_recall_at_1, distant_mrr)"
+                f"Name one that both see, or score on held-out documents ({', '.join(self.objective.scores[:2])})"
             )
         if found:
             raise ValueError("\n".join(found))
@@ -84,7 +102,7 @@ class TrainConfig(Strict):
             found.append(
                 f"{patience} needs export = best: when it is at its end, the last weights are those that are no better"
             )
-        if (validation.patience is None and self.export == "last") or validation.score == "followed":
+        if (validation.patience is None and self.export == "last") or validation.score == FOLLOWED:
             return found
         who = "export = best" if self.export == "best" else patience
         every_steps = self.checkpoint.every_steps
@@ -96,6 +114,14 @@ class TrainConfig(Strict):
                 f"must be a multiple of checkpoint.every_steps = {every_steps}"
             )
         return found
+
+    def context(self, short_documents: ShortDocuments) -> RunContext:
+        """The part of the run that its objective may depend on.
+
+        Args:
+            short_documents: of the shards' manifest.
+        """
+        return RunContext(self.seed, self.spans, self.batch_documents, short_documents)
 
     def decisive(self) -> dict[str, object]:
         """The part of the configuration that decides the result; a run is continued only if it is unchanged.

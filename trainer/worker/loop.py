@@ -15,7 +15,7 @@ from trainer.checkpoints.saver import SaveError
 from trainer.checkpoints.store import fetch_run, store_of
 from trainer.data.plan import Plan
 from trainer.model.language_model import UnfitEncoderError
-from trainer.setup.build import build_encoder, build_stepper, load_tokenizer, total_steps
+from trainer.setup.build import build_encoder, build_objective, build_stepper, load_tokenizer, total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.microbatch import Microbatch, MicrobatchError
@@ -68,7 +68,7 @@ def _train(
             expected = {"config_hash": config.hash(), "data_hash": data_hash(shards.manifest)}
             fetch_run(store, expected, world)
     try:
-        tokenizer, vocabulary = load_tokenizer(shards.folder)
+        tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
     except ShardError as error:
         return {"given_up": str(error)}
     try:
@@ -77,7 +77,8 @@ def _train(
         return {"given_up": str(error)}
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
-    stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
+    objective = build_objective(config, encoder, shards.manifest)
+    stepper = build_stepper(config, encoder, objective, world, total_steps(config, plan), microbatch)
     worker = Worker(
         config,
         run,

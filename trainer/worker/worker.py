@@ -25,10 +25,9 @@ from trainer.data.vocabulary import Vocabulary
 from trainer.metrics.metrics import METRICS, MetricsWriter, Window, read_last_step
 from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
-from trainer.objectives.declutr.ease import easy_start
-from trainer.objectives.declutr.validation import Validator
+from trainer.objectives.base import Validator
 from trainer.parallel.world import Request
-from trainer.setup.build import build_feed, held_out_validator
+from trainer.setup.build import build_feed, build_validator
 from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
 from trainer.worker.heartbeat import Heartbeat, Stopwatch
@@ -85,13 +84,11 @@ class Worker:
             self.early = True
             self.heartbeat.set_phase("ended")
             return done
-        feed = build_feed(config, stepper.encoder, self.vocabulary)
+        feed = build_feed(stepper.objective, stepper.encoder, self.vocabulary)
         mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps, config.data)
         ahead = Ahead(batches(mine, feed, self.device))
         ahead.begin()  # while the untrained encoder is scored
-        validator = None
-        if config.validation.every_steps:
-            validator = held_out_validator(config, stepper.encoder, self.vocabulary, world, self.device)
+        validator = build_validator(config, stepper, self.shards, self.vocabulary, self.device)
         with contextlib.ExitStack() as stack:
             metrics, saver = None, None
             if world.rank == 0:
@@ -140,7 +137,7 @@ class Worker:
                 self.stopwatch.mark("batch")
             measured = self.take(batch, step)
             if step == done + 1:
-                if metrics and step == 1 and (remark := easy_start(config, measured.contrastive)):
+                if metrics and step == 1 and (remark := self.remark(measured)):
                     get_logger().warning("%s", remark)
                 self.stopwatch.mark("first")
                 heartbeat.start = self.stopwatch.parts()
@@ -160,6 +157,10 @@ class Worker:
                 return step
             window = Window()
         return done
+
+    def remark(self, measured: StepMetrics) -> str | None:
+        """A warning of the objective about the first step of the run."""
+        return self.config.objective.remark_after_first_step(self.stepper.objective.run, measured.terms)
 
     def take(self, batch: RankBatch, step: int) -> StepMetrics:
         """One step; where a bad loss may be skipped, its documents are used up and nothing else has changed.
@@ -245,13 +246,12 @@ class Worker:
             NonFiniteLossError: on every rank alike.
         """
         with self.heartbeat.doing("validating"):
-            held_out = validator.embed(self.stepper.encoder)
-        if not held_out.finite:
+            scores = validator.scores(self.stepper.encoder)
+        if scores is None:
             raise NonFiniteLossError(
                 f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
                 "or precision: fp32"
             )
-        scores = held_out.scores()
         if metrics:
             metrics.scores(step, scores)
             self.early_stopping.measured(step, scores)

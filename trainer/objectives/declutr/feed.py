@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from common import seeding
 from pipeline.shards.windows import ShortDocuments
-from trainer.data.batches import SpanBatch
+from trainer.data.batches import RankBatch, SpanBatch
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.declutr.masking import MaskingConfig, mask_tokens
 from trainer.objectives.declutr.spans import Spans, draw, place
@@ -27,7 +27,7 @@ _MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 
 
 @dataclass(frozen=True)
-class Feed:
+class SpanFeed:
     """Turns documents into the spans of a step.
 
     Attributes:
@@ -62,6 +62,12 @@ class Feed:
             offsets,
             self.short_documents,
         )
+
+    def feed(self, rows: pa.Table, epochs: I64) -> RankBatch:
+        """The spans of n documents; a row of views for each anchor that is contrasted (trainer/objectives/base.py)."""
+        spans = self.sample(rows, epochs)
+        contrasted = int(spans.present.sum()) if self.include_positives else 0
+        return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted)
 
     def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
         """The spans of n documents, cut, masked and packed.
