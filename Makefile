@@ -9,12 +9,12 @@ export RAY_USAGE_STATS_ENABLED := 0
 # A virtual environment that is active elsewhere must not leak into this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak check format golden lock clean
+.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak check format golden settings lock clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
-setup: $(STAMP) ## the environment in .venv, with pinned dependencies
+setup: $(STAMP) ## install .venv with pinned dependencies
 
 $(STAMP): requirements.lock constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
@@ -58,7 +58,10 @@ format: setup ## rewrite the code's layout
 golden: setup ## compare with the released code's figures alone
 	$(BIN)/python -m pytest -m golden
 
-lock: setup ## pin the dependencies anew (torch stays out: see TORCH)
+settings: setup ## regenerate docs/settings.md from the configuration models
+	$(BIN)/python -m cli.settings_page > docs/settings.md
+
+lock: setup ## pin the dependencies again (torch is not among them: see TORCH)
 	$(BIN)/python -m pip install --quiet pip-tools
 	$(BIN)/pip-compile --quiet --extra dev --constraint constraints.txt --generate-hashes --strip-extras \
 	  --unsafe-package torch --no-emit-index-url --no-emit-find-links \

@@ -249,8 +249,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def print_config(config: Strict) -> str:
-    """The resolved configuration as YAML: what `--print-config` shows and every run writes beside its results."""
+def config_yaml(config: Strict) -> str:
+    """The resolved configuration as YAML, as every run writes it to its folder."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 

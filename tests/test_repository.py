@@ -10,12 +10,15 @@ import ray
 import yaml
 
 from cli.main import main
+from cli.settings_page import page
 from common.config import load_config
+from common.meanings import annotated_yaml
 from pipeline.config import PipelineConfig
 from trainer.objectives.declutr.ease import small_batch
 from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = "common|pipeline|trainer|evaluation|doctor|inspection|cli|benchmarks|configs|deploy|docs|tests"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 
@@ -26,7 +29,20 @@ def test_every_config_is_valid(path):
     models = {"prepare": PipelineConfig, "train": TrainConfig}
     assert sections
     for section in sections:
-        load_config(str(path), section, models[section])
+        config = load_config(str(path), section, models[section])
+        assert yaml.safe_load(annotated_yaml(config)) == config.model_dump(mode="json")
+
+
+def test_settings_page_is_current():
+    assert (ROOT / "docs" / "settings.md").read_text() == page(), "outdated: run `make settings`"
+
+
+def test_every_setting_has_a_meaning():
+    rows = re.findall(r"^\| `(.+?)` \| .*? \| (.*) \|$", page(), re.MULTILINE)
+    nothing = "Selects the settings of this table."
+    unexplained = [name for name, meaning in rows if meaning == nothing and not name.endswith(".kind")]
+    assert len(rows) > 100
+    assert unexplained == []
 
 
 @pytest.mark.parametrize("name", ["demo", "cpu-small", "adapt"])
@@ -42,7 +58,7 @@ def test_sections_fit_each_other(name):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_name_paths_that_exist(path):
     text = path.read_text()
-    named = re.findall(r"\b((?:common|pipeline|trainer|evaluation|configs|docs|tests|benchmarks)/[\w./-]*\w)", text)
+    named = re.findall(rf"\b((?:{FOLDERS})/[\w./-]*\w)", text)
     missing = [name for name in set(named) if not (ROOT / name).exists()]
     assert not missing
 

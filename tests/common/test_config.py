@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from common.config import ConfigError, Strict, load_config, print_config
+from common.config import ConfigError, Strict, config_yaml, load_config
 
 
 class Inner(Strict):
@@ -194,7 +194,7 @@ def test_missing_file_says_where_it_looked(tmp_path):
 
 def test_printed_configuration_reads_back(load):
     config = load("train: {name: a, inner: {rate: 5e-5}}")
-    text = "train:\n" + "".join(f"  {line}\n" for line in print_config(config).splitlines())
+    text = "train:\n" + "".join(f"  {line}\n" for line in config_yaml(config).splitlines())
     assert load(text) == config
 
 
