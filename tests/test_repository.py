@@ -1,7 +1,11 @@
 """The repository's promises about itself: configs are valid, documents name what exists, the cluster file is Ray's."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -103,3 +107,37 @@ def test_every_command_helps_and_has_the_options_that_documents_name(capsys):
         if not re.search(rf"{option}\b", helps.get(command, ""))
     ]
     assert not missing
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The files that pip needs of a checkout, where a build may write."""
+    for name in ("pyproject.toml", "README.md", "deploy/build_backend.py", "common/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def run_pip(checkout, *arguments):
+    given = [sys.executable, "-m", "pip", *arguments, "--no-index", "--no-deps", "--no-build-isolation"]
+    return subprocess.run(given, cwd=checkout, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", [("wheel", "."), ("wheel", "-e", "."), ("install", "--dry-run", ".")])
+def test_a_wheel_is_refused_with_the_remedy(checkout, command):
+    done = run_pip(checkout, *command)
+    assert done.returncode == 1
+    assert "top-level packages named common, trainer, pipeline" in done.stderr
+    assert "make setup" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(checkout.glob("*.whl"))
+
+
+def test_an_editable_install_is_built(checkout):
+    done = run_pip(checkout, "install", "--dry-run", "--ignore-installed", "-e", ".")
+    assert done.returncode == 0, done.stderr
+    assert "Would install declutr-ray-" in done.stdout
+    code = "import build_backend; print(build_backend.build_editable('.'))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=checkout, env=os.environ | {"PYTHONPATH": "deploy"})
+    assert built.returncode == 0
+    assert len(list(checkout.glob("declutr_ray-*editable-*.whl"))) == 1
