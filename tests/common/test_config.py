@@ -87,7 +87,7 @@ def test_every_problem_at_once(load):
 
 def test_override_through_a_value(load):
     found = problems(load, "train: {name: a, low: 1}", "low.x=1")
-    assert found == ["override low.x: `low` holds 1, not a branch with keys of its own"]
+    assert found == ["override low.x: `low` holds 1, not a branch with keys"]
 
 
 @pytest.mark.parametrize("text", ["=3", "inner.size", ""])
