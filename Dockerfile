@@ -1,4 +1,4 @@
-# The image that deploy/kuberay.yaml runs. With CUDA, as the torch of PyPI is on Linux; the driver comes from the host:
+# The image of deploy/kuberay.yaml. It has CUDA, like PyPI's torch on Linux; the driver is the host's:
 #   docker build -t declutr .
 # Without CUDA, a few GiB smaller; ADDRESS is the index of torch's CPU builds (see pytorch.org, "Start locally"):
 #   docker build -t declutr:cpu --build-arg TORCH="torch --index-url ADDRESS" .
@@ -16,13 +16,14 @@ ENV PATH=/home/declutr/venv/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     RAY_USAGE_STATS_ENABLED=0
 
-# As `make setup` does it, dependencies first: they change less often than the code.
+# The same as `make setup`. Dependencies come first, because they change less often than the code.
 ARG TORCH=torch
 COPY --chown=declutr constraints.txt requirements.lock ./
 RUN python -m venv /home/declutr/venv \
     && python -m pip install --no-cache-dir --quiet --disable-pip-version-check -c constraints.txt $TORCH \
     && python -m pip install --no-cache-dir --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 COPY --chown=declutr pyproject.toml README.md ./
+COPY --chown=declutr deploy/build_backend.py deploy/
 COPY --chown=declutr configs configs
 COPY --chown=declutr common common
 COPY --chown=declutr pipeline pipeline
@@ -34,5 +35,5 @@ COPY --chown=declutr cli cli
 COPY --chown=declutr benchmarks benchmarks
 RUN python -m pip install --no-cache-dir --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 
-# Nothing listens and nothing starts by itself; KubeRay brings the command.
+# The image opens no port and starts no service; KubeRay sets the command.
 CMD ["declutr", "--help"]

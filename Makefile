@@ -1,20 +1,20 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
-# torch comes first and in the version of constraints.txt, because any other package would bring the newest one. Another
-# build of it, for example for one CUDA version: make setup TORCH="torch --index-url ADDRESS"
+# torch is installed first, in the version of constraints.txt, because any other package would install the newest one. For
+# another build of torch, for example for one CUDA version: make setup TORCH="torch --index-url ADDRESS"
 TORCH ?= torch
 STAMP := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED := 0
-# A virtual environment that is active elsewhere must not leak into this one's Ray workers.
+# Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak check format golden lock clean
+.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak check format golden settings lock clean
 
-help: ## what can be made
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
-setup: $(STAMP) ## the environment in .venv, with pinned dependencies
+setup: $(STAMP) ## install .venv with pinned dependencies
 
 $(STAMP): requirements.lock constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
@@ -30,16 +30,16 @@ demo: setup ## corpus, shards, training, encoder, measured result: at most 8 min
 test: setup ## every test: 15 to 20 minutes on 2 CPU cores
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest
 
-test-cluster: setup ## three hosts in namespaces of this machine, one of which dies: two minutes, needs root
+test-cluster: setup ## kill one of three hosts in namespaces of this machine: two minutes, needs root
 	$(BIN)/python -m pytest -m cluster
 
-test-fast: setup ## the tests without Ray and process groups: a minute
+test-fast: setup ## tests without Ray and process groups: a minute
 	$(BIN)/python -m pytest -m "not ray and not dist and not slow"
 
-chaos: setup ## every fault in a run of its own, against the quiet run (docs/reliability.md); half an hour
+chaos: setup ## one run for each fault, compared with the quiet run (docs/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
-chaos-short: setup ## the same faults, several to a run: at most 8 minutes on 2 CPU cores
+chaos-short: setup ## nine of the faults, several to a run: at most 8 minutes on 2 CPU cores
 	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 soak: setup ## training for half an hour with a random fault every minute
@@ -58,11 +58,14 @@ format: setup ## rewrite the code's layout
 golden: setup ## compare with the released code's figures alone
 	$(BIN)/python -m pytest -m golden
 
-lock: setup ## pin the dependencies anew (torch stays out: see TORCH)
+settings: setup ## regenerate docs/settings.md from the configuration models
+	$(BIN)/python -m cli.settings_page > docs/settings.md
+
+lock: setup ## pin the dependencies again (torch is not among them: see TORCH)
 	$(BIN)/python -m pip install --quiet pip-tools
 	$(BIN)/pip-compile --quiet --extra dev --constraint constraints.txt --generate-hashes --strip-extras \
 	  --unsafe-package torch --no-emit-index-url --no-emit-find-links \
 	  --output-file requirements.lock pyproject.toml
 
-clean: ## what demo and tests made; the environment stays
+clean: ## remove outputs of demo and tests; the environment stays
 	rm -rf data runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

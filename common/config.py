@@ -1,4 +1,4 @@
-"""Configuration: one YAML a run, one section a command, dotted overrides, one validation, every problem at once."""
+"""Configuration: one YAML per run, one section per command, dotted overrides, one validation, all problems at once."""
 
 import os
 import re
@@ -25,7 +25,7 @@ class Strict(BaseModel):
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem: key, value, limit, what to do."""
+    """All problems of a configuration, one line each: key, value, limit, remedy."""
 
     def __init__(self, title: str, problems: Sequence[str]) -> None:
         self.problems = [redact(problem) for problem in problems]
@@ -36,15 +36,15 @@ Config = TypeVar("Config", bound=Strict)
 
 
 def find_config(name: str) -> Path:
-    """Path of a config file: as given, else beside the code, because `ray submit` runs scripts from the home folder.
+    """Path of a config file: as given, else next to the code, because `ray submit` runs scripts from the home folder.
 
     Raises:
-        ConfigError: there is no such file in either place.
+        ConfigError: neither place has the file.
     """
     given = Path(name)
     candidates = list(dict.fromkeys((given.absolute(), Path(__file__).resolve().parent.parent / given)))
     for candidate in candidates:
-        if os.path.isfile(candidate):  # noqa: PTH113 - of names that no file can have Path.is_file raises
+        if os.path.isfile(candidate):  # noqa: PTH113 - Path.is_file raises for impossible names
             return candidate
     if "=" in name:
         raise ConfigError(name, ["is a setting; the config file comes first, then key=value"])
@@ -71,9 +71,9 @@ def load_config(
     Args:
         name: the file.
         section: prepare or train.
-        model: of the section.
+        model: the model of the section.
         overrides: each key at most once.
-        look: finds problems of places that settings name; asked only where a setting is wrong, to say all at once.
+        look: finds problems of the places that settings name; called only after another problem, to report all at once.
 
     Raises:
         ConfigError: with every problem of the file, the overrides and the values.
@@ -123,12 +123,12 @@ def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, 
         raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])
     values = tree[section] if tree[section] is not None else {}
     if not isinstance(values, dict):
-        raise ConfigError(name, [f"{section} = {_shown(values)} must be a section with keys of its own"])
+        raise ConfigError(name, [f"{section} = {_shown(values)} must be a section with keys"])
     return values
 
 
 def _twice(overrides: Sequence[str]) -> list[str]:
-    """Overrides of which a later one would silently undo an earlier one."""
+    """Problems of overrides that would silently undo an earlier one."""
     found = []
     for number, text in enumerate(overrides):
         key, equals, _ = text.partition("=")
@@ -140,7 +140,7 @@ def _twice(overrides: Sequence[str]) -> list[str]:
 
 
 def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
-    """Removes every `trust_remote_code` of a file that is not false, in place; returns their dotted keys."""
+    """Remove every `trust_remote_code` of a file that is not false, in place; return their dotted keys."""
     found = []
     for key, value in list(tree.items()):
         if isinstance(value, dict):
@@ -152,7 +152,7 @@ def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _override(tree: dict[str, Any], text: str) -> str | None:
-    """Applies one `a.b=value` in place; returns what is wrong with it, if anything."""
+    """Apply one `a.b=value` in place; return its problem, if it has one."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         return f"override {text!r} is not of the form key=value"
@@ -167,14 +167,14 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
             tree[parent] = {}
         child = tree[parent]
         if not isinstance(child, dict):
-            return f"override {key}: `{parent}` holds {_shown(child)}, not a branch with keys of its own"
+            return f"override {key}: `{parent}` holds {_shown(child)}, not a branch with keys"
         tree = child
     tree[last] = parsed
     return None
 
 
 def first_problem(error: ValueError, model: type[BaseModel]) -> str:
-    """The first problem of a file that was validated, in one line; of another error its message."""
+    """The first problem of a validated file, in one line; the message of any other error."""
     if not isinstance(error, ValidationError):
         return str(error)
     found = describe(error, model)
@@ -182,13 +182,13 @@ def first_problem(error: ValueError, model: type[BaseModel]) -> str:
 
 
 def describe(error: ValidationError, model: type[BaseModel], values: Any = None, section: str = "") -> list[str]:
-    """One line a problem: dotted key, the value it holds, what is wrong with it.
+    """One line per problem: dotted key, value, problem.
 
     Args:
-        error: of the validation.
-        model: what was validated.
-        values: the values, where they are at hand: keys are then named as they were written.
-        section: their section.
+        error: the error of the validation.
+        model: the validated model.
+        values: the values, if available; keys are then named as they were written.
+        section: the section of the values.
     """
     lines: dict[str, list[str]] = {}
     for item in error.errors():
@@ -229,7 +229,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
 
 
 def _written(loc: Sequence[int | str], values: Any) -> list[str]:
-    """A place as the user writes it: without the names of alternatives, which validation puts between keys."""
+    """A place as the user writes it, without the names of alternatives that validation puts between keys."""
     if values is None:
         return [str(part) for part in loc]
     path: list[str] = []
@@ -244,13 +244,13 @@ def _written(loc: Sequence[int | str], values: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
-    text = redact(repr(value))  # before it is cut: a piece of an address does not look like one
+    """A value for a message, shortened if long."""
+    text = redact(repr(value))  # before it is cut, because a piece of an address is not recognised
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def print_config(config: Strict) -> str:
-    """The resolved configuration as YAML: what `--print-config` shows and every run writes beside its results."""
+def config_yaml(config: Strict) -> str:
+    """The resolved configuration as YAML, as every run writes it to its folder."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 

@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import ConfigError, load_config, print_config
+from common.config import ConfigError, load_config
 from common.console.logs import get_logger, setup_logging
 from common.credentials import refused_settings
 from common.lock import RunLock, RunLockedError
+from common.meanings import annotated_yaml
 from common.paths import expand
 from common.session_config import SessionError
 from common.storage import write_aside, write_text
@@ -195,13 +196,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="compare every byte of the inputs with what finished work was made from, not only times and samples",
     )
-    parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
+    parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
     try:
         config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides, look)
         if arguments.print_config:
-            sys.stdout.write(print_config(config))
+            sys.stdout.write(annotated_yaml(config))
             return 0
         if arguments.plan:
             sys.stdout.write("\n".join(plan_ahead(config).lines()) + "\n")

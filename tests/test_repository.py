@@ -1,7 +1,11 @@
 """The repository's promises about itself: configs are valid, documents name what exists, the cluster file is Ray's."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -10,11 +14,14 @@ import ray
 import yaml
 
 from cli.main import main
+from cli.settings_page import page
 from common.config import load_config
+from common.meanings import annotated_yaml
 from pipeline.config import PipelineConfig
 from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = "common|pipeline|trainer|evaluation|doctor|inspection|cli|benchmarks|configs|deploy|docs|tests"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 
@@ -25,7 +32,20 @@ def test_every_config_is_valid(path):
     models = {"prepare": PipelineConfig, "train": TrainConfig}
     assert sections
     for section in sections:
-        load_config(str(path), section, models[section])
+        config = load_config(str(path), section, models[section])
+        assert yaml.safe_load(annotated_yaml(config)) == config.model_dump(mode="json")
+
+
+def test_settings_page_is_current():
+    assert (ROOT / "docs" / "settings.md").read_text() == page(), "outdated: run `make settings`"
+
+
+def test_every_setting_has_a_meaning():
+    rows = re.findall(r"^\| `(.+?)` \| .*? \| (.*) \|$", page(), re.MULTILINE)
+    nothing = "Selects the settings of this table."
+    unexplained = [name for name, meaning in rows if meaning == nothing and not name.endswith(".kind")]
+    assert len(rows) > 100
+    assert unexplained == []
 
 
 @pytest.mark.parametrize("name", ["demo", "cpu-small", "adapt"])
@@ -41,7 +61,7 @@ def test_sections_fit_each_other(name):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_name_paths_that_exist(path):
     text = path.read_text()
-    named = re.findall(r"\b((?:common|pipeline|trainer|evaluation|configs|docs|tests|benchmarks)/[\w./-]*\w)", text)
+    named = re.findall(rf"\b((?:{FOLDERS})/[\w./-]*\w)", text)
     missing = [name for name in set(named) if not (ROOT / name).exists()]
     assert not missing
 
@@ -86,3 +106,37 @@ def test_every_command_helps_and_has_the_options_that_documents_name(capsys):
         if not re.search(rf"{option}\b", helps.get(command, ""))
     ]
     assert not missing
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The files that pip needs of a checkout, where a build may write."""
+    for name in ("pyproject.toml", "README.md", "deploy/build_backend.py", "common/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def run_pip(checkout, *arguments):
+    given = [sys.executable, "-m", "pip", *arguments, "--no-index", "--no-deps", "--no-build-isolation"]
+    return subprocess.run(given, cwd=checkout, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", [("wheel", "."), ("wheel", "-e", "."), ("install", "--dry-run", ".")])
+def test_a_wheel_is_refused_with_the_remedy(checkout, command):
+    done = run_pip(checkout, *command)
+    assert done.returncode == 1
+    assert "top-level packages named common, trainer, pipeline" in done.stderr
+    assert "make setup" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(checkout.glob("*.whl"))
+
+
+def test_an_editable_install_is_built(checkout):
+    done = run_pip(checkout, "install", "--dry-run", "--ignore-installed", "-e", ".")
+    assert done.returncode == 0, done.stderr
+    assert "Would install declutr-ray-" in done.stdout
+    code = "import build_backend; print(build_backend.build_editable('.'))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=checkout, env=os.environ | {"PYTHONPATH": "deploy"})
+    assert built.returncode == 0
+    assert len(list(checkout.glob("declutr_ray-*editable-*.whl"))) == 1

@@ -17,8 +17,9 @@ from typing import Any
 # (trainer/driver/failure.py). What else it has to say is shown as ever. It reads this when it is imported, hence here.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
 
-from common.config import ConfigError, load_config, print_config
+from common.config import ConfigError, load_config
 from common.console.logs import get_logger, setup_logging
+from common.meanings import annotated_yaml
 from common.paths import expand
 from common.stores.address import is_remote
 from trainer.driver.places import fork_problem, place_problems
@@ -100,13 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="YAML file with a `train` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--fork", metavar="NEW_RUN", help="begin a new run with the old one's weights and step")
-    parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
+    parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
     try:  # before torch and Ray are loaded, which takes many seconds on a busy machine
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
         if arguments.print_config:
-            sys.stdout.write(print_config(config))
+            sys.stdout.write(annotated_yaml(config))
             return 0
         wrong = place_problems(config.model_dump())
         if arguments.fork is not None and (problem := fork_problem(arguments.fork, config.run)):

@@ -31,7 +31,9 @@ class PretrainedTokenizer(_AnyTokenizer):
 
     kind: Literal["pretrained"]
     name: str
+    """Name on the Hugging Face hub, or folder."""
     trust_remote_code: bool = False
+    """Run the tokenizer's own code. Only for models you trust; only the command line can set it."""
 
 
 class TrainedTokenizer(_AnyTokenizer):

@@ -86,6 +86,7 @@ def test_all_of_the_code_travels():
     packages = re.search(r"^packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     wanted = {name.split(".")[0] for name in re.findall(r'"([\w.]+)"', packages[1])}
     wanted |= {"pyproject.toml", "README.md", "requirements.lock", "constraints.txt", "configs"}
+    wanted |= {"deploy/build_backend.py"}
     mounted = {local for remote, local in read("cluster.yaml")["file_mounts"].items() if "declutr" in remote}
     copied = set()
     for line in re.findall(r"^COPY --chown=declutr (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):

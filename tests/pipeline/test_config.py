@@ -80,7 +80,9 @@ def test_what_is_not_needed_is_not_imported(modules, heavy):
 
 def test_print_config_shows_the_resolved_settings(write_config, corpus, capsys):
     assert main([write_config(corpus), "seed=7", "--print-config"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 7
+    shown = capsys.readouterr().out
+    assert yaml.safe_load(shown)["seed"] == 7
+    assert f"# {PipelineConfig.model_fields['output'].description}\noutput: " in shown
 
 
 def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):

@@ -10,7 +10,7 @@ import torch
 import yaml
 from states import state_of
 
-from common.config import print_config
+from common.config import config_yaml
 from common.storage import read_json, write_json
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.ranking import EarlyStopping, find_best, history
@@ -71,7 +71,7 @@ def test_a_score_that_is_named_is_not_replaced(run):
     assert "--fork NEW_RUN" in problem
     former = config_of(run, validation={"every_steps": 2, "score": "recall_at_1"})
     assert refused(former, run) == []
-    shown = TrainConfig.model_validate(yaml.safe_load(print_config(with_original_score(config_of(run), run))))
+    shown = TrainConfig.model_validate(yaml.safe_load(config_yaml(with_original_score(config_of(run), run))))
     assert refused(shown, run) == [], "what the run writes as its config.yaml names the score"
 
 

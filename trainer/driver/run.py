@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from common.config import print_config
+from common.config import config_yaml
 from common.console.logs import get_logger
 from common.lock import RunLock
 from common.paths import expand
@@ -108,7 +108,7 @@ def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.Exi
 
 def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
     store = store_of(config.run, run)
-    write_text(run / "config.yaml", print_config(config))
+    write_text(run / "config.yaml", config_yaml(config))
     write_json(run / DECISIVE, config.decisive())
     shards = ShardSet(data_folder(config.data, config.cache), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))

@@ -13,7 +13,9 @@ class OptimConfig(Strict):
     lr: float = Field(default=5e-5, gt=0)
     """Highest learning rate, reached at the end of the rise."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
     eps: float = Field(default=1e-6, gt=0)
+    """Term in AdamW's denominator that keeps it above zero."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled; not on biases and LayerNorm weights."""
     bias_correction: bool = True

@@ -1,0 +1,116 @@
+"""Meanings of settings, taken from the docstrings of their fields: as comments in YAML and as tables in Markdown."""
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+_WIDTH = 100
+
+
+def annotated_yaml(config: BaseModel) -> str:
+    """Format a configuration as YAML with the meaning of each setting as a comment above it."""
+    return "\n".join(_annotated(config)) + "\n"
+
+
+def _annotated(config: BaseModel) -> Iterator[str]:
+    values = config.model_dump(mode="json")
+    for name, field in type(config).model_fields.items():
+        branch = getattr(config, name)
+        is_branch = isinstance(branch, BaseModel)
+        meaning = _meaning(field, _summary(type(branch)) if is_branch else "")
+        yield from (f"# {line}" for line in textwrap.wrap(meaning, _WIDTH))
+        if is_branch and values[name]:
+            yield f"{name}:"
+            yield from (f"  {line}" for line in _annotated(branch))
+        else:
+            in_one_line = isinstance(values[name], list | dict)
+            yield from _dumped({name: values[name]}, default_flow_style=None if in_one_line else False)
+
+
+def settings_tables(model: type[BaseModel], name: str) -> Iterator[str]:
+    """Yield the lines of a Markdown section with one table for each branch of a configuration.
+
+    Args:
+        model: the configuration of the section.
+        name: the section's name, which is the heading.
+    """
+    yield from [f"## {name}", _summary(model), ""]
+    yield from _tables(model, "", PydanticUndefined)
+
+
+def _tables(model: type[BaseModel], prefix: str, default: Any) -> Iterator[str]:
+    """The table of a branch, then the tables of the branches below it."""
+    rows, below = [], []
+    for name, field in model.model_fields.items():
+        given = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
+        models = _models(field.annotation)
+        below += [(one, f"{prefix}{name}", given, field) for one in models]
+        if not models or given is None:
+            meaning = _cell(_meaning(field, "Selects the settings of this table."))
+            rows.append(f"| `{prefix}{name}` | {_shown(given)} | {meaning} |")
+    if rows:
+        yield from ["| setting | default | meaning |", "| --- | --- | --- |", *rows, ""]
+    for one, path, given, field in below:
+        kind = _kind(one)
+        heading = f"`{path}`, kind `{kind}`" if kind and len(_models(field.annotation)) > 1 else f"`{path}`"
+        yield from [f"### {heading}", field.description or _summary(one), ""]
+        yield from _tables(one, f"{path}.", given)
+
+
+def _summary(model: type[BaseModel]) -> str:
+    """First paragraph of a model's docstring, in one line."""
+    return " ".join(inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0].split())
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation names, in order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+def _kind(model: type[BaseModel]) -> str | None:
+    """The one value of a model's `kind`, by which a configuration selects it; None where it has several or none."""
+    field = model.model_fields.get("kind")
+    kinds = get_args(field.annotation) if field else ()
+    return str(kinds[0]) if len(kinds) == 1 else None
+
+
+def _meaning(field: FieldInfo, otherwise: str) -> str:
+    """The docstring of a setting, or another text where it has none, with its choices where it has several."""
+    choices = [kind for model in _models(field.annotation) if (kind := _kind(model))] or _literals(field.annotation)
+    listed = f"One of {', '.join(choices)}." if len(choices) > 1 else ""
+    return f"{field.description or otherwise} {listed}".strip()
+
+
+def _literals(annotation: Any) -> list[str]:
+    """The strings that an annotation allows, in order."""
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in _literals(part)]
+
+
+def _shown(default: Any) -> str:
+    """A default as a cell of a table: YAML in one line."""
+    if default is PydanticUndefined:
+        return "required"
+    text = " ".join(_dumped(to_jsonable_python(default), default_flow_style=True))
+    return f"`{_cell(text.removesuffix(' ...'))}`"  # YAML ends a lone value with ...
+
+
+def _dumped(value: Any, default_flow_style: bool | None) -> list[str]:
+    text: str = yaml.safe_dump(
+        value, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=default_flow_style
+    )
+    return text.splitlines()
+
+
+def _cell(text: str) -> str:
+    """Text as a cell of a Markdown table."""
+    return " ".join(text.replace("|", "\\|").split())
