@@ -19,7 +19,7 @@ from pipeline.job.outcome import summary
 from pipeline.prepare import prepare
 from pipeline.shards.manifest import TOKENIZER
 from pipeline.shards.shards import ShardSet
-from trainer.objectives.declutr.feed import ragged
+from trainer.data.rows import ragged
 from trainer.setup.config import TrainConfig
 from trainer.train import train
 

@@ -13,9 +13,9 @@ from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, ShortDocuments
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.data.rows import document_keys, ragged
 from trainer.driver.export import EXPORT, SETTINGS, read_settings
 from trainer.metrics.metrics import read_metrics
-from trainer.objectives.declutr.feed import document_keys, ragged
 from trainer.objectives.declutr.spans import draw, place
 from trainer.objectives.span_settings import SpanConfig
 

@@ -1,5 +1,6 @@
 """The repository's promises about itself: configs are valid, documents name what exists, the cluster file is Ray's."""
 
+import ast
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from cli.settings_page import page
 from common.config import load_config
 from common.meanings import annotated_yaml
 from pipeline.config import PipelineConfig
+from trainer.objectives.base import implementation_of
+from trainer.objectives.registry import DEFAULT
 from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,3 +143,28 @@ def test_an_editable_install_is_built(checkout):
     built = subprocess.run([sys.executable, "-c", code], cwd=checkout, env=os.environ | {"PYTHONPATH": "deploy"})
     assert built.returncode == 0
     assert len(list(checkout.glob("declutr_ray-*editable-*.whl"))) == 1
+
+
+def named_in(path):
+    """Identifiers and string constants of a Python file, docstrings and messages left out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_trainer_names_no_objective():
+    """A new objective changes no file outside trainer/objectives/: none of them knows one by class, kind or term."""
+    config = type(DEFAULT)
+    own = {config.__name__, implementation_of(DEFAULT).__name__, DEFAULT.kind, *config.metrics} - {"mlm"}
+    own |= {"ntxent", "anchors", "positives", "queue_size"}
+    files = [path for path in (ROOT / "trainer").rglob("*.py") if "objectives" not in path.parts]
+    assert len(files) > 40
+    assert {(path.name, name) for path in files for name in named_in(path) if name in own} == set()

@@ -13,8 +13,8 @@ from tiny import contrastive, documents, rank_batch, rows_of, tiny_encoder, tiny
 
 from pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
 from trainer.data.plan import Plan
+from trainer.data.rows import ragged
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.feed import ragged
 from trainer.objectives.declutr.spans import draw, place
 from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import World

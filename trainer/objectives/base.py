@@ -10,7 +10,8 @@ Legend: S spans and m rows of a worker, M rows of the global batch, V views of a
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from importlib import import_module
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -134,3 +135,10 @@ class Objective(nn.Module, ABC, Generic[Config]):
             RuntimeError: names or shapes differ.
         """
         self.load_state_dict(state)
+
+
+def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
+    """The class that computes an objective; importing it imports torch."""
+    module, _, name = config.implementation.partition(":")
+    found: type[Objective[Any]] = getattr(import_module(module), name)
+    return found

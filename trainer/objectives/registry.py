@@ -1,6 +1,5 @@
 """Every objective by the `kind` of its settings: the project's own, and those of installed packages."""
 
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
@@ -8,9 +7,6 @@ from pydantic import BeforeValidator, Field
 
 from trainer.objectives.config import ObjectiveConfig
 from trainer.objectives.declutr.config import DeclutrConfig
-
-if TYPE_CHECKING:
-    from trainer.objectives.base import Objective
 
 GROUP = "declutr.objectives"
 """Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""
@@ -51,10 +47,3 @@ else:
         if len(KINDS) > 1
         else DeclutrConfig
     )
-
-
-def implementation_of(config: ObjectiveConfig) -> "type[Objective[Any]]":
-    """The class that computes an objective; importing it imports torch."""
-    module, _, name = config.implementation.partition(":")
-    found: type[Objective[Any]] = getattr(import_module(module), name)
-    return found

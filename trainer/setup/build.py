@@ -15,8 +15,7 @@ from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
 from trainer.model.layouts import fitting_layout
-from trainer.objectives.base import Objective, Validator
-from trainer.objectives.registry import implementation_of
+from trainer.objectives.base import Objective, Validator, implementation_of
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.setup.config import TrainConfig

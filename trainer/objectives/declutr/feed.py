@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from common import seeding
 from pipeline.shards.windows import ShortDocuments
 from trainer.data.batches import RankBatch, SpanBatch
+from trainer.data.packing import dropout_words, pack
+from trainer.data.rows import document_keys, ragged
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.declutr.masking import MaskingConfig, mask_tokens
 from trainer.objectives.declutr.spans import Spans, draw, place
@@ -90,32 +92,17 @@ class SpanFeed:
         document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in counts])
         number = np.concatenate([_ranges(count) for count in counts])  # of a span among its document's of its kind
 
-        vocabulary = self.vocabulary
         content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
-        lengths = content + vocabulary.num_specials
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        ids = np.empty(int(lengths.sum()), np.int64)
-        if vocabulary.bos is not None:
-            ids[starts] = vocabulary.bos
-        if vocabulary.eos is not None:
-            ids[ends - 1] = vocabulary.eos
-        places = starts + (vocabulary.bos is not None)  # of each span's first token
-        sources = offsets[document] + bounds[:, 0]
-        # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
-        for begin, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
-            ids[begin : begin + size] = tokens[source : source + size]
-
+        packed = pack(tokens, offsets[document] + bounds[:, 0], content, self.vocabulary)
         keys, spans_epochs = document_keys(documents)[document], epochs[document].astype(np.uint64)
         selected = labels = np.empty(0, np.int64)
         if self.masking is not None:
             first = slice(len(anchors))  # the anchors to be masked come first
             owners = keys[first], spans_epochs[first], number[first]
-            selected, labels = self._mask(self.masking, ids, places[first], content[first], *owners)
+            selected, labels = self._mask(self.masking, packed.ids, packed.places[first], content[first], *owners)
         kinds = np.repeat(np.arange(len(copies)), [len(part) for part in copies])
-        drawn = seeding.blocks(self.seed, "dropout", keys, spans_epochs, (number + (kinds << 16)).astype(np.uint64))
-        words = np.ascontiguousarray(drawn[:, 0]).view(np.int32)
-        return SpanBatch(*(torch.from_numpy(array) for array in (ids, lengths, selected, labels, words)))
+        words = dropout_words(self.seed, keys, spans_epochs, number + (kinds << 16))
+        return SpanBatch(*(torch.from_numpy(array) for array in (packed.ids, packed.lengths, selected, labels, words)))
 
     def _mask(
         self,
@@ -165,24 +152,6 @@ class SpanFeed:
             found.append((place[chosen], original[chosen]))
         selected, labels = zip(*found, strict=True)
         return np.concatenate(selected), np.concatenate(labels)
-
-
-def document_keys(documents: pa.Table) -> NDArray[np.uint64]:
-    """`(n,)` first eight bytes of each document's id: the key of all its random draws."""
-    ids = _whole(documents.column("id"))
-    raw = np.frombuffer(ids.buffers()[1], np.uint8).reshape(-1, 16)[ids.offset : ids.offset + len(ids)]
-    return np.ascontiguousarray(raw[:, :8]).view("<u8").reshape(-1)
-
-
-def ragged(column: pa.ChunkedArray) -> tuple[NDArray[np.integer], I64]:
-    """Values and `(n + 1,)` offsets of a list column."""
-    lists = _whole(column)
-    return lists.values.to_numpy(), lists.offsets.to_numpy().astype(np.int64)
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    """The column as one array; a single chunk, as the shards give it, is not copied."""
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _ranges(sizes: I64) -> I64:

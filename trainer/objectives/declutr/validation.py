@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.shards.shards import ShardSet
+from trainer.data.rows import document_keys, ragged
 from trainer.model.encoder import Encoder
 from trainer.objectives.declutr.distant import DISTANT, place_distant
-from trainer.objectives.declutr.feed import SpanFeed, document_keys, ragged
+from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.spans import Spans, draw, pair_lengths
 from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
 from trainer.parallel.world import World

@@ -1,0 +1,124 @@
+"""The objective that docs/new-objective.md builds, extracted from the page, installed by pip, and run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tinyruns as runs
+
+from common.storage import hash_file
+
+pytestmark = [pytest.mark.ray, pytest.mark.dist]
+
+FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
+SETTINGS = ["objective.kind=halves", "validation.every_steps=0"]
+
+
+def page():
+    return (runs.ROOT / "docs" / "new-objective.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder for PYTHONPATH with the package, its metadata and its entry point."""
+    source, target = tmp_path_factory.mktemp("halves"), tmp_path_factory.mktemp("site")
+    written = re.findall(r"^```\w+ (\S+)\n(.*?)^```$", page(), re.MULTILINE | re.DOTALL)
+    for name, text in written:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    assert len(written) == 4
+    (arguments,) = re.findall(r"^    pip install (.*) \./halves$", page(), re.MULTILINE)
+    pip = [sys.executable, "-m", "pip", "install", "-q", *arguments.split(), "--target", str(target), str(source)]
+    subprocess.run(pip, check=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def config(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    values = runs.train_values(
+        data,
+        folder / "run",
+        encoder={"dropout": 0.1},
+        steps=12,
+        checkpoint={"every_steps": 4},
+        scaling={"workers": 2},
+    )
+    return runs.write_config(folder / "config.yaml", train=values)
+
+
+def command(installed, name, config, *settings):
+    given = runs.command("cli.main", config, *settings)
+    given["args"][3:4] = [name, str(config)]
+    given["env"] = given["env"] | {"PYTHONPATH": os.pathsep.join([str(runs.ROOT), str(installed)])}
+    return given
+
+
+def run_to_end(*arguments):
+    done = subprocess.run(**command(*arguments), timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_it_trains_on_two_workers_and_continues_after_a_kill(installed, config, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_to_end(installed, "train", config, *SETTINGS, f"run={whole}")
+    steps = runs.steps_of(whole)
+    assert steps[12]["loss"] < steps[1]["loss"]
+    assert all(line["loss"] == pytest.approx(line["invariance"] + line["variance"]) for line in steps.values())
+
+    arguments = [*SETTINGS, f"run={killed}"]
+    process = subprocess.Popen(**command(installed, "train", config, *arguments))
+    first = killed / "checkpoints" / "step-00000004" / "state.json"
+    deadline = time.monotonic() + 120
+    while not first.is_file() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert first.is_file()
+    run_to_end(installed, "train", config, *arguments)
+    assert runs.steps_of(killed) == steps
+    last = [run / "checkpoints" / "step-00000012" for run in (whole, killed)]
+    for name in FILES:
+        assert hash_file(last[0] / name) == hash_file(last[1] / name), name
+    card = (killed / "export" / "README.md").read_text()
+    assert "trained with halves of documents" in card
+
+
+def test_its_gradients_do_not_depend_on_workers_or_microbatches(installed, config):
+    shown = run_to_end(installed, "verify-gradients", config, *SETTINGS, "--processes", "2")
+    assert "float64" in shown
+    assert "APART" not in shown
+
+
+def test_its_problems_are_found_before_ray_starts(installed, config):
+    done = subprocess.run(
+        **command(installed, "train", config, *SETTINGS, "batch_documents=1"), timeout=100, check=False
+    )
+    assert done.returncode == 1
+    assert "batch_documents = 1: halves needs at least 2" in done.stderr
+
+
+def test_without_the_package_the_kind_is_unknown(config):
+    done = runs.run_command("trainer.train", config, *SETTINGS)
+    assert done.returncode == 1
+    assert "objective.kind = 'halves'" in done.stderr
+    assert "declutr" in done.stderr
+
+
+def test_an_entry_point_that_is_no_objective_is_named(tmp_path, config):
+    info = tmp_path / "wrong-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[declutr.objectives]\nwrong = json:JSONDecoder\n")
+    done = subprocess.run(**command(tmp_path, "train", config), timeout=100, check=False)
+    assert done.returncode != 0
+    assert (
+        "entry point wrong = json:JSONDecoder (declutr.objectives): needs a subclass of ObjectiveConfig" in done.stderr
+    )
+    assert json.JSONDecoder
