@@ -168,7 +168,7 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     assert order[0] == "numbers"
     assert order.count("numbers") == 1  # and is not written again
     assert "the checkpoint of step 1 cannot be sent" in log[0]
-    assert "Training goes on" in log[0]
+    assert "Training continues" in log[0]
     gate.unlink()
     saver.wait()
     saver.close()

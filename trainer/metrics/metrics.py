@@ -37,7 +37,7 @@ class Window:
     def rates(
         self, measured: StepMetrics, documents: int, waited_seconds: float, peak_flops: float | None
     ) -> dict[str, float | None]:
-        """Computes tokens and documents a second, the share of time spent waiting for data, utilisation and peak memory.
+        """Computes tokens and documents a second, the data-wait share of the time, utilisation and peak memory.
 
         Args:
             measured: metrics of the step.
@@ -134,9 +134,7 @@ class MetricsWriter:
                 self._events.flush()
             except OSError as error:
                 if self._closed:
-                    get_logger().warning(
-                        "cannot write the last lines of %s (%s)", self._lines.path, error.strerror
-                    )
+                    get_logger().warning("cannot write the last lines of %s (%s)", self._lines.path, error.strerror)
                     return
                 if not failing:
                     message = "%s cannot be written now (%s): keeping new lines in memory and retrying"
