@@ -149,7 +149,7 @@ def test_a_family_that_cannot_pack_is_padded(data, tmp_path, log, family):
     config = given(data, tmp_path, encoder)
     assert problems(config) == []
     (line,) = log
-    assert f"model type {family} mixes the spans of a packed batch; they are padded instead" in line
+    assert f"model type {family} mixes the spans of a packed batch; padding them instead" in line
     assert config.hash() == given(data, tmp_path, encoder).hash()
     log.clear()
     assert problems(given(data, tmp_path, encoder | {"layout": "padded"})) == []

@@ -65,5 +65,6 @@ def read_origin(run: Path) -> Origin | None:
         return read_record(path, Origin)
     except DamagedError as error:
         raise DamagedError(
-            f'{error}. It stores the origin of the run: write {{"from": "OLD_RUN", "step": STEP}} into it, or fork again'
+            f'{error}. The file stores the origin of the run: write {{"from": "OLD_RUN", "step": STEP}} into it, or '
+            "fork again"
         ) from error
