@@ -54,7 +54,7 @@ def test_an_encoder_without_a_head(data, tmp_path, pretrained, log):
     """Random weights are refused by name where the MLM loss would train through them, unless they are asked for."""
     encoder = {"pretrained": str(pretrained(BertModel))}
     (problem,) = problems(given(data, tmp_path, encoder))
-    assert problem.startswith(f"encoder.pretrained = {encoder['pretrained']}: brings no MLM head")
+    assert problem.startswith(f"encoder.pretrained = {encoder['pretrained']}: has no MLM head")
     assert "cls.predictions.transform.dense.weight" in problem
     assert "objective.terms=contrastive" in problem
     assert "encoder.new_mlm_head=true" in problem
@@ -109,7 +109,7 @@ def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
     pretrained(BertForMaskedLM, lambda weights: weights.update({"bert.adapter.weight": weights[WEIGHT].clone()}))
     assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
     (line,) = log
-    assert line == f"encoder.pretrained = {folder}: weights that are not used: bert.adapter.weight"
+    assert line == f"encoder.pretrained = {folder}: unused weights: bert.adapter.weight"
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
@@ -184,7 +184,7 @@ def test_an_untrained_head_is_not_exported(data, tmp_path, pretrained):
     assert names
     assert not any(name.startswith("cls.") for name in names)
     (problem,) = problems(given(data, tmp_path, {"pretrained": str(tmp_path)}))
-    assert "brings no MLM head" in problem
+    assert "has no MLM head" in problem
 
 
 def test_spans_shorter_than_the_windows_fit(data, tmp_path):

@@ -135,7 +135,7 @@ def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
 
 
 def _began_before(config: TrainConfig, run: Path) -> bool:
-    """True if this run from scratch has a checkpoint; then the check skips building its encoder, which takes seconds."""
+    """True if this run from scratch has a checkpoint; then its encoder is not built for checks, which takes seconds."""
     return config.encoder.pretrained is None and bool(checkpoint.steps_in(run / CHECKPOINTS))
 
 
