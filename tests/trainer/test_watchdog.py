@@ -1,4 +1,4 @@
-"""Who hangs and who is slow, told from heartbeats."""
+"""Hanging and slow workers, found from heartbeats."""
 
 import os
 import signal

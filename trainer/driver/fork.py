@@ -66,7 +66,10 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     wrong = _shape_problems(config, path, shards.folder)
     if state.step >= steps:
-        wrong.append(f"--fork {new_run}: {config.run} is at step {state.step} already, the new run ends at {steps}")
+        wrong.append(
+            f"--fork {new_run}: {config.run} is at step {state.step} already, the new run ends at {steps}; "
+            "increase steps"
+        )
     refuse(wrong)
     with folder_aside(new) as aside:
         shutil.copytree(path, checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step))
