@@ -11,7 +11,8 @@ from trainer.objectives.declutr.feed import Feed
 from trainer.objectives.declutr.objective import Declutr
 from trainer.parallel.world import World
 from trainer.step.microbatch import Microbatch
-from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
 from trainer.step.step import Stepper
 
 TOTAL_STEPS = 1000  # of the learning rate's schedule

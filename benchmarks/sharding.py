@@ -27,7 +27,7 @@ from trainer.data.batches import RankBatch
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.step.step import Stepper

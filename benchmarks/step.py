@@ -27,7 +27,7 @@ from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.feed import Feed
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 
 TEMPERATURE = 0.05
 

@@ -8,12 +8,14 @@ from measures import deviation
 from trainer.data.batches import RankBatch, SpanBatch, pad_rows
 from trainer.model.attention import PACKED
 from trainer.model.encoder import Encoder
-from trainer.model.language_model import EncoderConfig, build_model, load_hf_config, mlm_head
+from trainer.model.language_model import build_model, load_hf_config, mlm_head
+from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.objective import Declutr
 from trainer.parallel.world import World
 from trainer.step.microbatch import Microbatch
-from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
 from trainer.step.step import Stepper
 
 pytestmark = pytest.mark.golden

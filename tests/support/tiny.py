@@ -8,16 +8,19 @@ import torch
 
 from pipeline.shards.windows import window_starts
 from trainer.data.batches import RankBatch, SpanBatch
+from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
-from trainer.model.language_model import EncoderConfig, build_model, load_hf_config
+from trainer.model.language_model import build_model, load_hf_config
+from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.feed import Feed, Vocabulary
+from trainer.objectives.declutr.feed import Feed
 from trainer.objectives.declutr.objective import Declutr
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.step.microbatch import Microbatch
-from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
 from trainer.step.step import Stepper
 
 VOCAB_SIZE = 64

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from prepared import Row, write_prepared
 
 from trainer.objectives.declutr.distant import DISTANT, place_distant
-from trainer.objectives.declutr.spans import SpanConfig, draw, pair_lengths
+from trainer.objectives.declutr.spans import draw, pair_lengths
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import World
 from trainer.setup.build import build_encoder, held_out_validator, load_tokenizer
 

@@ -16,7 +16,7 @@ from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
-from trainer.step.optim import OptimConfig
+from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
 pytestmark = pytest.mark.dist

@@ -15,7 +15,8 @@ from pipeline.shards.windows import Geometry, document_windows, shortest_documen
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.feed import ragged
-from trainer.objectives.declutr.spans import SpanConfig, draw, place
+from trainer.objectives.declutr.spans import draw, place
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import World
 
 MODES = ("fewer_anchors", "shrink_spans")

@@ -14,7 +14,7 @@ from common import seeding
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.world import World
-from trainer.step.optim import OptimConfig
+from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]

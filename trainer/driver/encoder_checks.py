@@ -13,10 +13,10 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.model.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.sentences import left_out
+from trainer.model.settings import EncoderConfig
 from trainer.setup.build import build_encoder
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.settings import EncoderConfig
 
 # Errors of transformers when a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)

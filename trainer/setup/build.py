@@ -10,13 +10,14 @@ from pipeline.shards.manifest import TOKENIZER, ShardError, load_manifest
 from pipeline.shards.shards import ShardSet
 from pipeline.tokenizer.tokenization import fingerprint
 from trainer.data.plan import Plan
+from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
 from trainer.model.layouts import fitting_layout
-from trainer.objectives.declutr.feed import Feed, Vocabulary
+from trainer.objectives.declutr.feed import Feed
 from trainer.objectives.declutr.objective import Declutr
-from trainer.objectives.declutr.spans import SpanConfig
 from trainer.objectives.declutr.validation import Validator, build_validator
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.setup.cache import data_folder

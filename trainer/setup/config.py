@@ -8,10 +8,12 @@ from common.config import Strict
 from common.storage import hash_json
 from common.stores.address import is_remote
 from trainer.checkpoints.settings import CheckpointConfig
+from trainer.metrics.settings import ValidationConfig
+from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig, ObjectiveConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.scaling import ScalingConfig
-from trainer.setup.settings import EncoderConfig, OptimConfig, ValidationConfig
+from trainer.step.settings import OptimConfig
 
 
 class TrainConfig(Strict):

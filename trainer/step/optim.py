@@ -6,7 +6,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from trainer.setup.settings import OptimConfig as OptimConfig
+from trainer.step.settings import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:

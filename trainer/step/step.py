@@ -17,7 +17,8 @@ from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
 from trainer.step.gradcache import GradCache, Gradients
 from trainer.step.microbatch import Microbatch, out_of_memory
-from trainer.step.optim import OptimConfig, learning_rate
+from trainer.step.optim import learning_rate
+from trainer.step.settings import OptimConfig
 
 T = TypeVar("T")
 

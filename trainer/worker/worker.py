@@ -21,11 +21,11 @@ from trainer.data.batches import RankBatch
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
 from trainer.data.stream import Ahead, batches
+from trainer.data.vocabulary import Vocabulary
 from trainer.metrics.metrics import METRICS, MetricsWriter, Window, read_last_step
 from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.declutr.ease import easy_start
-from trainer.objectives.declutr.feed import Vocabulary
 from trainer.objectives.declutr.validation import Validator
 from trainer.parallel.world import Request
 from trainer.setup.build import build_feed, held_out_validator

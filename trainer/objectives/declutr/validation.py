@@ -11,54 +11,22 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.shards.shards import ShardSet
 from trainer.data.plan import permute
+from trainer.metrics.settings import ValidationConfig
 from trainer.model.encoder import Encoder
 from trainer.objectives.declutr.distant import DISTANT, place_distant
 from trainer.objectives.declutr.feed import Feed, document_keys, ragged
-from trainer.objectives.declutr.spans import SpanConfig, Spans, draw, pair_lengths
+from trainer.objectives.declutr.spans import Spans, draw, pair_lengths
+from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import World
-from trainer.setup.settings import ValidationConfig as ValidationConfig
 
 # Held-out spans are drawn in an "epoch" that training never reaches, so they are the same at every validation.
 _EPOCH = 2**32 - 1
-
-
-def retrieval(anchors: Tensor, positives: Tensor) -> dict[str, float]:
-    """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine.
-
-    Rank counts ties against the encoder, so that equal embeddings do not look perfect.
-
-    Args:
-        anchors: `(N, H)`.
-        positives: `(N, H)`.
-    """
-    scores = F.normalize(anchors, dim=-1) @ F.normalize(positives, dim=-1).T
-    ranks = (scores >= scores.diagonal()[:, None]).sum(dim=1).double()
-    return {"recall_at_1": float((ranks == 1).double().mean()), "mrr": float((1 / ranks).mean())}
-
-
-def alignment(anchors: Tensor, positives: Tensor) -> float:
-    """Mean squared distance of pairs on the unit sphere (Wang and Isola 2020); 0 is perfect."""
-    return float((F.normalize(anchors, dim=-1) - F.normalize(positives, dim=-1)).square().sum(dim=-1).mean())
-
-
-def uniformity(embeddings: Tensor) -> float:
-    """Log of the mean of exp(-2 ||x - y||^2) over pairs on the unit sphere (Wang and Isola 2020); lower is better."""
-    distances = torch.pdist(F.normalize(embeddings, dim=-1)).square()
-    return float(distances.mul(-2).exp().mean().log())
-
-
-def effective_rank(embeddings: Tensor) -> float:
-    """Exp of the entropy of the normalised singular values of centred unit embeddings (Roy and Vetterli 2007)."""
-    unit = F.normalize(embeddings, dim=-1)
-    values = torch.linalg.svdvals(unit - unit.mean(dim=0))
-    shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
-    return float(torch.special.entr(shares).sum().exp())
 
 
 class HeldOut(NamedTuple):
