@@ -119,7 +119,7 @@ def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
         (("Transformer", "Pooling", "Normalize"), {"pooling_mode_mean_tokens": True}, ()),
         (("Transformer", "Pooling"), {"pooling_mode": "mean"}, ()),
         (("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, ("its module Dense is not used",)),
-        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, ("another than encoder.pooling = mean",)),
+        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, ("differs from encoder.pooling = mean",)),
     ],
 )
 def test_modules_of_a_sentence_encoder_that_are_not_taken_over(data, tmp_path, pretrained, log, kinds, pooling, told):
@@ -162,7 +162,7 @@ def test_a_family_that_cannot_be_trained(data, tmp_path, family):
     (problem,) = problems(given(data, tmp_path, encoder))
     assert problem.startswith("encoder = {'model_type': ")
     assert f"model type {family}" in problem
-    assert "take" in problem
+    assert "use" in problem
 
 
 def test_hashes_are_those_from_before(data, tmp_path):

@@ -1,4 +1,4 @@
-"""State of a run besides its weights: one record, from which everything else is computed."""
+"""State of a run in addition to its weights: one record, from which everything else is computed."""
 
 from pathlib import Path
 
