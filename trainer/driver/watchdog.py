@@ -37,7 +37,7 @@ class Hang:
         )
         return (
             f"worker {heartbeat['rank']} (host {heartbeat['host']}, pid {heartbeat['pid']}) hangs: "
-            f"{state} {heartbeat['phase']} after step {max(0, heartbeat['step'])}; "
+            f"{state} {heartbeat['phase']} after step {max(0, heartbeat['step'])}, "
             f"no progress for {self.still_seconds:.0f} s{self.waiting}"
         )
 
