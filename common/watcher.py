@@ -21,7 +21,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def look(self) -> bool | None:
-        """Does the work of one call; False ends the thread."""
+        """Performs one call; False ends the thread."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
 """Entry: `declutr train CONFIG [key=value ...]`, or this file as a script (`ray submit cluster.yaml trainer/train.py`).
 
-Starts Ray in a thread while everything else is loaded and checked. The same command continues a run.
+It starts Ray in a thread while it loads and checks everything else. The same command continues a run.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Ray prints a paragraph on every worker that dies, to stdout; ours is a line and names the worker
-# (trainer/driver/failure.py). What else it has to say is shown as ever. It reads this when it is imported, hence here.
+# Ray prints a paragraph to stdout for every dead worker; our message is one line that names the worker
+# (trainer/driver/failure.py). Ray's other messages stay. It reads this variable at its import, which comes later.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
 
 from common.config import ConfigError, load_config
@@ -28,16 +28,16 @@ from trainer.setup.scaling import ScalingConfig
 
 
 class _EarlyRay:
-    """Starts Ray in a thread while the rest is loaded and checked, for a run that is not finished.
+    """Starts Ray in a thread during loading and checks, unless the run is finished.
 
-    The thread stays for as long as this process does: Ray has Linux kill its head when the parent dies, and to Linux
-    the parent is the thread that started it.
+    The thread lives as long as this process. Linux kills Ray's head when its parent ends, and the parent is the thread
+    that started it.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self._thread: threading.Thread | None = None
         self._tried = threading.Event()
-        session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # somebody else's, in this process
+        session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # a session started by the caller
         if not session and (is_remote(config.run) or not (expand(config.run) / "summary.json").is_file()):
             arguments = (config.scaling,)
             self._thread = threading.Thread(target=self._start, args=arguments, name="declutr-ray", daemon=True)
@@ -46,25 +46,25 @@ class _EarlyRay:
         from common.session import start_ray
 
         try:
-            with contextlib.suppress(Exception):  # the supervisor tries again, and says why it fails
+            with contextlib.suppress(Exception):  # the supervisor retries and reports the error
                 start_ray(scaling.num_cpus, scaling.address)
         finally:
             self._tried.set()
         threading.Event().wait()
 
     def begin(self) -> None:
-        """Starts it."""
+        """Starts the thread."""
         if self._thread:
-            get_logger().info("starting Ray, and loading torch and transformers beside it")
+            get_logger().info("starting Ray while loading torch and transformers")
             self._thread.start()
 
     def wait(self) -> None:
-        """Until Ray is there, or has failed to start."""
+        """Waits until Ray has started or failed to start."""
         if self._thread:
             self._tried.wait()
 
     def end(self) -> None:
-        """Leaves nothing behind, also where the run was refused."""
+        """Stops Ray, also after a refused run."""
         if self._thread:
             self._tried.wait()
             import ray
@@ -80,7 +80,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 
 def _began() -> float:
-    """When this process began, as Unix time; now, where there is no /proc."""
+    """Start time of this process as Unix time; the current time without /proc."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         running_seconds = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
@@ -89,10 +89,11 @@ def _began() -> float:
     return time.time() - running_seconds
 
 
-def _told(error: OSError, config: TrainConfig) -> str:
-    """A storage that failed; that the same command continues is said only where there is something to continue."""
-    begun = is_remote(config.run) or (expand(config.run) / "checkpoints").is_dir()
-    return f"{error}; what was saved is kept, the same command continues" if begun else f"{error}; nothing was trained"
+def _storage_error(error: OSError, run: str) -> str:
+    """Message about a failed storage; it promises a continuation only if the run may have checkpoints."""
+    continues = is_remote(run) or (expand(run) / "checkpoints").is_dir()
+    remedy = "checkpoints are kept, the same command continues" if continues else "nothing was trained"
+    return f"{error}; {remedy}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,11 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train", description="From shards to a sentence encoder.")
     parser.add_argument("config", help="YAML file with a `train` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
-    parser.add_argument("--fork", metavar="NEW_RUN", help="begin a new run with the old one's weights and step")
+    parser.add_argument("--fork", metavar="NEW_RUN", help="start a new run with the old one's weights and step")
     parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
-    try:  # before torch and Ray are loaded, which takes many seconds on a busy machine
+    try:  # before loading torch and Ray, which takes many seconds on a busy machine
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
         if arguments.print_config:
             sys.stdout.write(annotated_yaml(config))
@@ -135,8 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ShardError, CheckpointError, DamagedError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    except OSError as error:  # a full disk, a storage that is gone
-        sys.stderr.write(f"{_told(error, config)}\n")
+    except OSError as error:  # a full disk or a lost storage
+        sys.stderr.write(f"{_storage_error(error, config.run)}\n")
         return 1
     except RunStoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")

@@ -38,7 +38,7 @@ def test_a_finished_run_is_scored_once_and_exports_the_best(data, copied, sets, 
     given += ["--tasks", ",".join(TASKS), "--protocol", "simcse"]
     config = runs.train_config(data, copied, **runs.FINISHED | {"validation": {"score": "followed"}}, export="best")
     assert read_json(export(config, copied) / "declutr.json")["step"] == 8
-    assert sum("the last checkpoint is exported, and the checkpoints of steps" in line for line in log) == 1
+    assert sum("exporting the last checkpoint, because the checkpoints of steps" in line for line in log) == 1
     assert main(given) == 0
     lines = read_scores(copied)
     assert [line.step for line in lines] == kept[::-1]

@@ -164,7 +164,7 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     assert problems(moved) == []
     train(moved)
     ray.shutdown()
-    assert any("passing over a broken checkpoint" in line and "step-00000008" in line for line in log)
+    assert any("skipping a broken checkpoint" in line and "step-00000008" in line for line in log)
     assert any("continuing after step 6 of 8" in line for line in log)
     before, after = runs.steps_of(finished / "run"), runs.steps_of(copied)
     assert list(after) == list(range(1, 9))

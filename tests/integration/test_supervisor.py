@@ -90,14 +90,14 @@ def test_a_fork_carries_the_queue_where_there_is_room_for_it(data, copied, tmp_p
 def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_path):
     wider = {"scratch": {**runs.SCRATCH, "intermediate_size": 64}}
     for changes, message in (
-        ({"encoder": wider, "steps": 10}, r"holds other shapes.*intermediate.*\[48, 32\].*\[64, 32\]"),
+        ({"encoder": wider, "steps": 10}, r"different shapes.*intermediate.*\[48, 32\].*\[64, 32\]"),
         ({"optim": {"lr": 0.1}}, "is at step 8 already, the new run ends at 8"),
         ({"spans": {"max_tokens": 17}}, "spans.max_tokens = 17"),
     ):
         with pytest.raises(ConfigError, match=message):
             fork(config_of(data, copied, **changes), str(tmp_path / "new"))
         assert not (tmp_path / "new").exists()
-    with pytest.raises(ConfigError, match="exists already and is no fork"):
+    with pytest.raises(ConfigError, match="exists already and is not a fork"):
         fork(config_of(data, copied), str(copied))
 
 

@@ -291,7 +291,7 @@ def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):
     ("unloaded", "encoder", "refused"),
     [
         (Unloaded(encoder=("bert.a",)), {}, "bert.a"),
-        (Unloaded(head=("cls.a",)), {}, "brings no MLM head"),
+        (Unloaded(head=("cls.a",)), {}, "has no MLM head"),
         (Unloaded(head=("cls.a",)), {"new_mlm_head": True}, None),
         (Unloaded(unused=("adapter",)), {}, None),
     ],

@@ -132,7 +132,7 @@ def test_an_impossible_state_is_passed_over(run, log, changed):
     state = json.loads((run / STATE).read_text())
     (run / STATE).write_text(json.dumps(state | changed))
     assert find_latest(run / "checkpoints") is None
-    assert any("passing over a broken checkpoint" in line and "state.json" in line for line in log)
+    assert any("skipping a broken checkpoint" in line and "state.json" in line for line in log)
 
 
 def test_a_step_beyond_the_last_is_no_end(made, run):

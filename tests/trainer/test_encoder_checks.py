@@ -54,7 +54,7 @@ def test_an_encoder_without_a_head(data, tmp_path, pretrained, log):
     """Random weights are refused by name where the MLM loss would train through them, unless they are asked for."""
     encoder = {"pretrained": str(pretrained(BertModel))}
     (problem,) = problems(given(data, tmp_path, encoder))
-    assert problem.startswith(f"encoder.pretrained = {encoder['pretrained']}: brings no MLM head")
+    assert problem.startswith(f"encoder.pretrained = {encoder['pretrained']}: has no MLM head")
     assert "cls.predictions.transform.dense.weight" in problem
     assert "objective.terms=contrastive" in problem
     assert "encoder.new_mlm_head=true" in problem
@@ -109,7 +109,7 @@ def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
     pretrained(BertForMaskedLM, lambda weights: weights.update({"bert.adapter.weight": weights[WEIGHT].clone()}))
     assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
     (line,) = log
-    assert line == f"encoder.pretrained = {folder}: weights that are not used: bert.adapter.weight"
+    assert line == f"encoder.pretrained = {folder}: unused weights: bert.adapter.weight"
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
@@ -119,7 +119,7 @@ def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
         (("Transformer", "Pooling", "Normalize"), {"pooling_mode_mean_tokens": True}, ()),
         (("Transformer", "Pooling"), {"pooling_mode": "mean"}, ()),
         (("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, ("its module Dense is not used",)),
-        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, ("another than encoder.pooling = mean",)),
+        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, ("differs from encoder.pooling = mean",)),
     ],
 )
 def test_modules_of_a_sentence_encoder_that_are_not_taken_over(data, tmp_path, pretrained, log, kinds, pooling, told):
@@ -149,7 +149,7 @@ def test_a_family_that_cannot_pack_is_padded(data, tmp_path, log, family):
     config = given(data, tmp_path, encoder)
     assert problems(config) == []
     (line,) = log
-    assert f"model type {family} mixes the spans of a packed batch; they are padded instead" in line
+    assert f"model type {family} mixes the spans of a packed batch; padding them instead" in line
     assert config.hash() == given(data, tmp_path, encoder).hash()
     log.clear()
     assert problems(given(data, tmp_path, encoder | {"layout": "padded"})) == []
@@ -162,7 +162,7 @@ def test_a_family_that_cannot_be_trained(data, tmp_path, family):
     (problem,) = problems(given(data, tmp_path, encoder))
     assert problem.startswith("encoder = {'model_type': ")
     assert f"model type {family}" in problem
-    assert "take" in problem
+    assert "use" in problem
 
 
 def test_hashes_are_those_from_before(data, tmp_path):
@@ -184,7 +184,7 @@ def test_an_untrained_head_is_not_exported(data, tmp_path, pretrained):
     assert names
     assert not any(name.startswith("cls.") for name in names)
     (problem,) = problems(given(data, tmp_path, {"pretrained": str(tmp_path)}))
-    assert "brings no MLM head" in problem
+    assert "has no MLM head" in problem
 
 
 def test_spans_shorter_than_the_windows_fit(data, tmp_path):

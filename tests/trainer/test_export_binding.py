@@ -91,7 +91,7 @@ def test_an_export_of_an_older_version_is_made_again_once(made, run, log):
     (run / "export" / SETTINGS).write_text(json.dumps(old))
     export(made[0], run)
     assert contents(run / "export") == whole
-    assert any("a checkpoint that it does not name" in line for line in log)
+    assert any("a checkpoint that is not named in it" in line for line in log)
     log.clear()
     export(made[0], run)
     assert log == []

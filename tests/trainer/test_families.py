@@ -159,7 +159,7 @@ def test_every_family_can_be_sharded():
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused_by_name(family):
-    with pytest.raises(UnfitEncoderError, match=f"model type {family}: .*take another encoder, for example of type"):
+    with pytest.raises(UnfitEncoderError, match=f"model type {family}: .*use another encoder, for example of type"):
         family_encoder(family)
 
 
@@ -167,7 +167,7 @@ def test_refused_by_name(family):
 def test_no_encoder(family):
     config = EncoderConfig(scratch={"model_type": family, **OTHERS[family]})
     with pytest.raises(
-        UnfitEncoderError, match=f"model type {family} is no encoder .* take one of roberta, xlm-roberta"
+        UnfitEncoderError, match=f"model type {family} is not an encoder .* use one of roberta, xlm-roberta"
     ):
         load_hf_config(config, 64, {})
 

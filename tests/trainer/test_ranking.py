@@ -17,7 +17,7 @@ from trainer.setup.config import TrainConfig
 
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
-def test_laws_of_a_standing(scores):
+def test_laws_of_a_best_score(scores):
     now = BestScore.of(scores)
     assert (now is None) == (not scores)
     if now is not None:

@@ -114,7 +114,7 @@ def test_what_is_not_whole_or_not_right_is_passed_over_until_the_run_comes_by(tm
     remove_file(child(place(one, 4), ".files.json"))  # killed on its way
     write_file(child(place(one, 3), "encoder.safetensors"), b"altered")
     assert other.fetch()[1].step == 2
-    assert [line for line in log if "passing over" in line and "step-00000003" in line]
+    assert [line for line in log if "skipping" in line and "step-00000003" in line]
     assert local(other) == [2]
     save(other, 3, keep_last=2)
     assert there(one) == [2, 3, 4]  # 4 has yet to be come by
@@ -168,7 +168,7 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     assert order[0] == "numbers"
     assert order.count("numbers") == 1  # and is not written again
     assert "the checkpoint of step 1 cannot be sent" in log[0]
-    assert "Training goes on" in log[0]
+    assert "Training continues" in log[0]
     gate.unlink()
     saver.wait()
     saver.close()

@@ -22,14 +22,14 @@ def test_it_says_what_is_missing_and_who_has_begun():
     assert waiting.look([], 109.0) is None
     told = waiting.look([], 110.0)
     assert told == (
-        "no step yet after 10 s: none of 4 workers has begun; each needs 1 CPU(s) and a GPU, Ray has 2 CPUs and 0 GPUs "
-        "in all"
+        "no step yet after 10 s: none of 4 workers has started; each needs 1 CPU(s) and a GPU, and Ray has 2 CPUs and "
+        "0 GPUs in total"
     )
     assert waiting.look([], 111.0) is None
     assert "after 70 s: none of 4" in waiting.look([], 170.5)
-    assert "1 of 4 workers have begun (1 loading)" in waiting.look([heartbeat("starting")], 171.0)
+    assert "1 of 4 workers have started (1 loading)" in waiting.look([heartbeat("starting")], 171.0)
     two = [heartbeat("starting"), heartbeat("data")]
-    assert "2 of 4 workers have begun (1 waiting for its first batch, 1 loading)" in waiting.look(two, 172.0)
+    assert "2 of 4 workers have started (1 waiting for its first batch, 1 loading)" in waiting.look(two, 172.0)
     assert waiting.look([heartbeat("data", steps=1), heartbeat("data")], 300.0) is None
     assert waiting.look([heartbeat("starting")], 400.0) is None
 
@@ -37,7 +37,7 @@ def test_it_says_what_is_missing_and_who_has_begun():
 def test_more_workers_than_cpus_are_named(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     many = (os.cpu_count() or 1) + 1
-    assert f"scaling.workers = {many}, of 1 CPU(s) each" in oversubscribed(ScalingConfig(workers=many))
+    assert f"scaling.workers = {many} with 1 CPU(s) each" in oversubscribed(ScalingConfig(workers=many))
     assert oversubscribed(ScalingConfig(workers=1)) is None
     assert oversubscribed(ScalingConfig(workers=many, address="head:6379")) is None
 

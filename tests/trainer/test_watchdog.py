@@ -1,4 +1,4 @@
-"""Who hangs and who is slow, told from heartbeats."""
+"""Hanging and slow workers, found from heartbeats."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ def test_of_living_workers_the_one_that_did_not_enter_the_exchange_is_named():
 
 def test_where_all_wait_alike_that_is_said():
     hang, _ = watch(lambda now: [heartbeat(rank, **alive(now)) for rank in range(3)])
-    assert "all 3 workers wait alike, none is missing" in str(hang)
+    assert "all 3 workers wait in the same exchange, none is missing" in str(hang)
 
 
 def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
@@ -118,7 +118,7 @@ def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
         return found
 
     (sentence,) = looks(lambda rank, _: 0.25 if rank == 1 else 0.1)
-    assert sentence == "worker 1 (host host-1, pid 101) is slow: 0.25 s of its own a step, the others 0.10 s"
+    assert sentence == "worker 1 (host host-1, pid 101) is slow: 0.25 s a step without waiting, the others 0.10 s"
     assert looks(lambda rank, look: 0.25 if rank == 1 and look % 10 < 9 else 0.1) == []
     assert looks(lambda rank, _: 0.19 if rank == 1 else 0.1) == []
 

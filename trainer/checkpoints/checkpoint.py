@@ -1,4 +1,4 @@
-"""Checkpoints: whole folders with checksums. "Latest" means the latest that verifies.
+"""Checkpoints: complete folders with checksums. "Latest" means the latest that verifies.
 
 A checkpoint is `step-XXXXXXXX/` with encoder.safetensors (every parameter once), optimizer.safetensors (moments by
 parameter name), objective.safetensors (those of the objective) and state.json (RunState). Nothing in it is pickled.
@@ -27,7 +27,7 @@ Contents = dict[str, dict[str, Tensor]]
 """The tensors of a checkpoint by file and name, on the CPU."""
 
 CHECKPOINTS = "checkpoints"
-"""The folder of a run that holds them."""
+"""The folder of a run that holds its checkpoints."""
 
 _NAME = re.compile(r"step-(\d{8})")
 ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
@@ -43,11 +43,11 @@ class CheckpointError(ValueError):
 
 
 class UnreadableError(CheckpointError):
-    """The storage did not give the bytes; they may be whole."""
+    """A checkpoint that the storage failed to read; it may be intact."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Folder of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
@@ -58,15 +58,15 @@ def collect(
     keep: bool = True,
     memory: Contents | None = None,
 ) -> Contents:
-    """Copies of the tensors of each file, whole and on the CPU. Every worker must ask: sharded ones are gathered.
+    """Copies the tensors of each file, whole, to the CPU. Every worker must call it, because it gathers sharded ones.
 
     Args:
-        encoder: whose parameters are saved.
-        optimizer: whose moments are saved.
-        objective: whose state is saved.
-        keep: False: take part in the gathering, but answer nothing.
-        memory: an earlier answer that nobody needs any more; its memory is written over, which takes a fraction of the
-            time that fresh memory takes.
+        encoder: its parameters are saved.
+        optimizer: its moments are saved.
+        objective: its state is saved.
+        keep: False: only take part in the gathering, and return no tensors.
+        memory: an earlier result that is no longer needed; overwriting it takes a fraction of the time that new memory
+            takes.
     """
     memory = memory or {}
     files: dict[str, Mapping[str, Tensor]] = {
@@ -76,23 +76,23 @@ def collect(
     }
     contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
     if next(encoder.parameters()).is_cuda:
-        torch.cuda.synchronize()  # copies from a GPU were only asked for
+        torch.cuda.synchronize()  # waits for the copies from the GPU
     return contents
 
 
 def save(folder: Path, state: RunState, contents: Contents) -> Path:
-    """Writes the checkpoint of `state.step`, whole or not at all; its checksums and sizes are filled in here.
+    """Writes the checkpoint of `state.step`, whole or not at all, and adds checksums and sizes to its state.
 
     Args:
-        folder: of the run's checkpoints.
-        state: of the run.
-        contents: from `collect`.
+        folder: folder of the run's checkpoints.
+        state: state of the run.
+        contents: tensors from `collect`.
 
     Raises:
-        OSError: nothing has changed but for an aside, which is removed if the storage lets us.
+        OSError: the storage failed; nothing has changed except a temporary folder, removed if possible.
     """
     path = checkpoint_path(folder, state.step)
-    if path.exists():  # passed over at the start: this run has come by its step again
+    if path.exists():  # skipped as broken at the start; the run has now reached its step again
         discard(path)
     with folder_aside(path) as aside:
         files = {name: write_tensors(aside / name, contents[name]) for name in sorted(contents)}
@@ -103,7 +103,7 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint; what a kill leaves of it does not look like one."""
+    """Deletes a checkpoint, renamed first, so that a kill leaves nothing that looks like a checkpoint."""
     gone = path.with_name(f".{path.name}.gone.tmp")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)
@@ -111,14 +111,14 @@ def discard(path: Path) -> None:
 
 
 def read_state(path: Path, verify: bool = True) -> RunState:
-    """The state of a checkpoint, after its files were compared with what it says of them.
+    """Reads the state of a checkpoint and compares its files with it.
 
     Args:
         path: the checkpoint's folder.
-        verify: False: sizes only, without reading the files.
+        verify: False: compare only sizes, without reading the files.
 
     Raises:
-        CheckpointError: with what is missing or altered.
+        CheckpointError: something is missing or altered; the message names it.
         UnreadableError: the storage failed.
     """
     name = STATE
@@ -145,10 +145,10 @@ def read_state(path: Path, verify: bool = True) -> RunState:
 
 
 def _check_state(path: Path, state: RunState) -> None:
-    """Compares a state with the folder it lies in.
+    """Compares a state with its folder.
 
     Raises:
-        CheckpointError: it is of another step, or gives no checksum of a file.
+        CheckpointError: it names a different step, or lacks the checksum of a file.
     """
     match = _NAME.fullmatch(path.name)
     if match and state.step != int(match[1]):
@@ -162,10 +162,10 @@ def steps_in(folder: Path) -> list[int]:
     """Steps that have a checkpoint folder, whole or not, in order.
 
     Raises:
-        OSError: the folder is there but cannot be read, which must not look like an empty one.
+        OSError: the folder exists but cannot be read, which must not look like an empty folder.
     """
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - glob takes a folder that must not be read for an empty one
+        names = os.listdir(folder)  # noqa: PTH208 - glob treats an unreadable folder as empty
     except FileNotFoundError:
         return []
     return steps_among(names)
@@ -174,7 +174,7 @@ def steps_in(folder: Path) -> list[int]:
 def states_in(folder: Path) -> Iterator[tuple[int, RunState]]:
     """Steps and states of the checkpoints whose state can be read, in order; their files are not verified.
 
-    The others are passed over in silence: they are logged where a run resumes.
+    Other checkpoints are skipped silently; the resume of a run logs them.
 
     Raises:
         OSError: as `steps_in`.
@@ -195,15 +195,15 @@ def steps_among(names: Iterable[str]) -> list[int]:
 def find_latest(
     folder: Path, expected: Mapping[str, str] | None = None, verify: bool = True
 ) -> tuple[Path, RunState] | None:
-    """The newest checkpoint that verifies; others are named in the log and passed over. None: begin at the beginning.
+    """Finds the newest checkpoint that verifies and logs each one it skips; None: no checkpoint verifies.
 
     Args:
-        folder: of the run's checkpoints.
-        expected: fields of RunState and what they are in this run; a checkpoint that differs is another run's.
-        verify: False: as for `read_state`.
+        folder: folder of the run's checkpoints.
+        expected: fields of RunState and their values in this run; a checkpoint that differs belongs to another run.
+        verify: as for `read_state`.
 
     Raises:
-        UnreadableError: none verifies, and the storage failed: a whole one may be there.
+        UnreadableError: none verifies and the storage failed, so an unread checkpoint may be intact.
     """
     unreadable: UnreadableError | None = None
     for step in reversed(steps_in(folder)):
@@ -215,7 +215,7 @@ def find_latest(
                     raise CheckpointError(f"{path}: {STATE} is of another run ({field} {found[:16]}, not {value[:16]})")
             return path, read_state(path, verify)
         except CheckpointError as error:
-            get_logger().warning("passing over a broken checkpoint: %s", error)
+            get_logger().warning("skipping a broken checkpoint: %s", error)
             unreadable = error if isinstance(error, UnreadableError) else unreadable
     if unreadable is not None:
         raise unreadable
@@ -234,8 +234,8 @@ def load_encoder(path: Path, encoder: nn.Module) -> None:
 def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Objective[Any]) -> None:
     """Restores encoder, optimizer and objective from a checkpoint.
 
-    What stays on the CPU is cloned: tensors of `load_file` are the file itself, mapped, and a checkpoint that is
-    deleted would keep its room on the disk for as long as one of them lives.
+    Tensors that stay on the CPU are cloned: tensors of `load_file` map the file, so a deleted checkpoint would occupy
+    disk space while one of them exists.
 
     Raises:
         CheckpointError: names or shapes differ.
@@ -248,7 +248,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
         moments = {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
         if moments:
             optimizer.state[parameter] = {
-                # AdamW keeps its step counter on the CPU, but beside the parameter when it is fused
+                # AdamW keeps its step counter on the CPU, but with the parameter when it is fused
                 key: (value.to(parameter.device) if fused else value) if key == "step" else part_for(value, parameter)
                 for key, value in moments.items()
             }
@@ -276,7 +276,7 @@ def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
 def _copies(named: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {}
     for name, tensor in named.items():
-        full = whole(tensor.detach())  # one at a time: a worker that keeps nothing holds one tensor at most
+        full = whole(tensor.detach())  # one at a time, so a worker that keeps nothing holds at most one tensor
         if keep:
             place = memory.get(name)
             if place is None or place.shape != full.shape or place.dtype != full.dtype:

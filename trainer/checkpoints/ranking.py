@@ -1,8 +1,8 @@
-"""Which weights of a run are the best, by the score that was chosen, and since when. No Ray.
+"""Best weights of a run by the configured score, and early stopping. No Ray.
 
-The score is one that the workers measure on held-out documents, or `followed`: what a process alongside the run has
-given its checkpoints (common/scores.py). Everything here follows from files, so a run that is
-continued decides as one that was never stopped.
+The score is one that the workers measure on held-out documents, or `followed`: the score that a process alongside the
+run gives its checkpoints (common/scores.py). Every decision follows from files, so a resumed run decides like one that
+was never stopped.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ from trainer.parallel.world import Request
 
 
 def rating(folder: Path, score: str) -> Callable[[RunState], float | None]:
-    """What a checkpoint is worth by a score, as far as it is known now; higher is better.
+    """A function from a checkpoint's state to its score, or None if it is not known yet; higher is better.
 
     Args:
-        folder: of the run's checkpoints; a follower writes beside it.
+        folder: folder of the run's checkpoints; a follower writes next to it.
         score: `validation.score`.
     """
     if score != FOLLOWED:
@@ -33,12 +33,12 @@ def rating(folder: Path, score: str) -> Callable[[RunState], float | None]:
 
 
 def being_scored(folder: Path, score: str) -> int | None:
-    """Step of the checkpoint that a follower is at: it may turn out to be the best. None: there is none."""
+    """Step of the checkpoint that a follower is scoring, which may become the best; None if there is none."""
     return read_scoring(folder.parent) if score == FOLLOWED else None
 
 
 def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
-    """The checkpoint that verifies with the highest value of a score; the earliest of equals."""
+    """Finds the checkpoint with the highest score among those that verify; the earliest of equal scores."""
     best: tuple[float, Path, RunState] | None = None
     rate = rating(folder, score)
     for step in checkpoint.steps_in(folder):
@@ -46,7 +46,7 @@ def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
         try:
             state = checkpoint.read_state(path)
         except CheckpointError as error:
-            get_logger().warning("passing over a broken checkpoint: %s", error)
+            get_logger().warning("skipping a broken checkpoint: %s", error)
             continue
         value = rate(state)
         if value is not None and (best is None or value > best[0]):
@@ -55,47 +55,47 @@ def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
 
 
 def unscored(folder: Path, score: str) -> list[int]:
-    """Steps of the checkpoints that have no value of a score (yet)."""
+    """Steps of the checkpoints without this score."""
     rate = rating(folder, score)
     return [step for step, state in checkpoint.states_in(folder) if rate(state) is None]
 
 
 def history(run: Path, score: str, step: int) -> dict[int, float]:
-    """The scores of a run's weights by step, up to one; those of checkpoints that are gone are among them.
+    """Scores of a run by step, up to the given step, including those of deleted checkpoints.
 
-    Weights before the first step have no checkpoint and do not count, nor do scores that a fork has brought along:
-    its settings may have changed what they mean.
+    The weights before the first step have no checkpoint and do not count. Nor do scores copied by a fork, because its
+    settings may have changed their meaning.
 
     Args:
-        run: its folder.
+        run: folder of the run.
         score: `validation.score`.
-        step: later scores belong to steps that will be taken again.
+        step: last step to include; later steps will be repeated.
 
     Raises:
         DamagedError: `fork.json` is not what a fork writes.
     """
-    if score == FOLLOWED:  # of weights that were made twice, those that were scored last
+    if score == FOLLOWED:  # of weights that were made twice, the last score counts
         found = {at: value for (at, _), value in comparable(read_scores(run)).items() if at <= step}
     else:
-        begun = origin.step if (origin := read_origin(run)) else 0
-        lines = [line for line in read_metrics(run) if line["kind"] == "validation" and begun < line["step"] <= step]
+        first = origin.step if (origin := read_origin(run)) else 0
+        lines = [line for line in read_metrics(run) if line["kind"] == "validation" and first < line["step"] <= step]
         found = {line["step"]: line[score] for line in lines if line.get(score) is not None}
     return dict(sorted(found.items()))
 
 
 def from_best(scores: Mapping[int, float]) -> list[int]:
-    """Steps from the best score down; of equals the earliest first."""
+    """Steps in the order of their scores, best first; of equal scores the earliest first."""
     return sorted(scores, key=lambda step: (-scores[step], step))
 
 
 @dataclass(frozen=True)
 class BestScore:
-    """Where the best score lies.
+    """The best score of a run.
 
     Attributes:
-        step: of the weights with the best score; the earliest of equals.
-        score: the best.
-        since: how many scores of later steps there are, none of them better.
+        step: step with the best score; the earliest of equal scores.
+        score: the best score.
+        since: number of scores of later steps, none of them better.
     """
 
     step: int
@@ -104,7 +104,7 @@ class BestScore:
 
     @staticmethod
     def of(scores: Mapping[int, float]) -> "BestScore | None":
-        """Of scores by step; None where there are none."""
+        """The best of scores by step; None without scores."""
         if not scores:
             return None
         step = from_best(scores)[0]
@@ -130,7 +130,7 @@ class EarlyStopping:
     Args:
         run: folder of the run.
         score: `validation.score`.
-        patience: `validation.patience`; None: the run is never ended early.
+        patience: `validation.patience`; None: the run never stops early.
 
     Attributes:
         request: EARLY when the run is to end.

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and why: the last ones, the best, milestones, one being scored. The rest is deleted."""
+"""Retention of checkpoints: keeps the last ones, the best, milestones and one being scored; deletes the others."""
 
 import shutil
 from collections.abc import Mapping
@@ -12,12 +12,13 @@ from trainer.checkpoints.settings import CheckpointConfig
 def kept(
     scores: Mapping[int, float | None], config: CheckpointConfig, scoring: int | None = None
 ) -> dict[int, list[str]]:
-    """The steps to keep, each with its reasons (`last`, `best`, `every`, `scoring`), in order.
+    """Steps to keep, each with its reasons (`last`, `best`, `every`, `scoring`), in order.
 
     Args:
-        scores: the score of every whole checkpoint by its step; None where it was not validated, or not scored yet.
-        config: how many.
-        scoring: step of the checkpoint that a follower is at. What waits for it is not kept: it takes the newest.
+        scores: score of every whole checkpoint by step; None if it was not validated or not scored yet.
+        config: which checkpoints are kept.
+        scoring: step of the checkpoint that a follower is scoring. Unscored checkpoints are not kept for it, because it
+            takes the newest.
     """
     reasons: dict[int, list[str]] = {step: [] for step in sorted(scores)}
     for step in sorted(scores)[-config.keep_last :]:
@@ -35,19 +36,19 @@ def kept(
 
 
 def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> None:
-    """Deletes what need not be kept, what is broken, and what killed writers left behind.
+    """Deletes checkpoints that are not kept or are broken, and the remains of killed writers.
 
-    Later checkpoints than `newest` were passed over when the run began: they count for nothing, or the newest whole one
-    would give way to them. They stay until the run has come by their steps, unless they are broken to the eye.
+    Checkpoints after `newest` were skipped as broken when the run started. They do not count, because they would
+    displace the newest whole one. They stay until the run reaches their steps, unless their state shows the damage.
 
     Args:
-        folder: of the run's checkpoints.
-        config: what is kept.
-        score: `validation.score`, by which the best is chosen.
-        newest: step of the checkpoint that was written last and verified.
+        folder: folder of the run's checkpoints.
+        config: which checkpoints are kept.
+        score: `validation.score`, which decides the best.
+        newest: step of the newest checkpoint that this run has written.
 
     Raises:
-        OSError: a storage that does not answer; the checkpoints to keep are as they were.
+        OSError: the storage does not answer; the checkpoints to keep are unchanged.
     """
     rate, scoring = rating(folder, score), being_scored(folder, score)
     scores: dict[int, float | None] = {}
@@ -55,7 +56,7 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     for step in checkpoint.steps_in(folder):
         try:
             state = checkpoint.read_state(checkpoint.checkpoint_path(folder, step), verify=False)
-        except checkpoint.UnreadableError:  # the next time
+        except checkpoint.UnreadableError:  # decide at the next call
             stay.add(step)
         except checkpoint.CheckpointError:
             continue
@@ -72,6 +73,6 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
 
 
 def clear_asides(folder: Path) -> None:
-    """Removes half-written checkpoints of writers that were killed; only while nobody writes."""
+    """Removes half-written checkpoints of killed writers. Call it only while no writer runs."""
     for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""A time in which a storage fails: how long it may last, when to try again, and what a person is told."""
+"""Retries while a storage fails: their pauses, their time limit and their log lines."""
 
 import shutil
 from collections.abc import Callable
@@ -17,19 +17,19 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint to be written: the run's state and a copy of its tensors."""
+    """A checkpoint to write: the run's state and a copy of its tensors."""
 
     state: RunState
     contents: Contents
 
 
 class StorageRetry:
-    """Counts the failures of a storage until it is back.
+    """Counts the failures of a storage until a write succeeds.
 
     Args:
-        folder: where checkpoints go.
-        patience_seconds: how long it may fail.
-        clock: monotonic, in seconds.
+        folder: folder of the checkpoints.
+        patience_seconds: time the storage may fail.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, folder: Path, patience_seconds: float, clock: Callable[[], float]) -> None:
@@ -41,34 +41,34 @@ class StorageRetry:
         self.number: int | None = None
 
     def failed(self, job: Job, error: OSError) -> float | None:
-        """Seconds until the next try; None: patience is at its end. A line in the log where the error is a new one."""
+        """Seconds until the next attempt, or None if the time limit is reached. Logs an error that is new."""
         now = self.clock()
         self.since = now if self.since is None else self.since
         left = self.since + self.patience_seconds - now
         if left <= 0:
             return None
         if self.tries == 0 or error.errno != self.number:
-            get_logger().warning("%s. Training goes on; trying again for %.0f s", self.message(job, error), left)
+            get_logger().warning("%s. Training continues; retrying for %.0f s", self.message(job, error), left)
         self.tries, self.number = self.tries + 1, error.errno
         shortest, longest = _BACK_OFF_SECONDS
         return min(longest, left, shortest * 2.0 ** (self.tries - 1))
 
     def over(self, job: Job) -> None:
-        """The storage is back."""
+        """Resets the count after a successful write."""
         if self.since is not None:
-            message = "the checkpoint of step %d is written, after %d tries in %.0f s"
+            message = "the checkpoint of step %d is written, after %d attempts in %.0f s"
             get_logger().info(message, job.state.step, self.tries + 1, self.clock() - self.since)
         self.since, self.tries, self.number = None, 0, None
 
     def message(self, job: Job, error: OSError) -> str:
-        """What failed, what is needed, what is free."""
+        """Names the error, the space needed and the free space."""
         if isinstance(error, RemoteError):
             return f"the checkpoint of step {job.state.step} cannot be sent ({error})"
         needed = sum(map(num_bytes, job.contents.values())) / _MIB
         try:
             free = f"{shutil.disk_usage(self.folder.parent).free / _MIB:.1f} MiB are free"
         except OSError:
-            free = "how much is free cannot be told"
+            free = "the free space is unknown"
         return (
             f"the checkpoint of step {job.state.step} cannot be written to {self.folder} ({error.strerror or error}): "
             f"it needs {needed:.1f} MiB, {free}"

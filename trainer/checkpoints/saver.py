@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: one copy in memory, a thread that writes it, patience with the storage.
+"""Writes checkpoints alongside the training: a copy in memory, a thread that writes it, retries when storage fails.
 
 Only rank 0 has a saver. The training thread copies the tensors between two steps (`reuse_memory`, `submit`) and
 continues. The writer makes the checkpoint; when the storage fails it retries, with the newest copy.
@@ -28,17 +28,17 @@ class SaveError(RuntimeError):
 
 
 class Saver:
-    """Writes, verifies and prunes the checkpoints of a run in a thread of its own.
+    """Writes and prunes the checkpoints of a run in a thread.
 
     Args:
-        folder: of the run's checkpoints.
-        config: when, how many, and how long a storage may fail.
-        score: by which the best is kept.
-        before: called before each checkpoint is made; what it writes shall never lie behind a checkpoint. May raise
-            OSError, which counts as the checkpoint's.
-        after: called with the step of each checkpoint that is written, again if it raises OSError, which counts as the
-            checkpoint's.
-        clock: monotonic, in seconds.
+        folder: folder of the run's checkpoints.
+        config: when to save, which checkpoints to keep, and the time a storage may fail.
+        score: score that decides the best checkpoint.
+        before: called before each checkpoint is made, to write files that must not be older than a checkpoint. Its
+            OSError counts as a failure of the checkpoint.
+        after: called with the step of each written checkpoint, and again after an OSError, which counts as a failure of
+            the checkpoint.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Saver:
         config: CheckpointConfig,
         score: str,
         before: Callable[[], None] = lambda: None,
-        after: Callable[[int], None] = lambda step: None,  # noqa: ARG005 - nobody wants to know
+        after: Callable[[int], None] = lambda step: None,  # noqa: ARG005 - the default does nothing
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
@@ -56,12 +56,12 @@ class Saver:
         self._before, self._after = before, after
         self._clock = clock
         self._saved_at = clock()
-        self._changed = threading.Condition()  # guards what follows
-        self._job: Job | None = None  # until it is written
-        self._made: Job | None = None  # the last one whose checkpoint lies in the folder
+        self._changed = threading.Condition()  # guards the fields below
+        self._job: Job | None = None  # None once it is written
+        self._made: Job | None = None  # the last one whose checkpoint is in the folder
         self._memory: Contents | None = None
         self._writing_since: float | None = None
-        self._pausing = False  # between two tries
+        self._pausing = False  # between two attempts
         self._waited_for: Job | None = None
         self._closed = False
         self._failure: str | None = None
@@ -70,10 +70,10 @@ class Saver:
         self._thread.start()
 
     def due(self, step: int) -> bool:
-        """Is it time for a checkpoint of this step, and can it be taken now?
+        """True if a checkpoint of this step is due and can be taken now.
 
-        A checkpoint that falls due by its step while the one before is being written waits for it, so that the speed of
-        a disk does not decide which steps have one. On a storage that hangs it is left out.
+        A checkpoint that is due by its step waits while the previous one is being written, so that the speed of the
+        disk does not decide which steps have one. It is left out if the storage hangs.
         """
         config = self.config
         by_step = config.every_steps is not None and step % config.every_steps == 0
@@ -84,14 +84,16 @@ class Saver:
             if by_step and self._busy() and self._waited_for is not self._job:
                 self._waited_for = self._job
                 if not self._changed.wait_for(lambda: not self._busy(), _UNHURRIED_SECONDS):
-                    get_logger().warning("the checkpoint before step %d is still being written: going on without", step)
+                    get_logger().warning(
+                        "the checkpoint before step %d is still being written: skipping this one", step
+                    )
             return not self._busy()
 
     def reuse_memory(self) -> Contents | None:
-        """Memory for the next copy; what is in it is lost, also to a writer that would have tried again.
+        """Returns memory for the next copy. A checkpoint in it that is waiting for a retry is dropped.
 
         Raises:
-            SaveError: the storage was given up.
+            SaveError: the storage has failed for too long.
         """
         self._wait(lambda: not self._busy())
         with self._changed:
@@ -100,11 +102,11 @@ class Saver:
             return memory
 
     def submit(self, state: RunState, contents: Contents) -> None:
-        """Hands a copy over to the writer.
+        """Passes a copy to the writer.
 
         Args:
-            state: of the run, of the same step.
-            contents: from `checkpoint.collect`; not to be touched before it is lent again.
+            state: state of the run at the same step.
+            contents: tensors from `checkpoint.collect`; do not change them until `reuse_memory` returns them.
         """
         self._saved_at = self._clock()
         with self._changed:
@@ -113,15 +115,15 @@ class Saver:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Returns when everything that was given is written.
+        """Waits until the submitted checkpoint is written.
 
         Raises:
-            SaveError: the storage was given up.
+            SaveError: the storage has failed for too long.
         """
         self._wait(lambda: self._job is None)
 
     def failed(self) -> bool:
-        """Was the storage given up? Also one that neither writes nor says that it cannot."""
+        """True if the storage has failed, or hung without an error, for longer than the settings allow."""
         since = self._writing_since
         if since is not None and self._failure is None and self._clock() - since > self.config.patience_seconds:
             self._failure = (
@@ -130,16 +132,16 @@ class Saver:
         return self._failure is not None or self._error is not None
 
     def check(self) -> None:
-        """Tells what became of the writer.
+        """Raises the error of the writer, if any.
 
         Raises:
-            SaveError: the storage was given up.
+            SaveError: the storage has failed for too long.
         """
         if self.failed():
             raise self._error or SaveError(f"{self._failure}. See checkpoint.patience_seconds")
 
     def close(self) -> None:
-        """Ends the thread after the checkpoint that was given last, unless the storage fails."""
+        """Ends the thread after the last submitted checkpoint, unless the storage fails."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -147,7 +149,7 @@ class Saver:
             self._thread.join(_BEAT_SECONDS)
 
     def _busy(self) -> bool:
-        """Must the copy be left to the writer? Not between two tries: a newer one is better."""
+        """True while the writer needs the copy; between two attempts a newer copy may replace it."""
         return self._job is not None and not self._pausing
 
     def _wait(self, until: Callable[[], bool]) -> None:
@@ -182,13 +184,13 @@ class Saver:
             return self._job
 
     def _write(self, job: Job) -> None:
-        if job is not self._made:  # else it was `after` that failed
+        if job is not self._made:  # otherwise only `after` failed
             self._before()
             checkpoint.save(self.folder, job.state, job.contents)
             self._made = job
             try:
                 retention.prune(self.folder, self.config, self.score, job.state.step)
-            except OSError as error:  # what should be gone is still there: the next one deletes it
+            except OSError as error:  # the next checkpoint deletes them
                 get_logger().warning("old checkpoints in %s cannot be deleted now (%s)", self.folder, error.strerror)
         self._after(job.state.step)
 
@@ -200,7 +202,7 @@ class Saver:
             self._changed.notify_all()
 
     def _wait_out(self, retry: StorageRetry, job: Job, error: OSError) -> bool:
-        """Pauses after a failure, or gives up; answers whether to go on. Meanwhile the copy may be replaced."""
+        """Pauses after a failure; False means give up. A newer copy may replace this one during the pause."""
         pause = retry.failed(job, error)
         with self._changed:
             self._writing_since, self._pausing = None, True
@@ -211,7 +213,7 @@ class Saver:
 
 
 def _lower_priority() -> None:
-    """Lets the training go first where both want a core; on Linux every thread has a niceness of its own."""
+    """Gives the training priority for cores; on Linux each thread has a separate niceness."""
     if sys.platform == "linux":
         own = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))

@@ -1,4 +1,4 @@
-"""What a run must remember beside its weights: one record, from which the rest is computed."""
+"""State of a run in addition to its weights: one record, from which everything else is computed."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ FORK = "fork.json"
 
 
 class RunState(Strict):
-    """The state of a run after a step. The place in the data follows from `step` alone (trainer/data/plan.py)."""
+    """State of a run after a step. The position in the data follows from `step` alone (trainer/data/plan.py)."""
 
     step: int = Field(ge=1)
     """Optimizer steps done."""
@@ -23,9 +23,9 @@ class RunState(Strict):
     world_size: int = Field(ge=1)
     """Workers that took the last step; a resume may use another number."""
     config_hash: str
-    """Of everything in the configuration that decides the result."""
+    """Hash of all settings that decide the result."""
     data_hash: str
-    """Of the shards' manifest."""
+    """Hash of the shards' manifest."""
     scores: dict[str, float]
     """Held-out scores of these weights; empty when they were not validated."""
     files: dict[str, str]
@@ -33,30 +33,30 @@ class RunState(Strict):
     sizes: dict[str, int] = Field(default_factory=dict)
     """Bytes of each of these files."""
     skipped: int = Field(default=0, ge=0)
-    """Steps so far whose loss was not finite and whose update was left out (`on_bad_loss`)."""
+    """Number of steps so far that were skipped because their loss was not finite (`on_bad_loss`)."""
     skipped_in_a_row: int = Field(default=0, ge=0)
-    """How many of them were the last ones."""
+    """Number of skipped steps directly before and at `step`."""
 
     @property
     def identity(self) -> str:
-        """Of the checkpoint: a step that was taken again with other weights is another one."""
+        """Identity of the checkpoint, which differs if a repeated step has different weights."""
         return hash_json(self.files)
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The place a forked run comes from, as `fork.json` names it."""
+    """Origin of a forked run, as stored in `fork.json`."""
 
     folder: str = msgspec.field(name="from")
-    """Of the old run, absolute."""
+    """Absolute folder of the old run."""
     step: int
-    """At which the new run began."""
+    """Step at which the new run started."""
 
 
 def read_origin(run: Path) -> Origin | None:
-    """The origin of a run; None where it is no fork.
+    """The origin of a run; None if it is not a fork.
 
     Raises:
-        DamagedError: the file is there, but is not what a fork writes.
+        DamagedError: the file exists but is damaged.
     """
     path = run / FORK
     if not path.is_file():
@@ -65,5 +65,6 @@ def read_origin(run: Path) -> Origin | None:
         return read_record(path, Origin)
     except DamagedError as error:
         raise DamagedError(
-            f'{error}. It names the origin of the run: write {{"from": "OLD_RUN", "step": STEP}} into it, or fork again'
+            f'{error}. The file stores the origin of the run: write {{"from": "OLD_RUN", "step": STEP}} into it, or '
+            "fork again"
         ) from error

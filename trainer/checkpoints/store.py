@@ -1,7 +1,6 @@
-"""Runs at an address (`s3://...`): what a host fetches of them, and what it sends back.
+"""Runs in an object store (`s3://...`): fetches their files to a host and sends them back.
 
-What lies in the store is the run. The folder on a host is a copy, or on its way there: what never arrived is not taken
-for part of the run.
+The files in the store are the run. The folder on a host is a copy; files that were never sent are not part of the run.
 """
 
 import fcntl
@@ -71,32 +70,32 @@ def after_save(address: str, folder: Path, config: CheckpointConfig, score: str)
 
 
 class RunStore:
-    """A run in an object store, laid out as in a folder.
+    """A run in an object store, with the same layout as in a folder.
 
     Args:
-        address: of the run.
-        folder: of the run on this host.
-        patience: with a store that does not answer.
+        address: address of the run.
+        folder: folder of the run on this host.
+        patience: limits the retries when the store does not answer.
     """
 
     def __init__(self, address: str, folder: Path, patience: Patience) -> None:
         self.address, self.folder, self._patience = address, folder, patience
-        self._states: dict[int, RunState] = {}  # those that were read
+        self._states: dict[int, RunState] = {}  # states read so far
 
     def fetch(self, files: Sequence[str] = (), expected: Mapping[str, str] | None = None) -> Found:
-        """Fetches the numbers, these files and the newest checkpoint that verifies; returns the latter.
+        """Fetches the metrics, the given files and the newest checkpoint that verifies; returns that checkpoint.
 
-        They take the place of what is here.
+        They replace the local files and checkpoints.
 
         Args:
-            files: further names in the run's folder.
+            files: further file names in the run's folder.
             expected: as for `checkpoint.find_latest`.
 
         Raises:
-            RemoteError: the store refuses, did not answer in time, or holds something else there.
+            RemoteError: the store refuses, did not answer in time, or holds something other than a run.
             UnreadableError: the disk of this host fails.
         """
-        if is_whole(self.address, self._patience):  # of its checkpoints none has a list of its own
+        if is_whole(self.address, self._patience):  # then its checkpoints have no file lists
             raise RemoteError(f"{self.address} holds a folder that was pushed as a whole: name another address")
         for name in (METRICS, *files):
             if not pull_file(child(self.address, name), self.folder / name, self._patience):
@@ -104,7 +103,7 @@ class RunStore:
         return self._fetch_first(list(reversed(self._steps())), expected)
 
     def fetch_best(self, score: str) -> None:
-        """As `ranking.find_best`: fetches that checkpoint, in place of those here.
+        """Fetches the checkpoint that `ranking.find_best` would choose, in place of the local ones.
 
         Raises:
             RemoteError: the store refuses, or did not answer in time.
@@ -113,7 +112,7 @@ class RunStore:
         self._fetch_first(ranking.from_best({step: value for step, value in scores.items() if value is not None}))
 
     def fetch_step(self, step: int) -> None:
-        """Makes this host hold that checkpoint as it lies in the store, and no other.
+        """Fetches a checkpoint from the store and deletes other local checkpoints.
 
         Raises:
             AlteredError: it does not verify.
@@ -125,7 +124,7 @@ class RunStore:
         )
 
     def save(self, config: CheckpointConfig, score: str, step: int) -> None:
-        """Sends a checkpoint that lies here, the numbers up to it first, and takes away what need not be kept.
+        """Sends the metrics and then a local checkpoint, and deletes checkpoints in the store that are not kept.
 
         Raises:
             RemoteError: the store refuses, or did not answer in time.
@@ -134,17 +133,17 @@ class RunStore:
             METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
         )
         place = self._place(step)
-        if is_whole(place, self._patience):  # passed over at the start: this run has come by its step again
+        if is_whole(place, self._patience):  # skipped as broken at the start; the run has now reached its step again
             remove_folder(place, self._patience)
         self._states.pop(step, None)
         push_folder(checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step), place, self._patience)
         try:
             self._prune(config, score, step)
-        except OSError as error:  # what should be gone is still there: the next one deletes it
+        except OSError as error:  # the next call deletes them
             get_logger().warning("old checkpoints of %s cannot be deleted now (%s)", self.address, error)
 
     def send(self, *files: str) -> None:
-        """Sends files of the run's folder; those that are not here are taken away there.
+        """Sends files of the run's folder; files missing here are deleted in the store.
 
         Raises:
             RemoteError: the store refuses, or did not answer in time.
@@ -158,7 +157,7 @@ class RunStore:
     def send_folder(self, name: str) -> str:
         """Sends a folder of the run, whole or not at all; returns its address.
 
-        What lies there is compared by size with what it should be: a file that was lost there is sent again.
+        Sizes in the store are compared with the local ones; a file that was lost there is sent again.
 
         Raises:
             RemoteError: the store refuses, or did not answer in time.
@@ -173,7 +172,7 @@ class RunStore:
         return address
 
     def _prune(self, config: CheckpointConfig, score: str, newest: int) -> None:
-        """As `retention.prune`: later ones stay; those without a list were left by killed writers."""
+        """Deletes checkpoints as `retention.prune` does; those without a file list are remains of killed writers."""
         steps = [step for step in self._steps() if step <= newest]
         keep = retention.kept(self._scores(steps, score), config)
         for step in steps:
@@ -182,14 +181,14 @@ class RunStore:
                 self._states.pop(step, None)
 
     def _steps(self) -> list[int]:
-        """Steps that have a checkpoint in the store, whole or not, in order."""
+        """Steps with a checkpoint in the store, whole or not, in order."""
         return checkpoint.steps_among(names(child(self.address, CHECKPOINTS), self._patience))
 
     def _place(self, step: int) -> str:
         return child(child(self.address, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
 
     def _scores(self, steps: Sequence[int], score: str) -> dict[int, float | None]:
-        """The score of each of these that is whole; None where it was not validated."""
+        """Scores of the whole checkpoints among these; None if one was not validated."""
         rate, found = ranking.rating(self.folder / CHECKPOINTS, score), {}
         for step in steps:
             if step not in self._states:
@@ -200,22 +199,22 @@ class RunStore:
                     raw = read_file(child(place, STATE), self._patience)
                     self._states[step] = RunState.model_validate_json(raw or b"")
                 except (AlteredError, ValidationError) as error:
-                    get_logger().warning("passing over a broken checkpoint: %s: %s", place, error)
+                    get_logger().warning("skipping a broken checkpoint: %s: %s", place, error)
                     continue
             found[step] = rate(self._states[step])
         return found
 
     def _fetch_first(self, steps: Sequence[int], expected: Mapping[str, str] | None = None) -> Found:
-        """Brings the first of these that verifies; none stays here if there is none."""
+        """Fetches the first of these that verifies; deletes all local checkpoints if none does."""
         for step in steps:
             try:
                 self.fetch_step(step)
-            except FileNotFoundError:  # it was on its way when its writer was killed
+            except FileNotFoundError:  # its writer was killed while sending it
                 continue
             except AlteredError as error:
-                get_logger().warning("passing over a broken checkpoint: %s", error)
+                get_logger().warning("skipping a broken checkpoint: %s", error)
                 continue
-            if found := checkpoint.find_latest(self.folder / CHECKPOINTS, expected, verify=False):  # it was just now
+            if found := checkpoint.find_latest(self.folder / CHECKPOINTS, expected, verify=False):  # just verified
                 return found
         self._discard_all_but(None)
         return None
@@ -223,7 +222,7 @@ class RunStore:
     def _discard_all_but(self, step: int | None) -> None:
         folder = self.folder / CHECKPOINTS
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("w") as lock:  # several ranks of a host
+        with (folder / ".lock").open("w") as lock:  # held by one rank of the host at a time
             fcntl.flock(lock, fcntl.LOCK_EX)
             for other in checkpoint.steps_in(folder):
                 if other != step:

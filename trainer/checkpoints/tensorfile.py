@@ -1,10 +1,10 @@
-"""Writes a safetensors file and its checksum in one pass, beside a thread that trains.
+"""Writes a safetensors file and its checksum in one pass, alongside a training thread.
 
-The safetensors library can do it too, but it copies all tensors into one string first, holds Python's lock while it
-writes, tells a full disk in words instead of an `errno`, and the checksum needs a second pass. Reading is left to it.
+The safetensors library copies all tensors into one string first, holds Python's global lock while it writes, reports a
+full disk as text instead of an `errno`, and needs a second pass for the checksum. It is used for reading.
 
-The checksum is XXH3 (128 bits): where no core is to spare, what a checkpoint takes is taken from the training, and most
-of it was SHA-256. It tells what disks and networks do to a file; who could forge it could change `state.json`, too.
+The checksum is XXH3 (128 bits). Without a spare core a checkpoint slows the training, and SHA-256 took most of that
+time. XXH3 detects damage by disks and networks; anyone who could forge it could change `state.json` too.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-# safetensors' names, in the order in which it lays out tensors: the most aligned first, then by name
+# safetensors' names, in its order of tensors: largest alignment first, then by name
 _DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -34,20 +34,20 @@ _XXH3 = "xxh3:"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a file that `safetensors.torch.load_file` reads; it lies on the disk when this returns.
+    """Writes a file that `safetensors.torch.load_file` reads, and flushes it to the disk.
 
-    Chunks go to the disk at once and leave the page cache: a checkpoint would push out of it the shards that are being
-    read, and fresh pages for a gigabyte cost more than writing it.
+    Each chunk is written to the disk and dropped from the page cache. Otherwise a checkpoint would displace the shards
+    in use, and new pages for a gigabyte cost more than writing it.
 
     Args:
-        path: does not exist yet.
-        tensors: on the CPU, contiguous.
+        path: path of the new file.
+        tensors: contiguous tensors on the CPU.
 
     Returns:
-        The checksum of what was written: of the tensors in memory, not of what a disk made of them.
+        The checksum of the tensors in memory, not of the bytes on the disk.
 
     Raises:
-        OSError: a full disk, a storage that does not answer; also when fewer bytes arrived than were written.
+        OSError: the disk is full, the storage does not answer, or the file is shorter than the bytes written.
     """
     names = sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name))
     digest = xxhash.xxh3_128()
@@ -66,7 +66,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def has_checksum(path: Path, checksum: str) -> bool:
-    """Does the file hold what was written? A checksum without a kind is SHA-256: older checkpoints have that.
+    """Compares a file with its checksum. One without a prefix is SHA-256, from older checkpoints.
 
     Raises:
         OSError: the storage failed.
@@ -77,7 +77,7 @@ def has_checksum(path: Path, checksum: str) -> bool:
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the tensors themselves."""
+    """Size of the tensors in bytes, without a header."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
@@ -98,14 +98,14 @@ def _raw(tensor: Tensor) -> memoryview:
 
 
 def _write(handle: int, raw: memoryview, digest: xxhash.xxh3_128, at: int) -> int:
-    """Writes at a place of the file; returns the place behind. Both calls leave Python's lock to the training."""
+    """Writes at an offset and returns the next one. Hashing and writing release Python's lock for the training."""
     for start in range(0, len(raw), _CHUNK_BYTES):
         chunk = raw[start : start + _CHUNK_BYTES]
         digest.update(chunk)
         done = 0
         while done < len(chunk):
             done += os.write(handle, chunk[done:])
-        if len(chunk) == _CHUNK_BYTES:  # small ones wait for the last fsync
+        if len(chunk) == _CHUNK_BYTES:  # smaller pieces wait for the last fsync
             os.fdatasync(handle)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(handle, at, len(chunk), os.POSIX_FADV_DONTNEED)

@@ -1,1 +1,1 @@
-"""The driver's process: checks before a run, the worker group and its supervision, the export."""
+"""The driver's process: checks before a run, supervision of the worker group, and the export."""

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a training run before Ray starts, all of it at once."""
+"""Finds all problems of a training run that can be known before Ray starts."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ DECISIVE = "decisive.json"
 
 
 def problems(config: TrainConfig) -> list[str]:
-    """Everything that is wrong with this run, one line a problem: key, value, limit, what to do."""
+    """All problems of this run, one line each: key, value, limit, remedy."""
     found = place_problems(config.model_dump())
     if any(problem.startswith("run = ") for problem in found):
         return found
@@ -55,22 +55,22 @@ def _remark(config: TrainConfig, manifest: Manifest) -> str | None:
 
 
 def refuse(found: list[str]) -> None:
-    """Stops with all problems, if there are any.
+    """Raises an error that lists the problems, if any.
 
     Raises:
-        ConfigError: there are.
+        ConfigError: the list is not empty.
     """
     if found:
         raise ConfigError("train", found)
 
 
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
-    """The parts that Ray lacks for this run: a cluster that answers, or a GPU for every worker on this machine.
+    """Problems with Ray for this run: a cluster that does not answer, or too few GPUs on this machine.
 
     Args:
-        config: of the run.
-        run: its folder; a finished run needs no Ray.
-        own_session: Ray was started for this run; another session of this process may be of any cluster.
+        config: configuration of the run.
+        run: folder of the run; a finished run needs no Ray.
+        own_session: True if Ray was started for this run; another session of this process may use any cluster.
     """
     others = "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session
     if others or (run / "summary.json").is_file():
@@ -90,7 +90,7 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
 
 
 def _run_problems(config: TrainConfig, run: Path) -> list[str]:
-    """The folder holds a run of another configuration, or does not tell where it was forked."""
+    """Problems of a folder that holds a run of another configuration, or a damaged `fork.json`."""
     found = []
     try:
         read_origin(run)
@@ -105,12 +105,12 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
     return [
         *found,
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
-        "begin one with this run's weights: --fork NEW_RUN",
+        "start a new run with this run's weights: --fork NEW_RUN",
     ]
 
 
 def read_decisive(run: Path) -> dict[str, Any] | None:
-    """The configuration that decided a run's result; None where its file is missing or, which is logged, damaged."""
+    """Reads the settings that decide a run's result; None if the file is missing, or damaged, which is logged."""
     path = run / DECISIVE
     if not path.is_file():
         return None
@@ -119,30 +119,30 @@ def read_decisive(run: Path) -> dict[str, Any] | None:
         if not isinstance(found.get("encoder"), dict):
             raise DamagedError(f"{path} is damaged: it holds no configuration")
     except DamagedError as error:
-        get_logger().warning("%s; the run's checkpoints are asked instead", error)
+        get_logger().warning("%s; reading the run's checkpoints instead", error)
         return None
     return found
 
 
 def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
-    """Checkpoints of another configuration, where no file is left that names what differs."""
+    """A problem if a checkpoint has another configuration, used when `decisive.json` cannot be read."""
     for step, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.config_hash != config.hash():
             path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
             return [
-                f"run = {config.run}: {path.name} is of another configuration, and {DECISIVE}, which would tell what "
-                "differs, is missing or damaged; name another folder"
+                f"run = {config.run}: {path.name} is of another configuration, and {DECISIVE}, which lists the "
+                "settings, is missing or damaged; name another folder"
             ]
     return []
 
 
 def _began_before(config: TrainConfig, run: Path) -> bool:
-    """Has this very run trained already, from scratch? Its encoder need not be built again, which takes seconds."""
+    """True if this run from scratch has a checkpoint; then its encoder is not built for checks, which takes seconds."""
     return config.encoder.pretrained is None and bool(checkpoint.steps_in(run / CHECKPOINTS))
 
 
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """What differs between two decisive configurations, one line a key."""
+    """Differences between two decisive configurations, one line a key."""
     old, new = flat_keys(before), flat_keys(now)
     return [
         f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
@@ -152,7 +152,7 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
 
 
 def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[str]:
-    """The folder holds a run of other shards: its next steps would read other documents than its plan says."""
+    """A problem if the run was trained on other shards; its next steps would read the wrong documents."""
     for _, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.data_hash != data_hash(manifest):
             return [

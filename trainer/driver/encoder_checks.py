@@ -1,4 +1,4 @@
-"""Problems of a run's encoder that show before Ray starts: its files, tokenizer, vocabulary, positions and weights."""
+"""Checks a run's encoder before Ray starts: its files, tokenizer, vocabulary, positions and weights."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainer.setup.build import build_encoder
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 
-# Errors of transformers where a model cannot be built or its files cannot be read.
+# Errors of transformers when a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
@@ -26,8 +26,8 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     """Problems of the encoder, its vocabulary, positions and weights, one line each.
 
     Args:
-        config: of the run.
-        manifest: of its shards.
+        config: configuration of the run.
+        manifest: manifest of its shards.
     """
     from transformers import AutoModelForMaskedLM
 
@@ -50,7 +50,7 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
                     f"the shards ({info.fingerprint[:12]}); prepare the corpus with that tokenizer"
                 )
         hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
-        with torch.device("meta"):  # shapes only: what cannot be built shows here, not on every worker
+        with torch.device("meta"):  # shapes only: finds an unbuildable model here instead of on every worker
             model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
         if config.objective.mlm:
             mlm_head(model)
@@ -69,13 +69,13 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
             "included; use shorter spans (and prepare again) or an encoder with more positions"
         )
-    if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # those hold its weights
+    if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # they contain its weights
         return found
     return _weight_problems(config, tokenizer)
 
 
 def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
-    """Problems of an encoder with its weights, which takes seconds to load; what is odd but no problem is logged."""
+    """Problems of an encoder with its weights, which take seconds to load; logs oddities that are no problem."""
     encoder = config.encoder
     try:
         built = build_encoder(config, tokenizer)
@@ -87,8 +87,8 @@ def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
         get_logger().warning("%s", remark)
     if built.config.layout != encoder.layout:
         get_logger().warning(
-            "encoder: model type %s mixes the spans of a packed batch; they are padded instead (encoder.layout = %s), "
-            "which is exact and slower",
+            "encoder: model type %s mixes the spans of a packed batch; padding them instead (encoder.layout = %s), "
+            "which is exact but slower",
             built.model.config.model_type,
             built.config.layout,
         )

@@ -29,8 +29,8 @@ SETTINGS = "declutr.json"
 def export(config: TrainConfig, run: Path) -> Path:
     """Writes `run/export` from the run's last or best checkpoint: weights, tokenizer, pooling, model card.
 
-    The best is that of the scores that are there now; where a follower has scored none, the last one. A folder that is
-    there is left as it is when it was made from this very checkpoint and all of its files verify.
+    The best checkpoint is chosen by the scores known now; if a follower has scored none, the last is exported. An
+    existing folder is kept if it was made from the same checkpoint and all of its files verify.
 
     Raises:
         CheckpointError: no checkpoint of the run verifies.
@@ -43,13 +43,13 @@ def export(config: TrainConfig, run: Path) -> Path:
     path, state = found
     if target.exists() and _is_of(target, state):
         return target
-    for left in run.glob(f".{EXPORT}.*.tmp"):  # of an export that was killed
+    for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export
         shutil.rmtree(left)
     tokenizer, _ = load_tokenizer(data_folder(config.data, config.cache))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target, replace=True) as aside:
-        # a head that neither the pretrained encoder had nor this run trained would pass for one that was
+        # a head that is neither pretrained nor trained by this run would look like a trained one
         write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.unloaded.head)
         write_text(aside / "README.md", model_card(config, state))
         settings = {
@@ -61,7 +61,7 @@ def export(config: TrainConfig, run: Path) -> Path:
         }
         write_json(aside / SETTINGS, settings | {"hash": hash_json(settings)})
         if others := sorted(_files(target) - _files(aside)):
-            _keep(target, f"it holds {', '.join(others)} besides")
+            _keep(target, f"it also holds {', '.join(others)}")
     return target
 
 
@@ -69,20 +69,20 @@ class ExportSettings(msgspec.Struct, frozen=True):
     """The part of an export's settings that is read back."""
 
     step: int
-    """Of the checkpoint it was made from."""
+    """Step of the exported checkpoint."""
     pooling: str
     checkpoint: str = ""
-    """Hash of that checkpoint's state, which holds the checksums of its files; empty in exports of older versions."""
+    """Hash of that checkpoint's state, which has the checksums of its files; empty in exports of older versions."""
     files: dict[str, str] = {}
     """SHA-256 of every other file of the folder."""
 
 
 def read_settings(folder: Path) -> ExportSettings:
-    """The settings of an exported encoder.
+    """Reads the settings of an exported encoder.
 
     Raises:
-        DamagedError: they are not what `export` writes.
-        OSError: they are missing or cannot be read.
+        DamagedError: the file is damaged.
+        OSError: the file is missing or cannot be read.
     """
     raw = read_record(folder / SETTINGS, dict[str, Any])
     if raw.pop("hash", hash_json(raw)) != hash_json(raw):
@@ -91,7 +91,7 @@ def read_settings(folder: Path) -> ExportSettings:
 
 
 def _is_of(target: Path, state: RunState) -> bool:
-    """Whether the folder is the whole export of this checkpoint; one that was altered is kept under another name."""
+    """True if the folder is the complete export of this checkpoint; an altered one is kept under another name."""
     try:
         settings = read_settings(target)
     except FileNotFoundError:
@@ -108,31 +108,31 @@ def _is_of(target: Path, state: RunState) -> bool:
         _keep(target, ", ".join(told))
         return False
     if settings.checkpoint != _identity(state):
-        source = "another checkpoint" if settings.checkpoint else "a checkpoint that it does not name"
+        source = "another checkpoint" if settings.checkpoint else "a checkpoint that is not named in it"
         get_logger().info("%s was made from %s: exporting again", target, source)
         return False
     return True
 
 
 def _keep(target: Path, why: str) -> None:
-    """Makes room for a new export; somebody may have put work of their own into the old one."""
+    """Renames an old export, which may contain files of the user."""
     kept = set_aside(target)
-    get_logger().warning("%s: %s; exporting again, what was there is kept as %s", target, why, kept)
+    get_logger().warning("%s: %s; exporting again, the old folder is kept as %s", target, why, kept)
 
 
 def _identity(state: RunState) -> str:
-    """Hash of a checkpoint: the checksums of its files, its step, and the configuration and data it comes from."""
+    """Hash of a checkpoint: its step, the hashes of its configuration and data, and the checksums of its files."""
     return hash_json([state.step, state.config_hash, state.data_hash, state.files])
 
 
 def _files(folder: Path) -> set[str]:
-    """Names of the files of an export, but for the settings."""
+    """Names of the files of an export, except the settings."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix() for path in paths} - {SETTINGS}
 
 
 def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
-    """The checkpoint to export; where scores are missing, it is said."""
+    """The checkpoint to export; logs missing scores."""
     score = config.validation.score
     if config.export == "last":
         return checkpoint.find_latest(folder)
@@ -141,22 +141,22 @@ def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
         return found
     if waiting := ranking.unscored(folder, score):
         get_logger().warning(
-            "%s is exported, and the checkpoints of steps %s have no score: give them one (declutr evaluate --follow), "
+            "exporting %s, because the checkpoints of steps %s have no score; score them (declutr evaluate --follow), "
             "and the same command exports the best of all",
-            "the last checkpoint" if found is None else f"the best by what is known, step {found[1].step},",
+            "the last checkpoint" if found is None else f"the best checkpoint so far, step {found[1].step}",
             ", ".join(map(str, waiting)),
         )
     return found or checkpoint.find_latest(folder)
 
 
 def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tuple[str, ...] = ()) -> None:
-    """Weights, tokenizer and pooling into a folder that is there: all that is needed to load them again.
+    """Writes weights, tokenizer and pooling to an existing folder, from which they can be loaded.
 
     Args:
         encoder: the encoder.
         tokenizer: its tokenizer.
         folder: an empty folder.
-        untrained: weights that are left out, because they are still as random as they were drawn.
+        untrained: names of weights to leave out, because they still have their random initial values.
     """
     weights = {name: weight for name, weight in encoder.model.state_dict().items() if name not in untrained}
     with silence():
@@ -169,7 +169,7 @@ def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tup
 
 
 def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dict[str, Any]:
-    """The small JSON files by which sentence-transformers recognises an encoder with its pooling."""
+    """Contents of the small JSON files that sentence-transformers needs to load an encoder with its pooling."""
     return {
         "modules.json": [
             {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -187,7 +187,7 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
 
 
 def model_card(config: TrainConfig, state: RunState) -> str:
-    """What the encoder is, where it comes from, how it scored."""
+    """Text of the model card: origin, data, configuration and scores of the encoder."""
     manifest = load_manifest(data_folder(config.data, config.cache))
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
     source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"

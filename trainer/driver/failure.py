@@ -1,4 +1,4 @@
-"""What went wrong with a group of workers: the worker's own error, short, and Ray's whole account for the log file."""
+"""Failures of a worker group: a short line with the worker's own error, and Ray's full message for the log file."""
 
 import re
 import socket
@@ -18,7 +18,7 @@ from common.console.logs import get_logger
 FAILURES = "failures.log"
 _NODE_SECONDS = 2.0
 _GONE = ": its node is gone"
-# What workers say when another one has left them in the middle of an exchange.
+# Errors of workers whose exchange failed because another worker died.
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|timed out|ncclremoteerror|remote process exited",
     re.IGNORECASE,
@@ -27,13 +27,13 @@ _COLLATERAL = re.compile(
 
 @dataclass(frozen=True)
 class GroupFailure:
-    """One end of a group before its last step.
+    """A failure of a group before its last step.
 
     Attributes:
-        summary: one line for a person.
-        kind: what makes two failures the same: no pid, no address, no time.
-        account: everything Ray said.
-        lost: the group's coordinator or Ray itself is gone, not a worker.
+        summary: one line for the user.
+        kind: key that equal failures share; it contains no pid, address or time.
+        account: Ray's full error messages.
+        lost: True if the group's coordinator or Ray itself died, not a worker.
     """
 
     summary: str
@@ -42,7 +42,7 @@ class GroupFailure:
     lost: bool = False
 
     def log(self, run: Path, step: int) -> None:
-        """Appends the whole account to the run's `failures.log`; to the log where the run's storage fails, too."""
+        """Appends Ray's messages to the run's `failures.log`, or logs them if that file cannot be written."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         try:
             with (run / FAILURES).open("a", encoding="utf-8") as stream:
@@ -52,7 +52,7 @@ class GroupFailure:
 
 
 def describe(error: BaseException) -> GroupFailure:
-    """The failure behind an error of `TorchTrainer.fit`."""
+    """Converts an error of `TorchTrainer.fit` to a failure."""
     account = "".join(traceback.format_exception(error))
     if isinstance(error, ray.train.WorkerGroupError):
         return _of_workers(error.worker_failures, account)
@@ -67,11 +67,11 @@ def describe(error: BaseException) -> GroupFailure:
 
 
 def blame_nodes(failure: GroupFailure, heartbeats: Sequence[dict[str, Any]]) -> GroupFailure:
-    """The same death, put down to a node if one with workers is gone: Ray itself learns of that seconds later.
+    """Attributes a worker's death to its node if the node is gone, which Ray itself notices seconds later.
 
     Args:
-        failure: of the group.
-        heartbeats: the last of its workers (trainer/worker/heartbeat.py).
+        failure: failure of the group.
+        heartbeats: newest heartbeats of its workers (trainer/worker/heartbeat.py).
     """
     if failure.kind != "death":
         return failure
@@ -87,7 +87,7 @@ def blame_nodes(failure: GroupFailure, heartbeats: Sequence[dict[str, Any]]) -> 
 
 
 def oom_kills() -> int:
-    """The number of processes that the kernel of this host has killed for lack of memory, in all containers."""
+    """Number of processes in any container of this host that its kernel has killed for lack of memory."""
     try:
         counters = Path("/proc/vmstat").read_text().split()
     except FileNotFoundError:  # not Linux
@@ -96,7 +96,7 @@ def oom_kills() -> int:
 
 
 def blame_memory(failure: GroupFailure, kills_before: int) -> GroupFailure:
-    """The same failure, with the number of processes of this host that were killed for memory meanwhile."""
+    """Adds the number of processes of this host that were killed for lack of memory since `kills_before`."""
     kills = oom_kills() - kills_before
     if kills <= 0:
         return failure
@@ -106,7 +106,7 @@ def blame_memory(failure: GroupFailure, kills_before: int) -> GroupFailure:
 
 
 def _answers(node: dict[str, Any]) -> bool:
-    """Does anybody listen where a node's raylet did?"""
+    """True if the port of the node's raylet accepts connections."""
     try:
         socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _NODE_SECONDS).close()
     except OSError:
@@ -115,7 +115,7 @@ def _answers(node: dict[str, Any]) -> bool:
 
 
 def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
-    """The worker that began it: one that raised an error of its own, else one that died."""
+    """Finds the first cause: a worker with an error that no other worker caused, else a dead worker."""
     deaths = {rank: error for rank, error in failures.items() if _is_death(error)}
     raised = {rank: error for rank, error in failures.items() if rank not in deaths}
     own = {rank: error for rank, error in raised.items() if not _COLLATERAL.search(str(error))}
@@ -130,7 +130,7 @@ def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
 
 
 def _died(who: str, number: int, why: str) -> str:
-    """The sentence on so many deaths, of which one is told."""
+    """Formats a message that names one dead worker and counts the others."""
     return f"{who} died{f' (and {number - 1} more)' if number > 1 else ''}{why}"
 
 
@@ -140,7 +140,7 @@ def _is_death(error: Exception) -> bool:
 
 
 def _who(rank: int, error: Exception) -> str:
-    """The worker, with its place where Ray tells it."""
+    """Names the worker, with host and pid if Ray reports them."""
     text = str(error)
     host = re.search(r"hostname='([^']+)'", text) or re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
     pid = re.search(r"\bpid[=:] ?(\d+)", text)
@@ -148,7 +148,7 @@ def _who(rank: int, error: Exception) -> str:
 
 
 def _why(error: Exception) -> str:
-    """What Ray knows of a worker's death; mostly only that it is dead."""
+    """Cause of a worker's death as far as Ray knows it, which is seldom."""
     inner = getattr(error, "health_check_failure", error)
     if isinstance(inner, OutOfMemoryError):
         return ": its node ran out of memory"
@@ -158,7 +158,7 @@ def _why(error: Exception) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Type and message, one line."""
+    """Type and message of an error on one line."""
     if isinstance(error, RayTaskError):  # a whole traceback: its last line is the error
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[-1].strip()

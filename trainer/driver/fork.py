@@ -1,7 +1,7 @@
-"""A new run that begins where another one is, with another configuration.
+"""A new run that starts from another run's checkpoint, with another configuration.
 
-Carried over: weights, the optimizer's moments, the step (and with it the place in the data and in the schedule of the
-learning rate), the metrics up to it, and the objective's own tensors where they fit. The old run is only read.
+The fork copies the weights, the optimizer's moments, the step (and thus the position in the data and in the learning
+rate schedule), the metrics up to it, and the state of the objective. The old run is only read.
 """
 
 import json
@@ -30,10 +30,10 @@ from trainer.setup.config import TrainConfig
 
 
 def fork(config: TrainConfig, new_run: str) -> TrainConfig:
-    """Makes the folder of a new run from the newest good checkpoint of `config.run`; a fork that is there is kept.
+    """Makes the folder of a new run from the newest good checkpoint of `config.run`; keeps an existing fork.
 
     Args:
-        config: of the new run, except that `run` is still the old one.
+        config: configuration of the new run, except that `run` is still the old one.
         new_run: folder of the new run.
 
     Returns:
@@ -41,7 +41,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
 
     Raises:
         ConfigError: the old run has no checkpoint, the new folder holds something else, or shapes differ.
-        DamagedError: `fork.json` of the new folder is not what a fork writes.
+        DamagedError: `fork.json` of the new folder is damaged.
     """
     if is_remote(config.run) or is_remote(new_run):
         raise ConfigError(
@@ -53,7 +53,9 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     if origin is not None and origin.folder == str(old):
         return forked
     if new.exists():
-        raise ConfigError("train", [f"--fork {new_run}: exists already and is no fork of {config.run}"])
+        raise ConfigError(
+            "train", [f"--fork {new_run}: exists already and is not a fork of {config.run}; name a new folder"]
+        )
     refuse(problems(forked))
     found = checkpoint.find_latest(old / CHECKPOINTS)
     if found is None:
@@ -63,7 +65,10 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     wrong = _shape_problems(config, path, shards.folder)
     if state.step >= steps:
-        wrong.append(f"--fork {new_run}: {config.run} is at step {state.step} already, the new run ends at {steps}")
+        wrong.append(
+            f"--fork {new_run}: {config.run} is at step {state.step} already, the new run ends at {steps}; "
+            "increase steps"
+        )
     refuse(wrong)
     with folder_aside(new) as aside:
         shutil.copytree(path, checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step))
@@ -90,7 +95,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
 
 
 def _shape_problems(config: TrainConfig, path: Path, shards: Path) -> list[str]:
-    """Parameters that the checkpoint and the new configuration's encoder do not have alike."""
+    """Parameters whose shapes differ between the checkpoint and the new configuration's encoder."""
     tokenizer, _ = load_tokenizer(shards)
     stored, wanted = shapes_in(path / checkpoint.ENCODER), _parameters(build_encoder(config, tokenizer))
     different = [
@@ -100,7 +105,7 @@ def _shape_problems(config: TrainConfig, path: Path, shards: Path) -> list[str]:
     ]
     if not different:
         return []
-    return [f"encoder: {path} holds other shapes, {len(different)} in all: {'; '.join(different[:3])}"]
+    return [f"encoder: {path} has {len(different)} different shapes: {'; '.join(different[:3])}"]
 
 
 def _parameters(encoder: Module) -> dict[str, list[int]]:
@@ -113,6 +118,6 @@ def shapes_of(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 
 
 def shapes_in(file: Path) -> dict[str, list[int]]:
-    """The same of a safetensors file, from its header."""
+    """Shape of each tensor in a safetensors file, from its header."""
     with safe_open(file, "pt") as stream:
         return {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118 - not a dict

@@ -1,11 +1,11 @@
-"""One command a run in an object store: an object that says who works on it, renewed while it does.
+"""Allows one command at a time on a run in an object store, with an object that names the holder and is renewed by it.
 
-Arrow's clients cannot write on a condition. So of two commands that begin within the same moment on two hosts both may
-begin; the one whose name was written over finds out when it renews, and ends. A holder that cannot renew for a minute
-may lose its run to another in the same way. On one host `common/lock.py` comes first, and has no such gap.
+Arrow's clients have no conditional write. If two commands start at the same moment on two hosts, both may start; the
+one whose object was overwritten notices at its next renewal and stops. In the same way, a holder that cannot renew for
+a minute may lose its run. On one host `common/lock.py` is taken first and has no such gap.
 
-Only the store's clock is asked: the age of the object is the time between its last change and that of an object that is
-written to be compared with it, so hosts whose clocks differ judge alike.
+Only the store's clock counts: the age of the object is the time from its last change to the writing of a second object.
+So hosts with different clocks get the same result.
 """
 
 import math
@@ -31,13 +31,13 @@ class Lease(Watcher):
     """Holds a run in a store while its block runs.
 
     Args:
-        address: of the run.
-        lost: called, from a thread, when another command has taken the run over.
-        beat_seconds: between two renewals.
+        address: address of the run.
+        lost: called from a thread when another command has taken over the run.
+        beat_seconds: time between two renewals.
 
     Raises:
-        RunLockedError: on entering, when a living command holds it.
-        RemoteError: on entering, when the store refuses or does not answer.
+        RunLockedError: on entering, a running command holds the run.
+        RemoteError: on entering, the store refuses or does not answer.
     """
 
     def __init__(self, address: str, lost: Callable[[], None], beat_seconds: float = _BEAT_SECONDS) -> None:
@@ -49,7 +49,8 @@ class Lease(Watcher):
         holder = self._read(Patience())
         if holder is not None and lives(holder, self._age_seconds):
             raise RunLockedError(
-                f"{refusal(self._address, holder)}; wait for it (a minute, if its host is gone) or name another address"
+                f"{refusal(self._address, holder)}; wait until it ends (a minute if its host is gone), or name "
+                "another address"
             )
         self._write(Patience())
         return super().__enter__()
@@ -60,7 +61,7 @@ class Lease(Watcher):
             if self._mine():
                 remove_file(self._url, _ONCE)
         except OSError as error:
-            get_logger().warning("%s cannot be taken away (%s); it counts for a minute more", self._url, error)
+            get_logger().warning("%s cannot be deleted (%s); it locks the run for one more minute", self._url, error)
 
     def look(self) -> bool:
         """Renews the lease; False when it is lost."""
@@ -85,7 +86,7 @@ class Lease(Watcher):
         write_file(self._url, msgspec.json.encode(content), patience)
 
     def _age_seconds(self) -> float:
-        """Seconds since the lease was renewed, on the store's clock; infinite where it was given up meanwhile."""
+        """Seconds since the lease was renewed, on the store's clock; infinite if it has been released."""
         clock = child(self._address, f".{LOCK}.{self._holder.token}")
         write_file(clock, b"{}", Patience())
         try:

@@ -192,7 +192,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def ended_early(run: Path, patience: int | None, done: int) -> dict[str, Any] | None:
-    """Reason and patience of a run's early end; None if it has not ended early or the patience was increased.
+    """Reason and patience of a run's early end; None if it did not end early or has more patience now.
 
     Args:
         run: folder of the run.

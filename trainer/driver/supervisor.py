@@ -30,7 +30,7 @@ from trainer.worker.heartbeat import Stopwatch, describe_start
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long
-_LOST_SECONDS = 20.0  # Ray ends a process that has not reached its head for 60 s
+_LOST_SECONDS = 20.0  # Ray kills a process that has not reached its head for 60 s
 
 
 class TrainingFailedError(RuntimeError):
@@ -38,7 +38,7 @@ class TrainingFailedError(RuntimeError):
 
 
 class RunStoppedError(RuntimeError):
-    """The run stopped on request, after saving.
+    """The run stopped on request; the same command continues it.
 
     Attributes:
         status: exit status of the command.
@@ -78,11 +78,11 @@ class Supervisor:
         self.restarts = 0
         self.line: dict[str, Any] | None = None
         self._started: set[str] = set()
-        self._heard: dict[tuple[str, int], int] = {}
-        self._said: set[tuple[str, str]] = set()
+        self._num_read: dict[tuple[str, int], int] = {}
+        self._logged: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
         self._watchdog = Watchdog(scaling.hang_seconds, scaling.slow_factor)
-        self._hang = self._noticed = ""
+        self._hang = self._notices = ""
         self._stopwatch = Stopwatch(marks)
         self._waiting: Waiting | None = None
 
@@ -110,7 +110,7 @@ class Supervisor:
             elif self.signals.received is not None:
                 raise self._stopped(outcome["step"])
             else:
-                reason = self._noticed or outcome["stopped"]
+                reason = self._notices or outcome["stopped"]
                 get_logger().warning("saved at step %d after %s; starting again", outcome["step"], reason)
 
     @property
@@ -143,8 +143,8 @@ class Supervisor:
             with reader:
                 lost = self._watch(fit, reader)
         finally:
-            self._log_news(reader.heartbeats)
-            self._noticed = " and ".join(heartbeat["notice"] for heartbeat in reader.heartbeats if heartbeat["notice"])
+            self._log_new_lines(reader.heartbeats)
+            self._notices = " and ".join(heartbeat["notice"] for heartbeat in reader.heartbeats if heartbeat["notice"])
         if lost is not None:
             ray.shutdown()
             return lost
@@ -156,8 +156,8 @@ class Supervisor:
         failure = blame_nodes(describe(fit.error), reader.heartbeats)
         if self._hang:
             failure = GroupFailure(self._hang, "hang", failure.account)
-        elif self._noticed:
-            failure = replace(failure, summary=f"{failure.summary}, after {self._noticed}")
+        elif self._notices:
+            failure = replace(failure, summary=f"{failure.summary}, after {self._notices}")
         if failure.lost:
             ray.shutdown()
         return failure
@@ -181,37 +181,38 @@ class Supervisor:
             silent = now - reader.answered
             if silent > _LOST_SECONDS:
                 return GroupFailure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
-            self._judge(reader.heartbeats, now)
+            self._check(reader.heartbeats, now)
         return None
 
-    def _judge(self, heartbeats: list[dict[str, Any]], now: float) -> None:
+    def _check(self, heartbeats: list[dict[str, Any]], now: float) -> None:
+        """Logs news of the workers, and kills a worker that hangs."""
         hang = self._watchdog.look(heartbeats, now)
-        self._log_news(heartbeats)
-        if self._waiting is not None and (sentence := self._waiting.look(heartbeats, now)):
-            get_logger().info("%s", sentence)
+        self._log_new_lines(heartbeats)
+        if self._waiting is not None and (message := self._waiting.look(heartbeats, now)):
+            get_logger().info("%s", message)
         for heartbeat in heartbeats:
             if heartbeat["rank"] == 0 and heartbeat["start"] and heartbeat["group"] not in self._started:
                 self._started.add(heartbeat["group"])
                 get_logger().info("%s", describe_start(heartbeat["step"] - heartbeat["steps"] + 1, heartbeat["start"]))
-        for sentence in self._watchdog.slow():
-            get_logger().warning("%s", sentence)
+        for message in self._watchdog.slow():
+            get_logger().warning("%s", message)
         if hang is None or self._hang:
             return
         self._hang = str(hang)
         get_logger().error("%s; starting the group again", hang)
         kill_worker(hang.heartbeat)
 
-    def _log_news(self, heartbeats: list[dict[str, Any]]) -> None:
+    def _log_new_lines(self, heartbeats: list[dict[str, Any]]) -> None:
         """Logs new lines of the workers, equal ones once, and keeps the first worker's newest metrics."""
         for heartbeat in heartbeats:
             self.line = heartbeat["line"] or self.line
             key = (heartbeat["group"], heartbeat["rank"])
-            new = heartbeat["num_logged"] - self._heard.get(key, 0)
-            self._heard[key] = heartbeat["num_logged"]
-            for words in heartbeat["logged"][-new:] if new > 0 else ():
-                if (heartbeat["group"], words) not in self._said:
-                    self._said.add((heartbeat["group"], words))
-                    get_logger().info("worker %d: %s", heartbeat["rank"], words)
+            new = heartbeat["num_logged"] - self._num_read.get(key, 0)
+            self._num_read[key] = heartbeat["num_logged"]
+            for line in heartbeat["logged"][-new:] if new > 0 else ():
+                if (heartbeat["group"], line) not in self._logged:
+                    self._logged.add((heartbeat["group"], line))
+                    get_logger().info("worker %d: %s", heartbeat["rank"], line)
 
     def _continue_after(self, failure: GroupFailure) -> None:
         """Counts a failure, and pauses unless it is the first without progress.
@@ -259,7 +260,8 @@ class Supervisor:
                 "are in it. The same command with run=NEW_FOLDER continues",
                 self.signals.status,
             )
-        where = "stopped without saving again" if step is None else f"stopped at step {step} of {self.steps}"
+        where = "without a new checkpoint" if step is None else f"at step {step} of {self.steps}"
         return RunStoppedError(
-            f"{self._name}: {where} after {self.signals.received}; the same command continues", self.signals.status
+            f"{self._name}: stopped {where} after {self.signals.received}; the same command continues",
+            self.signals.status,
         )

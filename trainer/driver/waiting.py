@@ -1,4 +1,4 @@
-"""The start of a group in words: what it waits for, said while no step is taken yet. No Ray, no clock of its own."""
+"""Log messages about a slow start of a group, until its first step. It uses neither Ray nor a clock."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ _WORDS = {"starting": "loading", "fetching": "fetching the run or the shards", "
 
 
 class Waiting:
-    """Says what a start waits for: after ten seconds, when that changes, and once a minute.
+    """Reports what a start waits for: after ten seconds, at each change, and once a minute.
 
     Args:
-        scaling: of the run.
-        resources: of Ray's session: CPUs and GPUs by name.
-        began: when the start began, in seconds of the clock that `look` is given.
+        scaling: settings of the workers.
+        resources: CPUs and GPUs of Ray's session, by name.
+        began: start time, in seconds of the clock of `look`.
     """
 
     def __init__(self, scaling: ScalingConfig, resources: Mapping[str, float], began: float) -> None:
@@ -27,11 +27,11 @@ class Waiting:
         self._over = False
 
     def look(self, heartbeats: Sequence[dict[str, Any]], now: float) -> str | None:
-        """A sentence to be said now; None where there is none.
+        """A message to log now, or None.
 
         Args:
-            heartbeats: the newest of every worker of this start (trainer/worker/heartbeat.py).
-            now: in seconds.
+            heartbeats: newest heartbeat of every worker of this start (trainer/worker/heartbeat.py).
+            now: current time in seconds.
         """
         self._over = self._over or any(heartbeat["steps"] for heartbeat in heartbeats)
         if self._over or now - self._began < FIRST_SECONDS:
@@ -47,8 +47,8 @@ class Waiting:
         cpus, gpus = found.get("CPU", 0), found.get("GPU", 0)
         needed = f"{scaling.cpus_per_worker} CPU(s)" + (" and a GPU" if scaling.device == "cuda" else "")
         return (
-            f"none of {scaling.least_workers} workers has begun; each needs {needed}, Ray has {cpus:g} CPUs and "
-            f"{gpus:g} GPUs in all"
+            f"none of {scaling.least_workers} workers has started; each needs {needed}, and Ray has {cpus:g} CPUs and "
+            f"{gpus:g} GPUs in total"
         )
 
     def _of_workers(self, heartbeats: Sequence[dict[str, Any]]) -> str:
@@ -57,15 +57,15 @@ class Waiting:
             counts[heartbeat["phase"]] = counts.get(heartbeat["phase"], 0) + 1
         size = max(heartbeat["size"] for heartbeat in heartbeats)
         doing = ", ".join(f"{number} {_WORDS.get(phase, phase)}" for phase, number in sorted(counts.items()))
-        return f"{len(heartbeats)} of {size} workers have begun ({doing})"
+        return f"{len(heartbeats)} of {size} workers have started ({doing})"
 
 
 def oversubscribed(scaling: ScalingConfig) -> str | None:
-    """A sentence where a session on this machine has fewer CPUs than its workers reserve; None where it has enough."""
+    """A message if the workers reserve more CPUs than this machine has, or None."""
     workers, each, there = scaling.most_workers, scaling.cpus_per_worker, os.cpu_count() or 1
     if named_cluster(scaling.address)[1] or workers * each <= there:
         return None
     return (
-        f"scaling.workers = {workers}, of {each} CPU(s) each, share the {there} CPUs of this machine: start and every "
-        "step take longer than with fewer workers"
+        f"scaling.workers = {workers} with {each} CPU(s) each exceed the {there} CPUs of this machine: the start and "
+        "every step take longer than with fewer workers"
     )

@@ -1,4 +1,4 @@
-"""The driver's judgement of its workers' heartbeats: who hangs, who is slow. No Ray, no clock of its own."""
+"""Finds hanging and slow workers from their heartbeats. It uses neither Ray nor a clock."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from typing import Any
 
 Snapshot = dict[str, Any]
 
-_SLOW_STEPS = 20  # a mean over fewer steps says little
-_SLOW_LOOKS = 20  # how often in a row a worker must be slow: ten seconds
-_START_SECONDS = 60.0  # a group's first step opens the data and compiles: it may take so long in any case
-_ALONE_SECONDS = 60.0  # more patience with a group of which nobody writes: mostly Ray is replacing it
-_SILENT_SECONDS = 10.0  # a worker writes twice a second; one that does not for so long is stopped or cut off
+_SLOW_STEPS = 20  # a mean over fewer steps is unreliable
+_SLOW_LOOKS = 20  # a worker must be slow in this many looks in a row, which is ten seconds
+_START_SECONDS = 60.0  # least limit for a group's first step, which opens the data and compiles
+_ALONE_SECONDS = 60.0  # added while no worker of the group writes: usually Ray is replacing the group
+_SILENT_SECONDS = 10.0  # a worker writes twice a second; after this long it is stopped or cut off
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Hang:
     """A worker that holds up its group.
 
     Attributes:
-        heartbeat: its last.
-        silent_seconds: how long it has written nothing.
-        still_seconds: how long the group has made no progress.
-        waiting: what the others do.
+        heartbeat: its newest heartbeat.
+        silent_seconds: time since it wrote a heartbeat.
+        still_seconds: time since the group made progress.
+        waiting: end of the message, on the other workers.
     """
 
     heartbeat: Snapshot
@@ -37,7 +37,7 @@ class Hang:
         )
         return (
             f"worker {heartbeat['rank']} (host {heartbeat['host']}, pid {heartbeat['pid']}) hangs: "
-            f"{state} {heartbeat['phase']} after step {max(0, heartbeat['step'])}; "
+            f"{state} {heartbeat['phase']} after step {max(0, heartbeat['step'])}, "
             f"no progress for {self.still_seconds:.0f} s{self.waiting}"
         )
 
@@ -47,8 +47,11 @@ class Watchdog:
     """Compares heartbeats from look to look.
 
     Attributes:
-        hang_seconds: a group that makes no progress for so long hangs.
-        slow_factor: a worker whose own time is so many times the median's is slow.
+        hang_seconds: a group without progress for this long hangs.
+        slow_factor: a worker is slow if its own time exceeds this factor times the others' median.
+        group: identity of the group that writes now.
+        reached: last finished step that any worker has reported.
+        named: slow workers that were already reported, as (group, rank).
     """
 
     hang_seconds: float
@@ -61,11 +64,11 @@ class Watchdog:
     _slow_looks: dict[int, int] = field(default_factory=dict)
 
     def look(self, heartbeats: Sequence[Snapshot], now: float) -> Hang | None:
-        """Takes in the newest heartbeats; the worker that hangs, if one does.
+        """Reads the newest heartbeats; returns the worker that hangs, or None.
 
         Args:
-            heartbeats: of all ranks, those of groups that are gone among them.
-            now: in seconds, of any steady clock.
+            heartbeats: heartbeats of all ranks, including those of earlier groups.
+            now: current time in seconds, of any steady clock.
         """
         for heartbeat in heartbeats:
             key = (heartbeat["group"], heartbeat["rank"])
@@ -73,7 +76,7 @@ class Watchdog:
                 self._written[key] = (heartbeat, now)
         if not self._written:
             return None
-        # The group that writes now; one that is gone writes no more.
+        # The group that writes now; an earlier group no longer writes.
         self.group = max(self._written, key=lambda key: (self._written[key][1], key[0] == self.group))[0]
         current = {rank: seen for (group, rank), seen in self._written.items() if group == self.group}
         self.reached = max(self.reached, *(heartbeat["step"] for heartbeat, _ in current.values()))
@@ -89,11 +92,11 @@ class Watchdog:
         if still < patience or all(p["phase"] == "ended" for p, _ in current.values()):
             return None
         if any(p["phase"] == "fetching" and now - at < _SILENT_SECONDS for p, at in current.values()):
-            return None  # from a store, which has a patience of its own
+            return None  # the store's retries have a separate time limit
         return self._blame(current, now, still)
 
     def _blame(self, current: dict[int, tuple[Snapshot, float]], now: float, still: float) -> Hang:
-        """Who is silent, else who entered the fewest exchanges; where all wait in the same one, the lowest rank."""
+        """Names the silent worker, else the one with the fewest exchanges entered, of equals the lowest rank."""
         silent = {rank: now - at for rank, (_, at) in current.items()}
         worst = max(silent, key=lambda rank: silent[rank])
         if silent[worst] < _SILENT_SECONDS:
@@ -101,13 +104,13 @@ class Watchdog:
         others = sorted({p["phase"] for rank, (p, _) in current.items() if rank != worst})
         ahead = any(p["entered"] > current[worst][0]["entered"] for p, _ in current.values())
         if others and not ahead and silent[worst] < _SILENT_SECONDS:
-            waiting = f"; all {len(current)} workers wait alike, none is missing"
+            waiting = f"; all {len(current)} workers wait in the same exchange, none is missing"
         else:
             waiting = f"; the others wait in {' and '.join(others)}" if others else ""
         return Hang(current[worst][0], silent[worst], still, waiting)
 
     def slow(self) -> list[str]:
-        """A sentence for each worker that has just been found slow; each is named once a group."""
+        """A message for each worker newly found slow; each is reported once a group."""
         means = {
             rank: heartbeat["own_seconds"]
             for (group, rank), (heartbeat, _) in self._written.items()
@@ -124,6 +127,6 @@ class Watchdog:
                 heartbeat = self._written[(self.group, rank)][0]
                 sentences.append(
                     f"worker {rank} (host {heartbeat['host']}, pid {heartbeat['pid']}) is slow: "
-                    f"{own:.2f} s of its own a step, the others {median:.2f} s"
+                    f"{own:.2f} s a step without waiting, the others {median:.2f} s"
                 )
         return sentences

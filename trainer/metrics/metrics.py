@@ -1,4 +1,4 @@
-"""Numbers of a run: JSON lines and TensorBoard, written by rank 0, exact again after a resume."""
+"""Metrics of a run as JSON lines and TensorBoard events, written by rank 0; a resume leaves no step out or twice."""
 
 import json
 import math
@@ -26,10 +26,10 @@ _SHOWN_LINES = 5
 
 @dataclass
 class Window:
-    """One step's time and what it went to.
+    """Measures one step's time and rates.
 
     Attributes:
-        began: monotonic time of its beginning, in seconds.
+        began: monotonic start time, in seconds.
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -37,13 +37,13 @@ class Window:
     def rates(
         self, measured: StepMetrics, documents: int, waited_seconds: float, peak_flops: float | None
     ) -> dict[str, float | None]:
-        """Tokens and documents a second, share of time spent waiting for data, utilisation, peak memory.
+        """Computes tokens and documents a second, the data-wait share of the time, utilisation and peak memory.
 
         Args:
-            measured: of the step.
-            documents: of the step, over all workers.
-            waited_seconds: this worker spent waiting for data.
-            peak_flops: of all workers' devices together; None where it is not known.
+            measured: metrics of the step.
+            documents: number of documents of the step over all workers.
+            waited_seconds: time this worker waited for data.
+            peak_flops: peak of all workers' devices together; None if unknown.
         """
         seconds = max(time.monotonic() - self.began, 1e-9)
         return {
@@ -57,7 +57,7 @@ class Window:
 
 
 def peak_memory_mib() -> float:
-    """Most memory that was in use so far, in MiB: of the GPU where there is one, else of this process."""
+    """Peak memory so far in MiB, of the GPU if one is used, else of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
@@ -65,19 +65,19 @@ def peak_memory_mib() -> float:
 
 
 class MetricsWriter:
-    """Appends a line a step to `metrics.jsonl` and the same to TensorBoard, in a thread: a storage may fail or hang.
+    """Appends each step's metrics to `metrics.jsonl` and TensorBoard in a thread, because a storage may fail or hang.
 
     Args:
-        folder: the run.
-        after_step: lines of later steps are dropped first: they belong to steps that are about to be taken again.
+        folder: folder of the run.
+        after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
     """
 
     def __init__(self, folder: Path, after_step: int) -> None:
         lines, damaged = _read_lines(folder / METRICS)
         if damaged:
             kept_as = set_aside(folder / METRICS)
-            words = "%s: damaged, left out of it; the whole file is kept as %s"
-            get_logger().warning(words, _places(folder / METRICS, damaged), kept_as)
+            message = "%s: removing damaged lines; the original file is kept as %s"
+            get_logger().warning(message, _places(folder / METRICS, damaged), kept_as)
         kept = [line for line in lines if line["step"] <= after_step]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._lines = Journal(folder / METRICS)
@@ -91,28 +91,28 @@ class MetricsWriter:
         self._thread.start()
 
     def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> dict[str, Any]:
-        """Writes the numbers of a step; returns its line."""
+        """Writes the metrics of a step; returns the line."""
         return self._add({"kind": "step", "step": step, **metrics.line(), **extra})
 
     def start(self, step: int, parts: dict[str, float]) -> None:
-        """Writes where the time went until a group's first step, in seconds."""
+        """Writes the seconds of each part of a group's start."""
         self._add({"kind": "start", "step": step, **parts})
 
     def scores(self, step: int, scores: dict[str, float]) -> None:
-        """Writes held-out scores of the weights after a step."""
+        """Writes the held-out scores after a step."""
         self._add({"kind": "validation", "step": step, **scores})
 
     def flush(self) -> None:
-        """Returns when all lines are on the disk.
+        """Writes all lines to the disk before it returns.
 
         Raises:
-            OSError: they are not; none is lost.
+            OSError: the storage failed; all lines are kept in memory.
         """
         self._lines.flush(to_disk=True)
         self._events.flush(to_disk=True)
 
     def close(self) -> None:
-        """Ends the thread after a last try."""
+        """Ends the thread after a last attempt."""
         self._closed = True
         self._added.set()
         self._thread.join(_LAST_SECONDS)
@@ -134,41 +134,39 @@ class MetricsWriter:
                 self._events.flush()
             except OSError as error:
                 if self._closed:
-                    get_logger().warning(
-                        "the last lines of %s could not be written (%s)", self._lines.path, error.strerror
-                    )
+                    get_logger().warning("cannot write the last lines of %s (%s)", self._lines.path, error.strerror)
                     return
                 if not failing:
-                    words = "%s cannot be written now (%s): new lines are kept in memory"
-                    get_logger().warning(words, self._lines.path, error.strerror)
+                    message = "%s cannot be written now (%s): keeping new lines in memory and retrying"
+                    get_logger().warning(message, self._lines.path, error.strerror)
                 failing = True
                 time.sleep(_BACK_OFF_SECONDS)
                 self._added.set()
             else:
                 if failing:
-                    get_logger().info("metrics are written again, none is missing")
+                    get_logger().info("metrics are written again; no line is missing")
                 failing = False
 
 
 def _or_none(value: Any) -> Any:
-    """JSON has no word for what is not finite."""
+    """Replaces a float that is not finite by None, because JSON cannot represent it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Every whole line of a run's metrics, damaged ones left out, which is logged; so is a last line cut off by a kill.
+    """Reads a run's metrics. Damaged lines are skipped and logged; a last line without its end is skipped silently.
 
     Raises:
         OSError: the file cannot be read.
     """
     lines, damaged = _read_lines(folder / METRICS)
     if damaged:
-        get_logger().warning("%s: damaged, passed over", _places(folder / METRICS, damaged))
+        get_logger().warning("%s: skipping damaged lines", _places(folder / METRICS, damaged))
     return lines
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The lines that are whole, and the numbers of those that are damaged, from 1 on."""
+    """Valid lines, and the numbers of damaged lines, counted from 1."""
     if not path.is_file():
         return [], []
     lines, damaged = [], []
@@ -187,7 +185,7 @@ def _places(path: Path, numbers: list[int]) -> str:
 
 
 def _decoded(raw: bytes) -> dict[str, Any] | None:
-    """A line of metrics; None where it is damaged."""
+    """A line of metrics; None if it is damaged."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -204,7 +202,7 @@ def read_last_step(path: Path, tail_bytes: int = 8192) -> dict[str, Any] | None:
     with path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - tail_bytes))
         lines = stream.read().split(b"\n")
-    # the first piece may begin inside a line, the last is empty or not yet whole
+    # the first piece may start inside a line; the last is empty or incomplete
     for raw in reversed(lines[1:-1] if len(lines) > 2 else lines[:-1]):
         line = _decoded(raw)
         if line is not None and line["kind"] == "step":

@@ -1,7 +1,7 @@
 """TensorBoard's event files as bytes: a header, then one record for each line of metrics.
 
-torch's SummaryWriter keeps a thread and an open file that do not survive a full disk: what it held then is lost, and
-every later call fails. Only the format is needed here.
+torch's SummaryWriter does not survive a full disk: it loses its buffered events, and every later call fails. So only
+the file format is used.
 """
 
 import io
@@ -20,12 +20,12 @@ TENSORBOARD = "tensorboard"
 
 
 def event_file_path(folder: Path) -> Path:
-    """Where a new event file of a run goes; names sort by time."""
+    """Path of a new event file of a run; names sort by time."""
     return folder / TENSORBOARD / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
 
 
 def header(purge_step: int) -> bytes:
-    """The head of an event file; what earlier files say of `purge_step` and later steps is not shown any more."""
+    """Header of an event file, which hides `purge_step` and later steps of earlier files."""
     start = SessionLog(status=SessionLog.START)
     return _record(Event(wall_time=time.time(), file_version="brain.Event:2")) + _record(
         Event(wall_time=time.time(), step=purge_step, session_log=start)
@@ -33,7 +33,7 @@ def header(purge_step: int) -> bytes:
 
 
 def record(line: dict[str, Any]) -> bytes:
-    """A line of metrics, `kind` and `step` among its keys, as one event; what is no finite number is left out."""
+    """Converts a line of metrics with `kind` and `step` to one event; leaves out values that are not finite."""
     values = [
         Summary.Value(tag=f"{line['kind']}/{name}", simple_value=float(value))
         for name, value in line.items()

@@ -1,7 +1,7 @@
-"""Attention over packed spans: one row of tokens, in which no span sees another.
+"""Attention over packed spans: one row of tokens, in which no span attends to another.
 
-It is known to transformers' own attention interface, so that encoder families work unchanged. Linear layers see
-every real token once and no padding; only inside attention are spans of similar length brought together.
+It is registered with transformers' attention interface, so encoder families work unchanged. Linear layers process each
+real token once and no padding; only attention groups spans of similar length.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from torch import Tensor
 from trainer.model.dropout import AttentionDropout
 
 PACKED = "declutr_packed"
-# A group of spans is one attention call, padded to its longest span. Merging saves calls and wastes multiplications;
-# spans join a group while they are at least this share of its longest, or while the group's scores stay tiny.
+# A group of spans is one attention call, padded to its longest span. Merging saves calls but wastes multiplications. A
+# span joins a group if its length is at least this share of the group's longest, or if the group's longest is short.
 _MIN_FILL = 0.75
 _SMALL_TOKENS = 96
 
@@ -26,8 +26,8 @@ class AttentionGroup:
     """Spans that attend in one call.
 
     Attributes:
-        tokens: `(spans, longest)` positions in the packed row; places beyond a span's end repeat its first token.
-        valid: `(spans, longest)` True where there is a token; None when all spans have the same length.
+        tokens: `(spans, longest)` positions in the packed row; entries beyond a span's end repeat its first token.
+        valid: `(spans, longest)` True for tokens; None when all spans have the same length.
     """
 
     tokens: Tensor
@@ -35,12 +35,12 @@ class AttentionGroup:
 
 
 class AttentionLayout:
-    """Where spans begin and end in a packed row; what a kernel needs of it is made when it is first asked for.
+    """Positions of spans in a packed row, and inputs of attention kernels, which are computed at first use.
 
     Args:
-        lengths: `(S,)` tokens of each span, in the order in which they are packed; on the CPU.
-        device: of the row.
-        token_keys: `(T,)` keys of the tokens, for attention dropout; None: nothing is dropped.
+        lengths: `(S,)` number of tokens of each span in packed order, on the CPU.
+        device: device of the row.
+        token_keys: `(T,)` keys of the tokens, for attention dropout; None without dropout.
     """
 
     def __init__(self, lengths: Tensor, device: torch.device, token_keys: Tensor | None = None) -> None:
@@ -50,7 +50,7 @@ class AttentionLayout:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """`(S + 1,)` int32 places where spans begin, and the end of the last."""
+        """`(S + 1,)` int32 start positions of the spans, and the end of the last."""
         bounds = torch.zeros(len(self.lengths) + 1, dtype=torch.int32)
         bounds[1:] = self.lengths.cumsum(0)
         return bounds.to(self.device, non_blocking=True)
@@ -62,7 +62,7 @@ class AttentionLayout:
 
     @cached_property
     def is_table(self) -> bool:
-        """Whether all spans have one length: the row is their table as it stands, and nothing need be moved."""
+        """True if all spans have the same length; then the row can be viewed as their table without copying."""
         return bool((self.lengths == self.lengths[0]).all())
 
     @cached_property
@@ -75,12 +75,12 @@ class AttentionLayout:
 
     @cached_property
     def order(self) -> Tensor:
-        """`(T,)` for each packed token its place in the concatenation of the groups' valid tokens."""
+        """`(T,)` position of each packed token in the concatenation of the groups' valid tokens."""
         return torch.argsort(torch.cat([tokens[valid] for tokens, valid, _ in self._groups])).to(self.device)
 
     @cached_property
     def _groups(self) -> list[tuple[Tensor, Tensor, bool]]:
-        """Tokens, which of them are valid, and whether some are not, of each group; on the CPU."""
+        """Tokens, valid mask, and True if some entries are invalid, for each group; on the CPU."""
         starts = (self.lengths.cumsum(0) - self.lengths).tolist()
         sizes = self.lengths.tolist()
         members: list[list[int]] = []
@@ -105,13 +105,13 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - the layout says what the mask would say
+    attention_mask: Tensor | None,  # noqa: ARG001 - the layout replaces the mask
     scaling: float | None = None,
     dropout: float = 0.0,
     packed_layout: AttentionLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface: `(1, heads, T, head_dim)` in, `(1, T, heads, head_dim)` out.
+    """Computes attention in transformers' interface: `(1, heads, T, head_dim)` in, `(1, T, heads, head_dim)` out.
 
     Args:
         module: the attention layer.
@@ -119,17 +119,17 @@ def packed_attention(
         key: keys.
         value: values.
         attention_mask: unused.
-        scaling: factor on the scores; None means 1 / sqrt(head_dim).
-        dropout: probability that an attention weight is dropped.
-        packed_layout: the groups of spans.
-        kwargs: `sliding_window` w limits attention to |i - j| < w, as ModernBERT's local layers ask.
+        scaling: factor of the scores; None means 1 / sqrt(head_dim).
+        dropout: probability of dropping an attention weight.
+        packed_layout: positions of the spans.
+        kwargs: `sliding_window` w limits attention to |i - j| < w, for ModernBERT's local layers.
     """
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
     window = kwargs.get("sliding_window")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return _attend_by_kernel(query, key, value, packed_layout, scaling, window), None
-    # not in training: where a step may have one span, or spans of one length, compiled code would be made twice
+    # not in training: some steps have one span, or spans of one length, and would cause a second compilation
     table = packed_layout.is_table and not torch.is_grad_enabled()
     if not table:
         rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
@@ -157,7 +157,7 @@ def packed_attention(
 def _attend_by_kernel(
     query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Torch's variable-length attention: one call for all spans, half precision on a GPU, no dropout."""
+    """Calls torch's variable-length attention once for all spans; for half precision on a GPU without dropout."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # each (T, heads, head_dim)
@@ -188,12 +188,12 @@ def _attend_with_dropout(
     token_keys: Tensor | None,
     group: AttentionGroup,
 ) -> Tensor:
-    """Attention with its weights written out, because their dropout is keyed by token and must be repeatable."""
+    """Computes attention with explicit weights, because their dropout is keyed by token and must be repeatable."""
     if token_keys is None:
         raise RuntimeError("attention dropout needs the keys of its tokens: SpanBatch.keys is missing")
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if mask is not None:
-        # not -inf: a place beyond its span may see no key at all, and its NaN would reach every gradient
+        # not -inf: a position beyond its span may attend to no key, and its NaN would spread to every gradient
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
     layer, heads, longest = _layer_number(module), scores.shape[1], scores.shape[2]
@@ -202,7 +202,7 @@ def _attend_with_dropout(
 
 
 def number_modules(model: torch.nn.Module) -> None:
-    """Gives every module of an encoder a number, for attention layers that do not know their own."""
+    """Numbers every module of an encoder, for attention layers without `layer_idx`."""
     for number, module in enumerate(model.modules()):
         module.declutr_number = number  # type: ignore[assignment]
 
@@ -218,8 +218,8 @@ _DROPOUT = AttentionDropout()
 
 
 def register() -> None:
-    """Makes packed attention known to transformers as PACKED."""
+    """Registers packed attention with transformers as PACKED."""
     from transformers import AttentionInterface
 
-    # The layout differs in every batch, so torch.compile leaves attention alone and compiles what lies between.
+    # The layout differs in every batch, so torch.compile skips attention and compiles the layers between.
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

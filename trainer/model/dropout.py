@@ -1,8 +1,8 @@
-"""Dropout whose masks belong to tokens, not to batches: the same for any packing, microbatch and world size.
+"""Dropout with masks that depend on tokens, not on batches: equal for any packing, microbatch and world size.
 
-torch's dropout draws from a stream, so a mask depends on everything that was computed before it. Here an element is
-dropped by a hash of (the token's key, the layer, the feature): the key comes from (seed, epoch, document, span, place).
-A second forward of the same token, in another microbatch or on another worker, drops the same elements.
+torch's dropout draws from a stream, so a mask depends on all earlier draws. Here a hash of (token key, layer, feature)
+decides about an element, and the key comes from (seed, epoch, document, span, position). A second forward of the same
+token, in another microbatch or on another worker, drops the same elements.
 """
 
 import numpy as np
@@ -14,12 +14,12 @@ from common import seeding
 
 
 class DropoutKeys:
-    """The keys of the tokens that go through an encoder; shared by all its dropout layers.
+    """Keys of the tokens in an encoder, shared by all its dropout layers.
 
-    They stay until the next forward, because activation checkpointing repeats parts of a forward in its backward.
+    They are kept until the next forward, because activation checkpointing repeats parts of a forward in the backward.
 
     Attributes:
-        tokens: int32 keys with the leading shape of the hidden states; None: the batch brought none.
+        tokens: int32 keys with the leading shape of the hidden states; None for a batch without keys.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class DropoutKeys:
 class KeyedDropout(nn.Module):
     """Drops elements of hidden states with probability p and scales the others by 1 / (1 - p).
 
-    Attention weights `(S, heads, L, L)` of families that write them out are dropped by (query token, head, key place).
+    Explicit attention weights `(S, heads, L, L)` of some families are dropped by (query token, head, key position).
 
     Args:
         p: probability, 0 to 1 (exclusive).
         layer: number of this layer in its encoder.
-        keys: of the tokens that go through.
-        width: most features of the hidden states.
+        keys: keys of the encoder's tokens.
+        width: largest number of features of the hidden states.
     """
 
     features: Tensor
@@ -48,10 +48,10 @@ class KeyedDropout(nn.Module):
         self.register_buffer("features", words(layer, width, torch.device("cpu")), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states `(..., H)` whose leading shape is that of the tokens' keys, or attention weights.
+        """Drops elements of hidden states `(..., H)`, whose leading shape is that of the keys, or of attention weights.
 
         Raises:
-            RuntimeError: training without keys; a batch for training needs `SpanBatch.keys`.
+            RuntimeError: the batch has no `SpanBatch.keys`, which training needs.
         """
         if not self.training or self.p == 0:
             return hidden
@@ -64,25 +64,25 @@ class KeyedDropout(nn.Module):
         return hidden.masked_fill(dropped, 0.0) * (1 / (1 - self.p))
 
     def _dropped(self, hidden: Tensor, keys: Tensor) -> Tensor | None:
-        """The elements that are dropped; None where they are no tokens', like DeBERTa's embeddings of distances."""
+        """Mask of dropped elements; None for values that belong to no token, like DeBERTa's distance embeddings."""
         *rows, length = keys.shape
         if hidden.shape[:-1] != keys.shape:
             if hidden.ndim == 4 and [hidden.shape[0]] == rows and hidden.shape[2:] == (length, length):
                 return _ATTENTION.dropped(keys, self.layer, hidden.shape[1], length, self.p)
             if list(hidden.shape[:-2]) != rows or hidden.shape[-2] < length:
                 return None
-            keys = F.pad(keys, (0, hidden.shape[-2] - length))  # Longformer pads its input once more
+            keys = F.pad(keys, (0, hidden.shape[-2] - length))  # Longformer pads its input again
         return drops(keys[..., None] + self.features[: hidden.shape[-1]], self.p)
 
     def extra_repr(self) -> str:
-        """For printing the encoder."""
+        """Parameters for printing the encoder."""
         return f"p={self.p}, layer={self.layer}"
 
 
 def drops(words_: Tensor, p: float) -> Tensor:
-    """Which elements are dropped: a 32-bit mix of `words_` (int32, overwritten) falls into the lowest share p.
+    """Mask of dropped elements: a 32-bit mix of `words_` (int32, overwritten) falls into the lowest share p.
 
-    Two rounds of xor-shift and multiplication, enough because the words are sums of uniform random words.
+    Two rounds of xor-shift and multiplication are enough, because the words are sums of uniform random words.
     """
     words_ ^= words_ >> 16
     words_ *= 0x7FEB352D
@@ -92,26 +92,26 @@ def drops(words_: Tensor, p: float) -> Tensor:
 
 
 def words(stream: int, count: int, device: torch.device) -> Tensor:
-    """`(count,)` fixed uniform int32 words of a stream, for example one a feature of a layer."""
+    """`(count,)` fixed uniform int32 words of a stream, for example one for each feature of a layer."""
     zero = np.zeros(1, np.uint64)
     drawn = seeding.words(stream, "dropout", zero, zero, count)[0]
     return torch.from_numpy(drawn.view(np.int32).copy()).to(device)
 
 
 class AttentionDropout:
-    """Words of the (layer, head, key place) for dropping attention weights, made once and kept."""
+    """Dropout of attention weights, with cached random words for each (layer, head, key position)."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, torch.device], Tensor] = {}
 
     def dropped(self, query_keys: Tensor, layer: int, heads: int, longest: int, p: float) -> Tensor:
-        """Which attention weights are dropped, `(spans, heads, longest, longest)`.
+        """Mask of dropped attention weights, `(spans, heads, longest, longest)`.
 
         Args:
-            query_keys: `(spans, longest)` keys of the tokens that attend.
+            query_keys: `(spans, longest)` keys of the query tokens.
             layer: number of the attention layer.
-            heads: its heads.
-            longest: places a span has in its group.
+            heads: number of its heads.
+            longest: tokens of the group's longest span.
             p: probability.
         """
         table = self._tables.get((layer, query_keys.device))
@@ -130,8 +130,8 @@ def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
     """`(T,)` int32 keys of the spans' tokens.
 
     Args:
-        span_keys: `(S,)` int32 uniform words, one a span.
-        lengths: `(S,)` tokens of each span, on the CPU.
+        span_keys: `(S,)` int32 uniform words, one for each span.
+        lengths: `(S,)` number of tokens of each span, on the CPU.
     """
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     place = (torch.arange(int(lengths.sum())) - starts).to(torch.int32).to(span_keys.device)
@@ -143,12 +143,12 @@ def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
 
 
 def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
-    """Replaces every dropout layer of a model by a keyed one, numbered in the model's own order.
+    """Replaces every dropout layer of a model by a keyed one, numbered in the model's order.
 
     Args:
         model: changed in place.
-        keys: of the tokens that will go through it.
-        width: most features of any hidden state in it.
+        keys: keys of the model's tokens.
+        width: largest number of features of its hidden states.
     """
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     layers = [(parent, name, child) for parent, name, child in found if isinstance(child, nn.Dropout)]
@@ -157,5 +157,5 @@ def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
 
 
 def _signed(word: int) -> int:
-    """A 32-bit word as the signed number with the same bits."""
+    """Converts a 32-bit word to the signed number with the same bits."""
     return word - 2**32 if word >= 2**31 else word

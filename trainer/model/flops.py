@@ -1,9 +1,10 @@
-"""How many multiplications a step needs, and how fast a device could do them: model FLOPs utilisation.
+"""Floating-point operations of a step and peak rates of devices, for model FLOPs utilisation.
 
-Forward of a token: 2 for every weight of the encoder's linear layers, plus 4 * layers * H * span length for attention
-(scores and weighted sum; a sliding window is not taken off). The MLM head costs 2 * (H^2 + H * vocabulary) a selected
-token. A backward costs twice its forward. Embedding look-ups, norms, activations, the loss, and the second forward of
-gradient caching or activation checkpointing are not counted: they are overhead, not the model's work.
+The forward of a token costs 2 FLOPs for every weight of the encoder's linear layers, plus 4 * layers * H * span length
+for attention (scores and weighted sum, without reduction for a sliding window). The MLM head costs
+2 * (H^2 + H * vocabulary) for each selected token. A backward costs twice its forward. Not counted as work of the model
+are embedding look-ups, norms, activations, the loss, and the second forward of gradient caching or activation
+checkpointing.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FORWARD_AND_BACKWARD = 3
-# Dense matrix products in FLOP/s, half precision and float32, from the makers' data sheets, without sparsity.
+# Peaks of dense matrix products in FLOP/s, half precision and float32, without sparsity, from vendors' data sheets.
 _PEAKS = {
     "H200": (989e12, 67e12),
     "H100": (989e12, 67e12),
@@ -28,7 +29,7 @@ _PEAKS = {
 
 
 def linear_weights(model: "PreTrainedModel") -> int:
-    """Weights of the encoder's linear layers; the MLM head is counted by the token, see `step_flops`."""
+    """Number of weights of the encoder's linear layers, without the MLM head, which `step_flops` adds."""
     layers = (module for module in model.base_model.modules() if isinstance(module, nn.Linear))
     return sum(layer.weight.numel() for layer in layers)
 
@@ -37,10 +38,10 @@ def step_flops(model: "PreTrainedModel", weights: int, lengths: Tensor, num_sele
     """FLOPs of forward and backward over spans.
 
     Args:
-        model: the masked language model, whose shape counts.
-        weights: `linear_weights` of it.
-        lengths: `(S,)` tokens of the spans, on the CPU.
-        num_selected: tokens that the MLM head predicts.
+        model: the masked language model; only its shape is used.
+        weights: result of `linear_weights`.
+        lengths: `(S,)` number of tokens of each span, on the CPU.
+        num_selected: number of tokens that the MLM head predicts.
     """
     config = model.config
     hidden = int(config.hidden_size)
@@ -51,11 +52,11 @@ def step_flops(model: "PreTrainedModel", weights: int, lengths: Tensor, num_sele
 
 
 def peak_flops(gpu: str | None, half: bool) -> float | None:
-    """The peak in FLOP/s of a GPU by its name; None where it is not known: other GPUs, and CPUs, which have no name."""
+    """Peak of a GPU in FLOP/s by its name; None for other GPUs and for CPUs, which have no name."""
     known = sorted((name for name in _PEAKS if gpu is not None and name in gpu), key=len)
     return _PEAKS[known[-1]][0 if half else 1] if known else None
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """What the GPU calls itself; None for a CPU."""
+    """Name of the GPU; None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None

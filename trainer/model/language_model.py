@@ -1,6 +1,6 @@
-"""Which masked language model of transformers is trained: its configuration, its weights, its head, its ids.
+"""The masked language model of transformers that is trained: its configuration, weights, head and token ids.
 
-transformers is imported where it is used: it takes seconds, and a command that continues a run builds no encoder.
+Functions import transformers, because the import takes seconds and a command that continues a run builds no encoder.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class UnfitEncoderError(ValueError):
-    """An encoder that cannot be trained here, with what to do."""
+    """An encoder that cannot be trained here; the message has a remedy."""
 
 
 FAMILIES = (
@@ -40,15 +40,15 @@ _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
 
 def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, int | None]) -> Any:
-    """The transformers config of the encoder, without its weights.
+    """Loads the transformers config of the encoder, without weights.
 
     Args:
-        config: the encoder.
-        vocabulary_size: ids of the tokenizer; used from scratch only.
-        ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used from scratch only.
+        config: settings of the encoder.
+        vocabulary_size: number of ids of the tokenizer; used only from scratch.
+        ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used only from scratch.
 
     Raises:
-        UnfitEncoderError: a decoder, or another type without a masked language model.
+        UnfitEncoderError: the model is a decoder or another type without a masked language model.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -64,7 +64,8 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     known = hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or own_code
     if not known or hf.is_encoder_decoder or getattr(hf, "is_decoder", False):
         raise UnfitEncoderError(
-            f"model type {hf.model_type} is no encoder with a masked language model; take one of {', '.join(FAMILIES)}"
+            f"model type {hf.model_type} is not an encoder with a masked language model; "
+            f"use one of {', '.join(FAMILIES)}"
         )
     if config.dropout is not None:
         for name in _DROPOUTS:
@@ -79,7 +80,7 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
 
 @contextmanager
 def _source(pretrained: str) -> Iterator[str]:
-    """The place of a pretrained model: a folder, or a name of the hub; where that is not reached, its cache is read."""
+    """Folder of a pretrained model, or its name on the hub; reads the hub's cache if the hub is unreachable."""
     folder = expand(pretrained)
     if folder.is_dir():
         yield str(folder)
@@ -89,16 +90,18 @@ def _source(pretrained: str) -> Iterator[str]:
 
 
 def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
-    """The masked language model in float32: pretrained weights, or weights drawn from the seed."""
+    """Builds the masked language model in float32, with pretrained weights or weights drawn from the seed."""
     return load_model(config, hf, seed)[0]
 
 
 def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", Unloaded]:
-    """The masked language model in float32, and which weights it and its files do not share; those it lacks are drawn.
+    """Loads the masked language model in float32, and lists weights that it and its files do not share.
+
+    Weights missing in the files are drawn from the seed.
 
     Raises:
-        OSError: files that are not there or cannot be read.
-        SafetensorError: a damaged file.
+        OSError: a file is missing or cannot be read.
+        SafetensorError: a file is damaged.
     """
     from transformers import AutoModelForMaskedLM
 
@@ -113,13 +116,13 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
                 dtype=torch.float32,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told by name in `Unloaded`
+                ignore_mismatched_sizes=True,  # listed in `Unloaded`
             )
     return model, Unloaded.of(model, info)
 
 
 def padding_index(model: "PreTrainedModel") -> int | None:
-    """pad_token_id where positions skip it and count from the next (RoBERTa's family); None where they count from 0."""
+    """pad_token_id if positions start after it (RoBERTa's family); None if they start at 0."""
     embeddings = getattr(model.base_model, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
         return int(model.config.pad_token_id)
@@ -127,16 +130,16 @@ def padding_index(model: "PreTrainedModel") -> int | None:
 
 
 def max_span_tokens(model: "PreTrainedModel") -> int:
-    """Longest span the positions allow, specials included."""
+    """Length of the longest span that the positions allow, including special tokens."""
     skipped = padding_index(model)
     return int(model.config.max_position_embeddings) - (0 if skipped is None else skipped + 1)
 
 
 def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
-    """The part of the model that turns `(K, H)` hidden states into `(K, vocabulary)` logits.
+    """The part of the model that maps `(K, H)` hidden states to `(K, vocabulary)` logits.
 
     Raises:
-        ValueError: an encoder family whose head is not known here.
+        ValueError: the head of this encoder family is unknown.
     """
     for name in ("lm_head", "cls", "predictions"):  # RoBERTa, MPNet, Longformer; BERT, DeBERTa; ALBERT
         if hasattr(model, name):
@@ -152,12 +155,12 @@ def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
         )
     raise ValueError(
         f"{type(model).__name__} has no known MLM head; train it without one "
-        f"(objective.terms=contrastive), or take one of {', '.join(FAMILIES)}"
+        f"(objective.terms=contrastive), or use one of {', '.join(FAMILIES)}"
     )
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """Ids the feed needs, from a transformers tokenizer.
+    """Reads the ids that the feed needs from a transformers tokenizer.
 
     Raises:
         ValueError: the tokenizer has no mask token.

@@ -1,7 +1,7 @@
-"""The layout that an encoder computes correctly: tried on a few made-up spans, before it is trained or embeds texts.
+"""Selects the layout that an encoder computes correctly, by a test on artificial spans before training or embedding.
 
-The reference is every span alone: nothing can leak into it, and there is no padding. Families differ in ways that no
-flag tells: some ignore the packed layout and attend to the whole row, some let padding through.
+The reference is each span alone, where nothing can leak in and no padding exists. No flag shows how families differ:
+some ignore the packed layout and attend to the whole row, and some attend to padding.
 """
 
 from collections.abc import Callable
@@ -15,24 +15,24 @@ from trainer.model.encoder import Encoder
 from trainer.model.language_model import FAMILIES, UnfitEncoderError, max_span_tokens, mlm_head
 
 Layout = Literal["packed", "padded"]
-# Of the largest entry. Of 30 untrained families none rounded by more than 3e-6, and the smallest leak was 5e-4.
+# Relative to the largest entry. For 30 untrained families, rounding was at most 3e-6 and the smallest leak 5e-4.
 _TOLERANCE = 2e-5
 _LENGTHS = [3, 7, 5, 7]
-_MOST_TOKENS = 512  # of the span that is longer than a local attention's window
-# What the code of any family may raise where it cannot do what it is asked.
+_MOST_TOKENS = 512  # limit for the span that is longer than a local attention's window
+# Errors that the code of a family may raise when it cannot compute a layout.
 _CANNOT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
 
 
 def embedding_layout(encoder: Encoder) -> Layout:
-    """The layout in which an encoder that is not trained gives every text what it gives it alone: packed, else padded.
+    """Layout for embedding texts, in which a batch gives each text the same embedding as alone: packed, else padded.
+
+    With broken weights no layout can be tested. Then padded is used, and the embeddings show that they are not finite.
 
     Args:
-        encoder: with its weights; it is left as it was.
-
-    Broken weights show nothing of a layout; padded is taken then, and the embeddings show that they are not finite.
+        encoder: the encoder with its weights; it is left unchanged.
 
     Raises:
-        UnfitEncoderError: neither layout does.
+        UnfitEncoderError: neither layout is correct.
     """
     with _Trial(encoder) as trial:
         if trial.equals_alone("packed"):
@@ -43,17 +43,17 @@ def embedding_layout(encoder: Encoder) -> Layout:
 
 
 def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
-    """The layout that an encoder is trained in: the configuration's where it is packed and proved, else padded.
+    """Layout for training: packed if the configuration asks for it and the test passes, else padded.
 
     Args:
-        encoder: with the weights it begins with; it is left as it was.
-        mlm: whether its MLM head is trained.
+        encoder: the encoder with its initial weights; it is left unchanged.
+        mlm: True if its MLM head is trained.
 
     Raises:
-        UnfitEncoderError: the padded layout is not correct either, or the MLM head is not.
+        UnfitEncoderError: the padded layout or the MLM head is not correct.
     """
     kind, wanted = encoder.model.config.model_type, encoder.config.layout
-    advice = f"take another encoder, for example of type {', '.join(FAMILIES[:5])}"
+    advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"
     with _Trial(encoder) as trial:
         if mlm and not trial.head_is_whole():
             raise UnfitEncoderError(
@@ -75,11 +75,11 @@ def _unequal(encoder: Encoder, what: str, why: str) -> str:
 
 
 class _Trial:
-    """Forwards of an encoder in eval mode without a trace; afterwards it is as it was."""
+    """Runs forwards of an encoder in eval mode and restores its settings afterwards."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder = encoder
-        self.why = ""  # the last test failed, where it was an error
+        self.why = ""  # error of the last test, if it failed with one
         self.batch = _spans(encoder)
         self.alone: Tensor | None = None  # hidden states of every span by itself
 
@@ -94,7 +94,7 @@ class _Trial:
         self.encoder.keys.tokens = None
 
     def equals_alone(self, layout: Layout) -> bool:
-        """Are the hidden states of all spans together those of every span alone?"""
+        """True if the hidden states of all spans together equal those of each span alone."""
 
         def test() -> bool:
             if self.alone is None:
@@ -105,11 +105,11 @@ class _Trial:
         return self._passes(test)
 
     def is_broken(self) -> bool:
-        """Whether hidden states are not finite even where every span is alone; asked after `equals_alone`."""
+        """True if hidden states of single spans are not finite; call it after `equals_alone`."""
         return self.alone is not None and not bool(self.alone.isfinite().all())
 
     def trains(self, layout: Layout) -> bool:
-        """Does a forward with dropout go through?"""
+        """True if a forward with dropout succeeds."""
         short = self.batch.span_slice(0, self.batch.num_spans - 1)
         self.encoder.train()
         passed = self._passes(lambda: bool(self._hidden(short, layout).isfinite().all()))
@@ -117,7 +117,7 @@ class _Trial:
         return passed
 
     def head_is_whole(self) -> bool:
-        """Does the head, on hidden states, give the logits of the whole model?"""
+        """True if the head, applied to hidden states, gives the logits of the whole model."""
         span, model = self.batch.span_slice(1, 2), self.encoder.model
 
         def test() -> bool:
@@ -155,7 +155,7 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
 
 
 def _spans(encoder: Encoder) -> SpanBatch:
-    """Spans of different lengths and tokens, one of them longer than the window of local attention, if there is any."""
+    """Spans of different lengths and tokens; one is longer than the window of local attention, if the model has one."""
     config = encoder.model.config
     windows = map(config.to_dict().get, ("sliding_window", "local_attention"))
     lengths = list(_LENGTHS)

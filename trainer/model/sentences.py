@@ -1,4 +1,4 @@
-"""The parts of a sentence encoder's folder that training does not take over: further modules, another pooling."""
+"""Parts of a sentence-transformers folder that training does not use: further modules, a different pooling."""
 
 from pathlib import Path
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from common.hub import hub_or_cache
 from common.records import DamagedError, read_record
 
-_TAKEN_OVER = ("Transformer", "Pooling", "Normalize")  # scores are cosines, the same with and without normalisation
+_TAKEN_OVER = ("Transformer", "Pooling", "Normalize")  # scores are cosines, which normalisation does not change
 _MODES = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}
 
 
 def left_out(pretrained: str | None, pooling: str) -> str | None:
-    """A line about modules of a sentence-transformers folder that the run begins without; None where there are none.
+    """A message about modules of a sentence-transformers folder that the run does not use, or None.
 
     Args:
-        pretrained: name or folder of the encoder; None: it begins from scratch.
-        pooling: of the run, `cls`, `mean` or `max`.
+        pretrained: name or folder of the encoder; None for training from scratch.
+        pooling: pooling of the run, `cls`, `mean` or `max`.
     """
     if pretrained is None:
         return None
@@ -25,19 +25,21 @@ def left_out(pretrained: str | None, pooling: str) -> str | None:
         found = [f"its module {kind} is not used" for kind in kinds if kind not in _TAKEN_OVER]
         own = _read(pretrained, f"{kinds['Pooling']}/config.json", dict[str, Any]) if "Pooling" in kinds else None
     except DamagedError as error:
-        return f"encoder.pretrained = {pretrained}: {error}; its pooling is not known"
+        return f"encoder.pretrained = {pretrained}: {error}; its pooling is unknown"
     if own and not (own.get("pooling_mode") == pooling or own.get(f"pooling_mode_{_MODES[pooling]}")):
-        found.append(f"its pooling is another than encoder.pooling = {pooling}")
+        found.append(f"its pooling differs from encoder.pooling = {pooling}")
     if not found:
         return None
-    return f"encoder.pretrained = {pretrained}: {', '.join(found)}; embeddings begin as others than its own"
+    return (
+        f"encoder.pretrained = {pretrained}: {', '.join(found)}; initial embeddings differ from those of that encoder"
+    )
 
 
 def _read(pretrained: str, name: str, kind: Any) -> Any:
-    """A small file of the encoder; None where it has none.
+    """Reads a small file of the encoder; None if it does not exist.
 
     Raises:
-        DamagedError: it is not JSON of that kind.
+        DamagedError: the file is not JSON of that kind.
     """
     from transformers.utils import cached_file
 

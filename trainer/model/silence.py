@@ -1,4 +1,4 @@
-"""transformers without its own reports: what matters of them is said by those who use it, in a line that names it."""
+"""Silences transformers' reports; its callers log the important ones in a single line."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Mutes transformers' log below errors, and its progress bars; both are afterwards as they were."""
+    """Mutes transformers' log below errors and its progress bars, and restores both afterwards."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

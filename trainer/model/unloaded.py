@@ -1,11 +1,11 @@
-"""The weights that a pretrained encoder's files and the model built for them do not share."""
+"""Weights that a pretrained encoder's files and the model built from them do not share."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from common.excerpt import excerpt
 
-# Heads and buffers that many published files hold and no masked language model has. Nothing needs them.
+# Heads and buffers in many published files that no masked language model has or needs.
 _HARMLESS = (
     "pooler.",
     "seq_relationship.",
@@ -14,7 +14,7 @@ _HARMLESS = (
     "lm_loss.",
     "discriminator_predictions.",
 )
-_NAMED = 6  # names in one message; of more the number is given
+_NAMED = 6  # names in one message; further ones are counted
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Unloaded:
     """Weights that were not loaded; none for an encoder from scratch.
 
     Attributes:
-        encoder: weights of the encoder that the files lack, or have in another shape: their values are random.
-        head: the same of the MLM head.
-        unused: weights in the files that the model has no place for, without those known to be harmless.
+        encoder: weights of the encoder that are missing in the files or have another shape; their values are random.
+        head: weights of the MLM head for which the same holds.
+        unused: weights in the files that the model does not have, without those known to be harmless.
     """
 
     encoder: tuple[str, ...] = ()
@@ -33,11 +33,11 @@ class Unloaded:
 
     @staticmethod
     def of(model: Any, info: dict[str, Any]) -> "Unloaded":
-        """Reads what transformers says of a masked language model that it has loaded.
+        """Reads transformers' report about a loaded masked language model.
 
         Args:
             model: the model.
-            info: `missing_keys`, `mismatched_keys` and `unexpected_keys`, from `from_pretrained`.
+            info: `missing_keys`, `mismatched_keys` and `unexpected_keys` of `from_pretrained`.
         """
         missing = {name: name for name in info["missing_keys"] if not _harmless(name)}
         for name, stored, wanted in info["mismatched_keys"]:
@@ -50,11 +50,11 @@ class Unloaded:
         )
 
     def problems(self, pretrained: str | None, needs_head: bool) -> list[str]:
-        """Random weights where trained ones are due, one line a problem.
+        """Problems with random weights that should be trained ones, one line each.
 
         Args:
             pretrained: name or folder of the encoder.
-            needs_head: whether the MLM head is trained, and a new one was not asked for.
+            needs_head: True if the MLM head is trained and `encoder.new_mlm_head` is off.
         """
         name = f"encoder.pretrained = {pretrained}"
         found = []
@@ -66,17 +66,17 @@ class Unloaded:
             )
         if self.head and needs_head:
             found.append(
-                f"{name}: brings no MLM head, and the MLM loss would go through random weights: "
-                f"{excerpt(self.head, _NAMED)}. Train without it (objective.terms=contrastive), or begin with a new "
+                f"{name}: has no MLM head, and the MLM loss would use random weights: "
+                f"{excerpt(self.head, _NAMED)}. Train without it (objective.terms=contrastive), or start with a new "
                 "head (encoder.new_mlm_head=true)"
             )
         return found
 
     def remark(self, pretrained: str | None) -> str | None:
-        """A line about weights that are left out; None where there are none."""
+        """A message about unused weights, or None."""
         if not self.unused:
             return None
-        return f"encoder.pretrained = {pretrained}: weights that are not used: {excerpt(self.unused, _NAMED)}"
+        return f"encoder.pretrained = {pretrained}: unused weights: {excerpt(self.unused, _NAMED)}"
 
 
 def _harmless(name: str) -> bool:

@@ -1,1 +1,1 @@
-"""Exchanges between workers, and parameters sharded over them."""
+"""Exchanges between workers, and parameters sharded over workers."""

@@ -1,12 +1,12 @@
-"""Parameters, gradients and moments shared out among the workers: FSDP2 around every layer of the encoder.
+"""Shards parameters, gradients and moments over the workers, with FSDP2 around every layer of the encoder.
 
-A sharded layer's forward and backward are exchanges, in which every worker must take part equally often and with a
-gradient for the same parameters. Three rules make that so, whatever a worker's share of the batch:
+A sharded layer's forward and backward are exchanges. Every worker must take part equally often and with gradients for
+the same parameters. Three rules ensure that for any share of the batch:
 
-- a batch goes through a sharded encoder together with a blank span (`SpanBatch.with_blank`), whose gradient is exactly
-  zero, so that no layer and no head is left out: not without documents, not without a token to predict;
-- a worker with fewer microbatches than another runs empty ones (`Stepper`, `Validator`);
-- everything else works on whole tensors: what is saved is what an unsharded run saves.
+- Every batch in a sharded encoder includes a blank span (`SpanBatch.with_blank`) whose gradient is exactly zero. So
+  every layer and head takes part, even without documents or without a token to predict.
+- A worker with fewer microbatches than another runs empty ones (`Stepper`, `Validator`).
+- Everything else works on whole tensors. A sharded run saves the same files as an unsharded one.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from trainer.parallel.world import World, is_part
 
 
 def shard(encoder: Encoder, world: World) -> None:
-    """Leaves each worker its part of every parameter; before the optimizer is made, with a process group of the world.
+    """Shards every parameter over the workers. Call it before the optimizer is made, with a process group.
 
     Layers are gathered one by one. Embeddings, the MLM head (tied to them) and the projection are gathered together.
 
     Args:
-        encoder: whole and the same on every worker; changed in place. With one worker it stays as it is.
+        encoder: whole and the same on every worker; changed in place. With one worker it is left unchanged.
         world: the workers.
     """
     if world.size == 1:
@@ -35,28 +35,28 @@ def shard(encoder: Encoder, world: World) -> None:
     mesh = init_device_mesh(next(encoder.parameters()).device.type, (world.size,))
     layers = [module for module in encoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in [*layers, encoder]:
-        # also the outermost: between two forwards, and for whoever reads parameters, they are always sharded
+        # the outermost too: outside a forward, parameters are always sharded
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     for module in encoder.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # gradients are summed over workers: see trainer/parallel/world.py
+            module.set_gradient_divide_factor(1.0)  # sum over workers, see trainer/parallel/world.py
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     register_fsdp_forward_method(encoder, "embed")
     encoder.sharded = True
 
 
 def whole(tensor: Any) -> Tensor:
-    """The whole of a sharded tensor, on every worker; every worker must ask. Another tensor is returned as it is."""
+    """The whole tensor on every worker; every worker must call this. An unsharded tensor is returned unchanged."""
     kept: Tensor = tensor.full_tensor() if is_part(tensor) else tensor
     return kept
 
 
 def part_for(value: Tensor, parameter: Any) -> Tensor:
-    """A whole tensor of a parameter's shape as the parameter is held: the worker's part where it is sharded."""
+    """Converts a whole tensor to the form of its parameter: the worker's part if the parameter is sharded."""
     value = value.to(parameter.device)
     if not is_part(parameter):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    # every worker has read the same values: nothing is sent
+    # every worker has read the same values, so nothing is sent
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,7 +1,7 @@
-"""Tensors that cross workers. Gradients stay exact: as if one process held the whole batch.
+"""Exchanges of tensors between workers. Gradients equal those of one process that holds the whole batch.
 
-The rule everywhere: every rank computes the same global loss from gathered embeddings, so a rank's gradient with
-respect to its own rows is already complete; gradients of parameters are SUMMED over ranks, never averaged.
+Every rank computes the same global loss from gathered embeddings, so a rank's gradient with respect to its own rows is
+complete. Gradients of parameters are therefore SUMMED over ranks, never averaged.
 """
 
 import enum
@@ -17,42 +17,42 @@ _BUCKET_ELEMENTS = 32 * 1024 * 1024
 
 
 class Request(enum.IntFlag):
-    """What a worker may want between two steps; when one wants it, all do it."""
+    """A worker's requests between two steps; all workers carry out what any of them requests."""
 
     SAVE = 1
-    """A checkpoint of the step that was just taken."""
+    """Save a checkpoint of the step just taken."""
     STOP = 2
-    """A checkpoint, and the end: the machine goes away, or a person said so."""
+    """Save and stop: a signal came, or a machine is about to be removed."""
     FAIL = 4
-    """The end without a checkpoint: they cannot be written."""
+    """Stop without a checkpoint, because checkpoints cannot be written."""
     EARLY = 8
-    """A checkpoint, and the end of the run: its scores get no better."""
+    """Save and end the run, because its scores no longer improve."""
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Is it a worker's part of a sharded tensor (a DTensor, which need not be imported where nothing is sharded)?"""
+    """True for a worker's part of a sharded tensor (a DTensor), without importing that class."""
     return hasattr(tensor, "full_tensor")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the workers.
+    """This process's rank among the workers, and its exchanges with them.
 
     Attributes:
         rank: number of this worker.
-        size: number of workers; 1 needs no process group.
+        size: number of workers; with 1 no process group is needed.
     """
 
     rank: int = 0
     size: int = 1
 
     def gather(self, rows: Tensor, start: int, total: int) -> Tensor:
-        """All ranks' rows in the order of the global batch, `(total, D)`, differentiable.
+        """Gathers all ranks' rows in the order of the global batch, `(total, D)`, differentiably.
 
         Args:
-            rows: this rank's rows `(r, D)`; ranks may hold different numbers, also none.
-            start: place of this rank's first row among all.
-            total: rows of all ranks.
+            rows: this rank's rows `(r, D)`; r may differ between ranks and may be 0.
+            start: position of this rank's first row in the global batch.
+            total: number of rows of all ranks.
         """
         if self.size == 1:
             return rows
@@ -60,14 +60,14 @@ class World:
         return gathered
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over ranks of a tensor of numbers, without gradient."""
+        """Sums a tensor over ranks, without gradient."""
         values = values.detach().clone()
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers."""
+        """The maximum of all ranks' numbers."""
         if self.size == 1:
             return number
         value = torch.tensor([number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -75,7 +75,7 @@ class World:
         return int(value)
 
     def agree(self, requests: Request) -> Request:
-        """Everything that any rank requests, the same on all ranks."""
+        """The union of all ranks' requests, the same on every rank."""
         if self.size == 1:
             return requests
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -89,7 +89,7 @@ class World:
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero.
 
-        Gradients of sharded parameters were summed in the backward (trainer/parallel/sharding.py).
+        The backward has already summed gradients of sharded parameters (trainer/parallel/sharding.py).
         """
         for parameter in parameters:
             if parameter.grad is None:
@@ -105,7 +105,7 @@ class World:
 
 
 def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Consecutive tensors of one type, up to a fixed size, so that few large messages are sent."""
+    """Groups consecutive tensors of one type up to a fixed size, so that few large messages are sent."""
     buckets: list[list[Tensor]] = []
     filled = 0
     for tensor in tensors:
@@ -118,7 +118,7 @@ def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Places each rank's rows into a table of zeros and sums the tables: exact, and indifferent to ragged counts."""
+    """Copies each rank's rows into a table of zeros and sums the tables: exact for any numbers of rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, start: int, total: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a run runs, and what it survives. Imports little, so that Ray can start before the rest is loaded."""
+"""Settings of workers, devices and failures. Few imports, so that Ray can start before the rest is loaded."""
 
 import os
 from typing import Annotated, Literal
@@ -9,57 +9,57 @@ from common.config import Strict
 
 
 class ScalingConfig(Strict):
-    """Where the run runs. Nothing here changes its batches."""
+    """Workers, devices and handling of failures. These settings do not change the batches."""
 
     workers: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = 1
-    """Processes that train, one a GPU where GPUs are used. `[least, most]`: as many as the cluster has room for; fewer
-    when a node goes, more when one comes, without a new start of the command."""
+    """Number of training processes, one for each GPU if GPUs are used. `[least, most]`: as many as fit on the cluster;
+    the number changes when nodes leave or join, while the command keeps running."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs when the cluster has one for every worker, else CPUs."""
+    """auto: GPUs if the cluster has one for every worker, else CPUs."""
     cpus_per_worker: int = Field(default=1, ge=1)
-    """CPUs a worker reserves; on CPU also its threads."""
+    """CPUs that a worker reserves; without a GPU also its number of threads."""
     address: str | None = None
-    """A running Ray cluster; None: RAY_ADDRESS if that is set, else a session on this machine."""
+    """Address of a running Ray cluster; null: RAY_ADDRESS if it is set, else a session on this machine."""
     shard_parameters: bool = False
-    """Each worker keeps only its part of weights, gradients and optimizer state and gathers a layer when it is needed
-    (FSDP2): for encoders that are too large for one device. Same gradient, more exchange; see docs/decisions."""
+    """Keep only a part of weights, gradients and optimizer state on each worker, and gather each layer when it is used
+    (FSDP2). For encoders that are too large for one device. Same gradient, more communication; see docs/decisions."""
     resize_seconds: float = Field(default=60.0, gt=0)
-    """How often a group of `[least, most]` workers looks for room to grow. Growing starts the group again from the last
-    checkpoint: what was done since is done again."""
+    """Seconds between checks whether a group of `[least, most]` workers can grow. Growing restarts the group from the
+    last checkpoint and repeats the steps since."""
     max_failures: int = Field(default=100, ge=0)
-    """How often the workers are started again after a failure, in all. Nodes that are taken away do not count."""
+    """Largest total number of restarts after failures. Nodes that are removed with notice do not count."""
     same_failures: int = Field(default=3, ge=1)
-    """The run ends when the same failure occurs so often in a row at the same step: it would occur again."""
+    """End the run when the same failure occurs this many times in a row at the same step."""
     back_off_seconds: float = Field(default=2.0, ge=0)
-    """Pause before the second start after failures without progress, doubled each time, at most a minute. The first
-    start after a failure follows at once."""
+    """Pause before the second restart after failures without progress. It doubles each time, up to a minute. The first
+    restart follows at once."""
     hang_seconds: float = Field(default=600.0, ge=1)
-    """A group whose workers make no progress for so long is started again, and the worker that holds it up is named.
-    Longer than the longest step, validation and save."""
+    """Restart a group without progress for this long, and log the worker that holds it up. Must be longer than the
+    longest step, validation and save."""
     slow_factor: float = Field(default=2.0, gt=1)
-    """A worker whose own time for a step is so many times the others' is named in the log."""
+    """Log a worker whose own time for a step exceeds this factor times the others'."""
     stop_seconds: float = Field(default=25.0, gt=0)
-    """After SIGTERM or Ctrl-C: how long the workers have to finish their step and save. Kubernetes kills after 30 s."""
+    """Time after SIGTERM or Ctrl-C for the workers to finish their step and save. Kubernetes kills after 30 s."""
     storage_threads: int = Field(default=2, ge=1)
-    """CPUs for the tasks that read shards, on a session on this machine."""
+    """CPUs for the tasks that read shards, in a session on this machine."""
 
     @property
     def num_cpus(self) -> int:
-        """CPUs of a session on this machine: for the workers, and for the tasks that read for them."""
+        """CPUs of a session on this machine, for the workers and the tasks that read shards."""
         return max(self.most_workers * self.cpus_per_worker + self.storage_threads, os.cpu_count() or 1)
 
     @property
     def least_workers(self) -> int:
-        """The fewest workers the run goes on with."""
+        """Least number of workers."""
         return self.workers if isinstance(self.workers, int) else self.workers[0]
 
     @property
     def most_workers(self) -> int:
-        """The most workers the run uses."""
+        """Largest number of workers."""
         return self.workers if isinstance(self.workers, int) else self.workers[1]
 
     @model_validator(mode="after")
     def _range(self) -> "ScalingConfig":
         if self.least_workers > self.most_workers:
-            raise ValueError(f"workers = {list(self.workers)}: the first is the least, the second the most")  # type: ignore[arg-type]
+            raise ValueError(f"workers = {list(self.workers)}: the first number must not exceed the second")  # type: ignore[arg-type]
         return self

@@ -1,1 +1,1 @@
-"""A worker's process: the training loop, its heartbeat, and notices from the driver."""
+"""A worker's process: the training loop, its heartbeat, and its listener for stop notices."""

@@ -1,7 +1,7 @@
-"""The workers' process group. No torch is imported here but by the workers: the controller loads this file.
+"""The workers' process group. Only workers import torch here, because Ray's controller loads this file too.
 
-Ray's own `TorchConfig` lies in a package that imports torch; without it the controller, for which every start of the
-group waits, is there two seconds sooner.
+The package of Ray's `TorchConfig` imports torch. Without that import the controller, which delays every start of the
+group, is ready two seconds sooner.
 """
 
 import os
@@ -18,21 +18,21 @@ from common.console.logs import get_logger
 
 _LEAVE_SECONDS = 30.0
 
-_signalled: list[str] = []  # of this process: a worker runs one training at a time
+_signalled: list[str] = []  # signals to this process, which runs one training at a time
 
 
 def signalled() -> str | None:
-    """Name of the signal that this worker was given; None: there was none."""
+    """Name of the first signal to this worker, or None."""
     return _signalled[0] if _signalled else None
 
 
 @dataclass
 class GroupConfig(BackendConfig):  # type: ignore[misc]
-    """A process group of torch over all workers, which take SIGTERM as a notice instead of dying within a step.
+    """A torch process group over all workers, which treat SIGTERM as a stop notice instead of dying during a step.
 
     Attributes:
         backend: nccl or gloo.
-        timeout_seconds: how long an exchange between workers may take.
+        timeout_seconds: time limit of an exchange between workers.
     """
 
     backend: str
@@ -40,18 +40,18 @@ class GroupConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> Any:
-        """What sets the group up."""
+        """The class that sets up the group."""
         return _Group
 
     @property
     def train_func_context(self) -> Any:
-        """Ray's own around the training: the worker's GPU is the current one."""
+        """Ray's context manager around the training, which selects the worker's GPU."""
         from ray.train.torch.config import TorchConfigContextManager
 
         return TorchConfigContextManager
 
     def to_dict(self) -> dict[str, Any]:
-        """For Ray's records."""
+        """The settings, for Ray's records."""
         return asdict(self)
 
 
@@ -73,7 +73,7 @@ class _Group(Backend):  # type: ignore[misc]
 
 
 def _place() -> tuple[str, int]:
-    """An address of this host, and a port that is free."""
+    """Address of this host and a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return ray.util.get_node_ip_address(), probe.getsockname()[1]
@@ -104,7 +104,7 @@ def _leave() -> None:
 
 
 def listen() -> None:
-    """Takes SIGTERM as a notice from now on. For the main thread; the second SIGTERM ends the process."""
+    """Makes the first SIGTERM a stop notice; the second one ends the process. Call it from the main thread."""
     _signalled.clear()
     before = signal.getsignal(signal.SIGTERM)
 

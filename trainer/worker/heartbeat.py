@@ -1,7 +1,7 @@
-"""What a worker is doing, kept where a thread can read it: step, phase, and how many exchanges it has entered. No Ray.
+"""A worker's heartbeat, which a thread can read: its step, its phase, and the number of exchanges entered. No Ray.
 
-Of a group that stands still, the worker to blame is the one that has entered the fewest exchanges: the others wait in
-one that it did not reach. Keeping count costs a few assignments a step.
+In a group without progress, the worker that has entered the fewest exchanges is to blame: the others wait in an
+exchange that it did not reach. The count costs a few assignments a step.
 """
 
 import logging
@@ -17,30 +17,30 @@ from torch import Tensor, nn
 
 from trainer.parallel.world import Request, World
 
-_KEPT_WORDS = 10
-_SMOOTHING = 0.1  # weight of the newest step in the mean of a worker's own time
+_KEPT_LINES = 10
+_SMOOTHING = 0.1  # weight of the newest step in the running mean of a worker's own time
 
 
 @dataclass
 class Heartbeat:
-    """One worker's place in the run, written by its training thread and read by another.
+    """Progress of one worker, written by its training thread and read by another.
 
     Attributes:
         rank: number of the worker.
-        size: workers of the group.
-        group: identity of the group; a restarted group has another.
+        size: number of workers in the group.
+        group: identity of the group; a restarted group has a different one.
         node: Ray's id of the host.
-        step: last step that is finished, of this group or of those before; -1 before the checkpoint is loaded.
-        steps: steps this group has finished.
-        phase: what it does now: starting, fetching, data, forward, gather, update, agree, validating, saving, ended.
-        entered: exchanges between workers that it has begun.
-        own_seconds: mean time of a step without waiting for data or others; None before the first.
-        start: where the time went until this group's first step, in seconds; empty before it: imports, checks, ray,
-            group, model, batch, first.
-        line: the first worker's last line of metrics.
-        said: its last words in the log, oldest first.
-        num_logged: how many there were in all.
-        notice: the signal to this very worker that ends its group, with the worker's name; empty where there was none.
+        step: last finished step of the run; -1 before the checkpoint is loaded.
+        steps: number of steps that this group has finished.
+        phase: current phase: starting, fetching, data, forward, gather, update, agree, validating, saving, ended.
+        entered: number of exchanges between workers that it has entered.
+        own_seconds: mean time of a step without waiting for data or other workers; None before the first.
+        start: seconds of each part of the start until this group's first step: imports, checks, ray, group, model,
+            batch, first; empty before that step.
+        line: newest line of metrics; on the first worker only.
+        logged: newest lines of its log, oldest first.
+        num_logged: total number of its log lines.
+        notice: message about the signal to this worker that stops its group; empty without a signal.
     """
 
     rank: int
@@ -63,33 +63,33 @@ class Heartbeat:
 
     @contextmanager
     def doing(self, phase: str, waits: bool = False) -> Iterator[None]:
-        """The phase while the block runs; `waits`: its time is spent waiting for others."""
-        before, begun = self.phase, time.monotonic()
-        self.phase, self._since = phase, begun
+        """Sets the phase while the block runs; `waits`: the block's time counts as waiting for others."""
+        before, began = self.phase, time.monotonic()
+        self.phase, self._since = phase, began
         try:
             yield
         finally:
             now = time.monotonic()
             self.phase, self._since = before, now
             if waits:
-                self._waited += now - begun
+                self._waited += now - began
 
     @contextmanager
     def exchange(self, phase: str) -> Iterator[None]:
-        """An exchange between all workers, while the block runs."""
+        """Counts an exchange between all workers and sets its phase while the block runs."""
         self.entered += 1
         with self.doing(phase, waits=True):
             yield
 
     def set_phase(self, phase: str) -> None:
-        """From now on another phase, until the next."""
+        """Sets the phase until the next change."""
         self.phase, self._since = phase, time.monotonic()
 
     def finish_step(self, step: int, seconds: float) -> None:
-        """A step is done; it took so long, waiting for others included."""
+        """Records a finished step and its time, which includes waiting for others."""
         own = max(0.0, seconds - self._waited)
         self._waited = 0.0
-        if self.steps > 0:  # a group's first step pays for what is only done once
+        if self.steps > 0:  # a group's first step includes one-time work
             self.own_seconds = (
                 own if self.own_seconds is None else self.own_seconds + _SMOOTHING * (own - self.own_seconds)
             )
@@ -97,7 +97,7 @@ class Heartbeat:
         self.set_phase("data")
 
     def snapshot(self) -> dict[str, Any]:
-        """What a watcher needs to know, as JSON."""
+        """The fields that the driver reads, as JSON values."""
         return {
             "rank": self.rank,
             "size": self.size,
@@ -119,24 +119,24 @@ class Heartbeat:
         }
 
     def record_signal(self, signal: str) -> str:
-        """Keeps a signal to this worker; answers the sentence on it."""
+        """Stores a signal to this worker; returns the message about it."""
         self.notice = f"{signal} to worker {self.rank} (host {self._host}, pid {os.getpid()})"
         return self.notice
 
 
 class Stopwatch:
-    """Where the time goes until the first step, from the start of the command on: parts that add up.
+    """Times the consecutive parts of a start, from the command to the first step.
 
     Args:
-        marks: name of a part -> when it ended (Unix time), in order; the first is only a beginning. Those of the driver
-            come first, the worker adds its own: their clocks must agree for the part in which they change over.
+        marks: name of each part and its end (Unix time), in order; the first mark is the start. The driver's marks come
+            first, then the worker's. The part between them is right only if their clocks agree.
     """
 
     def __init__(self, marks: dict[str, float]) -> None:
         self.marks = dict(marks)
 
     def mark(self, name: str) -> None:
-        """A part ends now."""
+        """Ends a part now."""
         self.marks[name] = time.time()
 
     def parts(self) -> dict[str, float]:
@@ -146,15 +146,15 @@ class Stopwatch:
 
 
 def describe_start(step: int, parts: dict[str, float]) -> str:
-    """The sentence on a start that a person reads."""
+    """Log line about a start."""
     return f"step {step} after {sum(parts.values()):.1f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
 
 
 class HeartbeatLogHandler(logging.Handler):
-    """Takes what a worker logs onto its heartbeat, for the driver to say: Ray keeps a worker's own output in a file.
+    """Copies a worker's log lines into its heartbeat so that the driver logs them; Ray writes them only to a file.
 
     Args:
-        heartbeat: of this worker. The first one's news are passed on, of the others only warnings.
+        heartbeat: heartbeat of this worker. The first worker's lines count from INFO, the others' from WARNING.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -162,17 +162,17 @@ class HeartbeatLogHandler(logging.Handler):
         self._heartbeat = heartbeat
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps the last few."""
-        self._heartbeat.logged = [*self._heartbeat.logged[1 - _KEPT_WORDS :], record.getMessage()]
+        """Keeps the newest lines."""
+        self._heartbeat.logged = [*self._heartbeat.logged[1 - _KEPT_LINES :], record.getMessage()]
         self._heartbeat.num_logged += 1
 
 
 @dataclass(frozen=True)
 class CountedWorld(World):
-    """The workers, each exchange between them counted.
+    """The workers, with every exchange between them counted.
 
     Attributes:
-        heartbeat: of this worker.
+        heartbeat: heartbeat of this worker.
     """
 
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1))

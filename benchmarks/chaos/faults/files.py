@@ -130,7 +130,7 @@ def _continue(run: Run, mark: Mark) -> Mark:
 
 
 FAULTS = (
-    Fault("broken_checkpoints", broken_checkpoints, "passing over a broken checkpoint"),
+    Fault("broken_checkpoints", broken_checkpoints, "skipping a broken checkpoint"),
     Fault("changed_shard", changed_shard, "is damaged: SHA-256"),
     Fault("disk_full", full_disk, "No space left", restarts=False, needs_root=True),
     Fault("storage_away", storage_away, "Read-only file system", restarts=False, needs_root=True),
