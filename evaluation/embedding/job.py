@@ -1,6 +1,6 @@
-"""`declutr embed`: units of work, in this process or on Ray, to one file. Killed at any moment, it goes on.
+"""`declutr embed`: units of work, in this process or on Ray, to one file; resumes after a kill at any moment.
 
-What is finished lies in a hidden folder beside the output, a part and a sidecar a unit, until the output is whole.
+Until the output is complete, a hidden folder next to it holds a part and a sidecar for each finished unit.
 """
 
 import fcntl
@@ -24,27 +24,27 @@ from pipeline.job.units import Unit, hash_unit, mark_units, plan_units
 from pipeline.readers.skipped import Skipped, describe_skipped
 
 SMALL_MIB = 16
-"""Less than this is embedded in this process: Ray's start would take longer than it saves."""
+"""Input below which this process embeds, because Ray's start would take longer than it saves."""
 _MIB = 2**20
 _MAX_UNITS = 4096
 _CPUS_PER_WORKER = 4
 _RESTARTS = 10
-"""How often a worker that dies begins anew. An input that crashes a library would do so for ever."""
+"""Maximum restarts of a worker that dies; an input that crashes a library would otherwise restart it for ever."""
 VERSIONS = (2, 1)
-"""Of identities, the current one first. A note may have the older one, which knows local files by their times alone."""
+"""Versions of identities, current first. A note may have the older one, which identifies local files by time only."""
 _LOCK = ".lock"
 
 
 def encoder_of(choice: Choice, *, trust_remote_code: bool) -> SentenceEncoder:
-    """The encoder of a job or an index.
+    """Load the encoder of a job or an index.
 
     Args:
-        choice: the encoder and its treatment of long texts. It may have been read from a file of someone else, so
-            whether that file trusts the model is not looked at.
+        choice: encoder and its treatment of long texts. It may come from somebody else's file, so the trust recorded in
+            it is ignored.
         trust_remote_code: whether the current command trusts the model.
 
     Raises:
-        EncoderError: it cannot be loaded.
+        EncoderError: the encoder cannot be loaded.
     """
     return load_encoder(
         choice.model,
@@ -56,23 +56,23 @@ def encoder_of(choice: Choice, *, trust_remote_code: bool) -> SentenceEncoder:
 
 
 def embed(config: EmbedConfig) -> Note:
-    """Embeds every text of the inputs, or the rest of them when an earlier run was stopped.
+    """Embed every text of the inputs, or the rest if an earlier run was stopped.
 
     Returns:
-        The note, which is also written beside the output.
+        The note, which is also written next to the output.
 
     Raises:
-        EmbedError: inputs that cannot be read, settings that do not go together, a worker that keeps dying.
+        EmbedError: inputs that cannot be read, settings that contradict each other, or a worker that keeps dying.
         EncoderError: the model cannot be loaded.
     """
     config = located(config)
     units = plan(config)
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
-        raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has {encoder.size}")
+        raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     identities = identify(config, units, encoder.fingerprint)
     if done := _done(config.output, jobs(config, units, encoder.fingerprint)):
-        get_logger().info("%s is embedded already", config.output)
+        get_logger().info("%s is already complete; nothing to embed", config.output)
         return done
     folder = config.output.absolute().with_name(f".{config.output.name}.parts")
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,10 +82,10 @@ def embed(config: EmbedConfig) -> Note:
 
 @contextmanager
 def _alone(folder: Path, output: Path) -> Iterator[None]:
-    """Holds the folder of the parts for this command, until it or its process ends.
+    """Lock the folder of the parts for this command, until it or its process ends.
 
     Raises:
-        EmbedError: another command holds it.
+        EmbedError: another command holds the lock.
     """
     path = folder / _LOCK
     with path.open("w") as stream:
@@ -95,14 +95,14 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
         except BlockingIOError:
             held = False
         if not held:
-            raise EmbedError(f"--output {output}: another `declutr embed` writes it; wait for it, or name another file")
+            raise EmbedError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
         yield
 
 
 def _embedded(
     config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
 ) -> Note:
-    """Embeds what is left, puts the parts together and writes the note; the parts are gone afterwards."""
+    """Embed what is left, assemble the parts, write the note, and remove the parts."""
     sidecars = _run(config, units, identities, folder, encoder)
     num_rows = assemble(folder, sidecars, config, encoder.size)
     note = Note(
@@ -123,7 +123,7 @@ def _embedded(
 
 
 def located(config: EmbedConfig) -> EmbedConfig:
-    """The job with absolute paths: workers run in a folder of their own, and the note is read from anywhere."""
+    """Job with absolute paths, because workers run in another folder, and the note is read from anywhere."""
     inputs = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
     choice = config.choice
     if Path(choice.model).exists():
@@ -132,7 +132,7 @@ def located(config: EmbedConfig) -> EmbedConfig:
 
 
 def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, version: int = VERSIONS[0]) -> list[str]:
-    """For each unit SHA-256 of its input, the encoder and the settings that decide its embeddings."""
+    """SHA-256 for each unit of its input, the encoder and the settings that decide its embeddings."""
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
     settings |= {"version": version, "fingerprint": fingerprint, "suffix": config.output.suffix}
     seen = _times if version == 1 else _contents
@@ -140,7 +140,7 @@ def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, version: 
 
 
 def jobs(config: EmbedConfig, units: list[Unit], fingerprint: str) -> set[str]:
-    """What a note of this very job may say of it, in any version."""
+    """Values of `Note.job` for this job, in every version."""
     return {hash_json(identify(config, units, fingerprint, version)) for version in VERSIONS}
 
 
@@ -155,16 +155,18 @@ def _contents(unit: Unit) -> dict[str, str | None] | None:
 
 
 def plan(config: EmbedConfig) -> list[Unit]:
-    """The units of the inputs, with the marks of their files.
+    """Plan the units of the inputs, with the marks of their files.
 
     Raises:
-        EmbedError: everything that can be seen to be wrong before any work.
+        EmbedError: every problem that can be found before any work.
     """
     problems = []
     if config.output.suffix not in (".npy", ".parquet"):
         problems.append(f"--output {config.output}: must end in .npy or .parquet")
     if config.output.suffix == ".npy" and (config.id_field or config.skip_bad):
-        problems.append("ids and left-out rows need an --output that ends in .parquet: an .npy has only places")
+        problems.append(
+            "ids and skipped rows need an --output that ends in .parquet, because .npy has row numbers only"
+        )
     skipped = Skipped()
     units, found = plan_units(corpus_of(config, config.text_field), config.unit_mib or 1, skipped)
     if config.unit_mib is None and len(units) > _MAX_UNITS:
@@ -185,12 +187,12 @@ def plan(config: EmbedConfig) -> list[Unit]:
 
 
 def _done(output: Path, jobs: set[str]) -> Note | None:
-    """The note of a finished output of this very job."""
+    """Note of a finished output of this job, or None."""
     if not note_path(output).is_file():
         return None
     try:
         note = read_note(output)
-    except EmbedError:  # of another version, or its output is gone
+    except EmbedError:  # the note is of another version, or its output is missing
         return None
     return note if note.job in jobs else None
 
@@ -198,12 +200,12 @@ def _done(output: Path, jobs: set[str]) -> Note | None:
 def _run(
     config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
 ) -> list[UnitSidecar]:
-    """Sidecars of the units in order: the finished ones as they are, the others made now."""
+    """Sidecars of the units in order: existing ones, and new ones from embedding the rest."""
     found = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
     todo = [(unit, identity) for unit, identity, one in zip(units, identities, found, strict=True) if one is None]
     sidecars = {sidecar.unit: sidecar for sidecar in found if sidecar}
     if sidecars:
-        get_logger().info("%d of %d units are finished already", len(sidecars), len(units))
+        get_logger().info("reusing %d of %d finished units", len(sidecars), len(units))
     total = sum(unit.num_bytes for unit in units)
     left = sum(unit.num_bytes for unit, _ in todo)
     here = config.workers == 0 or (config.workers is None and sum(unit.weight for unit in units) < SMALL_MIB * _MIB)
@@ -223,13 +225,13 @@ def _run(
 
 
 class _Progress:
-    """Texts a second beside the bar of input bytes."""
+    """Texts per second, shown next to the bar of input bytes."""
 
     def __init__(self, bar: Any) -> None:
         self._bar, self._texts = bar, 0
 
     def add(self, texts: int, num_bytes: int) -> None:
-        """So much more is done."""
+        """Record newly embedded texts and input bytes."""
         self._texts += texts
         seconds = max(1e-9, float(self._bar.format_dict["elapsed"]))
         self._bar.set_postfix_str(f"{self._texts:,} texts, {self._texts / seconds:,.0f} a second", refresh=False)
@@ -248,18 +250,18 @@ def _here(
 
 
 class UnitEmbedder:
-    """What a Ray worker is: an encoder that embeds one unit after the other."""
+    """Ray worker with an encoder that embeds one unit after the other."""
 
     def __init__(self, config: EmbedConfig, folder: str) -> None:
         self._config, self._folder = config, Path(folder)
         self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
 
     def __call__(self, row: dict[str, str]) -> dict[str, str]:
-        """`{"unit": JSON, "identity": hash}` in, `{"sidecar": JSON, "problem": words}` out."""
+        """Embed `{"unit": JSON, "identity": hash}`; return `{"sidecar": JSON, "problem": words}`."""
         unit = Unit.model_validate_json(row["unit"])
         try:
             sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
-        except (OSError, EmbedError) as error:  # raised here, it would reach people as a traceback of Ray's
+        except (OSError, EmbedError) as error:  # if raised here, users would see a traceback of Ray
             return {"sidecar": "", "problem": str(error)}
         return {"sidecar": sidecar.model_dump_json(), "problem": ""}
 
@@ -296,9 +298,11 @@ def _on_ray(
     try:
         for row in rows.iter_rows():
             if row["problem"]:
-                raise EmbedError(f"{row['problem']}. What is finished stays; the same command continues")
+                raise EmbedError(f"{row['problem']}. Finished units are kept; run the same command to continue")
             sidecar = UnitSidecar.model_validate_json(row["sidecar"])
             progress.add(sidecar.written, sizes[sidecar.unit])
             yield sidecar
     except (RayActorError, WorkerCrashedError) as error:
-        raise EmbedError(f"workers keep dying ({error}); what is finished stays, the same command continues") from error
+        raise EmbedError(
+            f"workers keep dying ({error}). Finished units are kept; run the same command to continue"
+        ) from error

@@ -1,4 +1,4 @@
-"""Any sentence encoder by its name: ours, transformers', sentence-transformers', and plain baselines."""
+"""Loading of any sentence encoder by name: this project's, transformers', sentence-transformers', and baselines."""
 
 import re
 from collections.abc import Collection
@@ -51,26 +51,26 @@ def load_encoder(
     tokenized: bool = False,
     trust_remote_code: bool = False,
 ) -> SentenceEncoder:
-    """Loads an encoder.
+    """Load an encoder.
 
     Args:
-        name: an exported folder, a run (its export, else its newest whole checkpoint) or a checkpoint; a folder or name
-            of transformers or sentence-transformers; a file of word vectors (.vec, .txt, also .gz);
+        name: an exported folder, a run (its export, else its newest complete checkpoint) or a checkpoint; a folder or
+            name of transformers or sentence-transformers; a file of word vectors (.vec, .txt, also .gz);
             `hashed-words:SIZE`; `untrained:NAME`, the encoder NAME with random weights. `hashed-words@SEED:SIZE` and
-            `untrained@SEED:NAME` draw others.
-        pooling: None: what the encoder says, else mean.
-        device: None: a GPU when there is one.
-        max_tokens: of one input; None, or more than it can: the encoder's own limit.
-        long_texts: longer inputs are cut, or read in windows.
-        vocabulary: of a file of word vectors only these words are held in memory; None: all.
-        tokenized: texts for word vectors are words with spaces between them, as SentEval's data are (`WordVectors`).
-        trust_remote_code: run code that a model brings along. Only for models you trust; no file can grant this.
+            `untrained@SEED:NAME` draw with another seed.
+        pooling: None: the encoder's own, else mean.
+        device: None: a GPU if there is one.
+        max_tokens: maximum tokens of one input; None, or more than the encoder's limit: that limit.
+        long_texts: cut longer inputs, or read them in windows.
+        vocabulary: words of a file of word vectors to hold in memory; None: all.
+        tokenized: texts for word vectors are words separated by spaces, as in SentEval's data (`WordVectors`).
+        trust_remote_code: run Python code that comes with a model. Only for models you trust; no file can grant this.
 
     Raises:
-        EncoderError: it cannot be loaded, a weight is missing or left over, or it says of itself what cannot be
-            computed exactly here.
+        EncoderError: the encoder cannot be loaded, a weight is missing or left over, or the encoder declares something
+            that cannot be computed exactly here.
     """
-    # It would list the MLM head, which an encoder has no use for, as unexpected.
+    # At a higher verbosity it would list the MLM head, which an encoder does not use, as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     path = Path(name)
@@ -91,11 +91,11 @@ def load_encoder(
         loaded = _pretrained(name, pooling, trust_remote_code, None)
     encoder, tokenizer, recipe, unused = loaded
     if not getattr(tokenizer, "is_fast", False):
-        raise EncoderError(f"{name}: its tokenizer {type(tokenizer).__name__} is none of the tokenizers library")
+        raise EncoderError(f"{name}: its tokenizer {type(tokenizer).__name__} is not from the tokenizers library")
     limit = min(_model_limit(encoder), tokenizer.model_max_length, (recipe and recipe.max_tokens) or 10**9)
     least = len(tokenizer("")["input_ids"]) + 1
     if max_tokens is not None and max_tokens < least:
-        raise EncoderError(f"max_tokens = {max_tokens}: {name} needs {least} for one token with its specials")
+        raise EncoderError(f"max_tokens = {max_tokens}: {name} needs {least} for one token with its special tokens")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return TransformerEncoder(
         name=name,
@@ -112,19 +112,19 @@ def load_encoder(
 
 
 Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
-"""Encoder, tokenizer, what follows pooling, and parts of its files that it leaves out."""
+"""Encoder, tokenizer, recipe of the steps after pooling, and unused parts of its files."""
 
 
 def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, seed: int | None) -> Loaded:
-    """A model of transformers in our encoder, padded where it cannot pack; with a seed, of random weights."""
+    """Load a transformers model, padded if it cannot pack; with a seed, use random weights."""
     recipe = read_recipe(name, pooling)
     if recipe and recipe.size and seed is not None:
-        raise EncoderError(f"untrained:{name}: has dense layers behind its pooling, which would stay trained")
+        raise EncoderError(f"untrained:{name}: has dense layers after its pooling, which would stay trained")
     where: dict[str, Any] = {"subfolder": recipe.subfolder} if recipe and recipe.subfolder else {}
     trust = {"trust_remote_code": trust_remote_code}
     local = Path(name).is_dir()
     if not local and hub_problem():
-        where["local_files_only"] = True  # what is kept here of an earlier download
+        where["local_files_only"] = True  # files of an earlier download
     unused: tuple[str, ...] = ()
     try:
         config = AutoConfig.from_pretrained(name, **where, **trust)
@@ -159,41 +159,41 @@ def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, see
 
 
 def _start(path: Path) -> str:
-    """The encoder that an export or a run was trained on from; "" where there was none or is not known."""
+    """Encoder from which an export or a run was trained; "" if none or unknown."""
     for file in (path / EXPORT / SETTINGS, path / SETTINGS):
         if file.is_file():
             try:
                 return str(read_json(file)["config"]["encoder"]["pretrained"] or "")
             except (OSError, ValueError, KeyError, TypeError):
-                return ""  # settings of others, which decide nothing here
+                return ""  # settings of another program; nothing depends on them here
     return ""
 
 
 def _told(error: Exception) -> str:
-    """The message of an error; where code would have to be trusted, what that takes."""
+    """Message of an error; if the model's code must be trusted, the option for that."""
     if "trust_remote_code" not in str(error):
         return str(error)
-    return "it brings Python code along, which is not run; if you trust that code, add --trust-remote-code"
+    return "it comes with Python code, which is not run; if you trust that code, add --trust-remote-code"
 
 
 def _of_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:
-    """The encoder of a checkpoint, or of a run's newest whole one.
+    """Load the encoder of a checkpoint, or of a run's newest complete checkpoint.
 
-    The run may come from someone else: its `config.yaml` names an encoder and shards, and grants nothing.
+    The run may come from somebody else: its `config.yaml` names an encoder and shards, and grants nothing.
     """
     if (path / CHECKPOINTS).is_dir():
         found = checkpoint.find_latest(path / CHECKPOINTS)
         if found is None:
-            raise EncoderError(f"{path}: the run holds no whole checkpoint yet")
+            raise EncoderError(f"{path}: the run has no complete checkpoint yet")
         path = found[0]
     settings = path.parent.parent / "config.yaml"
     try:
         config = TrainConfig.model_validate(read_yaml_file(settings))
         if not is_remote(config.data) and not (folder := expand(config.data) / TOKENIZER).is_dir():
             raise EncoderError(
-                f"{path} needs the tokenizer of its run's shards, and data = {config.data!r} of {settings} names no "
-                f"folder with one here ({folder.absolute()}): bring the shards there, or score the run's "
-                f"{EXPORT} folder, which has its tokenizer with it"
+                f"{path} needs the tokenizer of its run's shards; data = {config.data!r} of {settings} is not a folder "
+                f"with a tokenizer on this machine ({folder.absolute()}); copy the shards there, or score the run's "
+                f"{EXPORT} folder, which contains its tokenizer"
             )
         tokenizer = _tokenizer_of(config.data)
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
@@ -212,34 +212,34 @@ def _of_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loa
 
 
 def _tokenizer_of(data: str) -> Any:
-    """The tokenizer of shards.
+    """Load the tokenizer of shards.
 
-    Of shards at an address, only the tokenizer is fetched, and not into the `cache` that the run's settings name.
+    For shards at an address, fetch only the tokenizer, and not into the `cache` that the run's settings name.
 
     Raises:
-        OSError, ValueError: it cannot be read, or the address is of a kind that no run has.
+        OSError, ValueError: the tokenizer cannot be read, or the address is of a kind that no run has.
     """
     if not is_remote(data):
         return AutoTokenizer.from_pretrained(expand(data) / TOKENIZER, trust_remote_code=False)
     if not data.startswith(_STORES):
-        raise ValueError(f"data = {data}: not fetched; only addresses that begin with {', '.join(_STORES)} are")
+        raise ValueError(f"data = {data}: only addresses that start with {', '.join(_STORES)} are fetched")
     with TemporaryDirectory(prefix="declutr-") as folder:
         pull_all(child(data, TOKENIZER), Path(folder) / TOKENIZER)
         return AutoTokenizer.from_pretrained(Path(folder) / TOKENIZER, trust_remote_code=False)
 
 
 def _model_limit(encoder: Encoder) -> int:
-    """Most tokens of one input; without end for encoders that count positions relatively."""
+    """Maximum tokens of one input; practically unlimited for encoders with relative positions."""
     return max_span_tokens(encoder.model) if hasattr(encoder.model.config, "max_position_embeddings") else 10**9
 
 
 def _lower_case(tokenizer: Any) -> None:
-    """Texts are put in lower case before anything else; idempotent."""
+    """Make the tokenizer lower-case texts before anything else; idempotent."""
     engine = tokenizer.backend_tokenizer
     first = normalizers.Lowercase()
     engine.normalizer = normalizers.Sequence([first, engine.normalizer]) if engine.normalizer else first
 
 
 def _without_pooler(config: Any) -> dict[str, Any]:
-    """BERT's and RoBERTa's extra dense layer over the first token is never used here, and often not in the file."""
+    """Options without BERT's and RoBERTa's extra dense layer, which is never used here and often not in the file."""
     return {"add_pooling_layer": False} if config.model_type in ("bert", "roberta", "xlm-roberta", "camembert") else {}

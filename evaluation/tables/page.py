@@ -1,4 +1,4 @@
-"""Blocks as a page with a bar below each number: one file that runs nothing and asks the network for nothing."""
+"""Page of blocks with a bar below each number: one file without scripts and network requests."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from evaluation.tables.remarks import Remarks
 
 
 def page(blocks: Sequence[Block], told: Remarks) -> str:
-    """The whole document. The same blocks give the same text."""
+    """Return the whole document. Equal blocks give equal text."""
     links = [tag("a", block.short, href=f"#{block.name}") for block in blocks]
     sections = [
         tag("section", tag("h2", block.title, id=f"{block.name}-head"), _table(block, told), id=block.name)

@@ -1,4 +1,4 @@
-"""Is this the published set? Bytes, rows, classes, labels, sentences, encoding, duplicates; before any score."""
+"""Checks that data are the published set: bytes, rows, classes, labels, sentences, encoding, duplicates."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from evaluation.senteval.data.tasks import Task
 
 _MAX_IMBALANCE = 1.5  # "balanced across the target classes", says the README of the probing data
 
-UNCHECKED = "--allow-unchecked scores own data; the scores are marked and not comparable with published ones"
+UNCHECKED = "--allow-unchecked scores your own data; such scores are marked as not comparable with published ones"
 
 
 def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspection:
-    """Loads and checks a task; never raises for what is wrong with the data.
+    """Load and check a task; never raises for errors in the data.
 
     Args:
-        task: which.
-        folder: holds `downstream` and `probing`.
-        allow_unchecked: data that are not the published ones get the standing "unpublished" instead of "refused". What
-            cannot be read is refused all the same.
+        task: task to check.
+        folder: data folder with `downstream` and `probing`.
+        allow_unchecked: give data other than the published ones the standing "unpublished" instead of "refused". Data
+            that cannot be read are refused in any case.
     """
     try:
         data = load(task, folder)
@@ -43,12 +43,12 @@ def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspecti
 
 
 def check(data: TaskData) -> tuple[Finding, ...]:
-    """Everything that there is to say of the data, the worst first."""
+    """All findings about the data, worst first."""
     return _examine(data)[0]
 
 
 def _examine(data: TaskData) -> tuple[tuple[Finding, ...], bool]:
-    """All findings, and whether every row, scored or not, was shown to be the published one."""
+    """Return all findings, and whether every row, scored or not, is known to be the published one."""
     figures = published()[data.task.name]
     findings, same_rows = list(_swapped(data)), True
     if not _identical(data, figures):
@@ -62,18 +62,18 @@ def _examine(data: TaskData) -> tuple[tuple[Finding, ...], bool]:
             findings += check_encoding(data, figures)
     findings += check_duplicates(data)
     if data.num_empty:
-        findings.append(Finding("info", f"{data.num_empty} lines without a word; a full stop is embedded for them"))
+        findings.append(Finding("info", f"{data.num_empty} lines have no word; a full stop is embedded for them"))
     findings += [Finding("warn", note) for note in data.notes]
     return worst_first(findings), same_rows
 
 
 def _bytes(data: TaskData, figures: Published) -> Iterator[Finding]:
-    """Files that are not the published ones, whatever the difference."""
+    """Report files that are not the published ones, whatever the difference."""
     if not figures.files:
-        yield Finding("warn", f"{data.task.label}: no hash of the published files is known here to compare them with")
+        yield Finding("warn", f"{data.task.label}: files cannot be compared, because no published hash is known here")
         return
     other = [name.rpartition("/")[2] for name, digest in figures.files.items() if data.files[name] != digest]
-    yield Finding("warn", f"{len(other)} of {len(figures.files)} files are not byte for byte the published ones: "
+    yield Finding("warn", f"{len(other)} of {len(figures.files)} files differ from the published ones: "
                   f"{excerpt(other)}")  # fmt: skip
 
 
@@ -82,15 +82,15 @@ def _identical(data: TaskData, figures: Published) -> bool:
 
 
 def _swapped(data: TaskData) -> Iterator[Finding]:
-    """Files whose content is that of another published file."""
+    """Report files with the content of another published file."""
     owners = {digest: name for figures in published().values() for name, digest in figures.files.items()}
     for name, digest in data.files.items():
         owner = owners.get(digest, name)
         if owner != name:
             yield Finding(
                 "refuse",
-                f"{name} holds what is published as {owner}: files are swapped or copied over each other",
-                "rows would be scored against other rows' labels",
+                f"{name} has the content of {owner}: files are swapped or copied over each other",
+                "rows would be scored against the labels of other rows",
             )
 
 
@@ -118,13 +118,13 @@ def _counts(data: TaskData, figures: Published) -> Iterator[Finding]:
         yield Finding("refuse", f"{data.task.label}: {len(data.classes)} classes, published {figures.num_classes}")
     elif figures.class_names and set(data.classes) != set(figures.class_names):
         told = f"{', '.join(data.classes)}, published {', '.join(figures.class_names)}"
-        yield Finding("refuse", f"{data.task.label}: classes are called {told}")
+        yield Finding("refuse", f"{data.task.label}: class names are {told}")
     elif figures.basis == "probing":
         counts = _class_counts(data, data.splits["train"])
         largest = max(counts.values())
         if largest * len(counts) > _MAX_IMBALANCE * sum(counts.values()):
             yield Finding(
-                "refuse", f"{data.task.label}: classes are not balanced, as published ones are", _majority(data)
+                "refuse", f"{data.task.label}: classes are not balanced, unlike the published ones", _majority(data)
             )
 
 
@@ -134,20 +134,20 @@ def _class_counts(data: TaskData, split: Split) -> dict[str, int]:
 
 
 def _majority(data: TaskData) -> str:
-    """What a classifier that has learnt nothing gets on the rows that are scored."""
+    """Score of a classifier that has learned nothing, on the scored rows."""
     split = data.splits["test" if "test" in data.splits else "all"]
     if not len(split):
         return "no row would be scored"
     counts = _class_counts(data, split)
     largest = max(counts, key=lambda name: counts[name])
     share = 100 * counts[largest] / len(split)
-    told = f"always answering {largest!r} is right in {counts[largest]:,} of {len(split):,} rows = {share:.2f} %"
+    told = f"always answering {largest!r} is right in {counts[largest]:,} of {len(split):,} rows = {share:.2f}%"
     return f"{told}, and one row is worth {100 / len(split):.2f} points" if len(split) < 1000 else told
 
 
 def _fewer(data: TaskData, split: Split, expected: PublishedSplit) -> str:
     if data.task.procedure == "retrieval":
-        return "the right one would be looked for among fewer candidates: higher recalls"
+        return "each query would have fewer candidates: higher recalls"
     error = 1 / max(1, len(split) - 3) ** 0.5
     return (
         f"a correlation over {len(split):,} of {expected.rows:,} pairs, uncertain by about {100 * error:.1f} points, "

@@ -1,4 +1,4 @@
-"""Checks of the sentences themselves: characters lost or doubled by a wrong encoding, and duplicates."""
+"""Checks of the sentences: characters lost or doubled by a wrong encoding, and duplicates."""
 
 import re
 from collections import Counter
@@ -19,9 +19,9 @@ _MAX_CONTRADICTIONS = 0.05
 
 
 def check_encoding(data: TaskData, figures: Published) -> Iterator[Finding]:
-    """Characters that were lost (U+FFFD) or doubled (UTF-8 read as latin-1) on the way.
+    """Report characters that were lost (U+FFFD) or doubled (UTF-8 read as latin-1) in a conversion.
 
-    None of the published files that were at hand holds a doubled one, so a single one is refused there.
+    The published files examined hold no doubled character, so a single one is refused in their tasks.
     """
     rows = list(_rows(data))
     lost = sum(row.count("\ufffd") for row in rows)
@@ -30,7 +30,7 @@ def check_encoding(data: TaskData, figures: Published) -> Iterator[Finding]:
         yield Finding(
             "refuse",
             f"{lost - figures.replacements:,} characters were lost (U+FFFD) in a conversion: latin-1 read as UTF-8",
-            f"{hit:,} of {len(rows):,} rows would be scored on other words than the published ones",
+            f"{hit:,} of {len(rows):,} rows would be scored on words other than the published ones",
         )
     doubled = [row for row in rows if _LATIN1.search(row) or _CP1252.search(row)]
     if doubled:
@@ -39,14 +39,14 @@ def check_encoding(data: TaskData, figures: Published) -> Iterator[Finding]:
         )
         yield Finding(
             "refuse" if figures.basis in ("files", "snli") else "warn",
-            f"{len(doubled):,} rows hold UTF-8 that was read as latin-1 ({example.group()!r}): the file is in another "
-            "encoding than SentEval reads it in, or was converted twice",
-            f"{len(doubled):,} of {len(rows):,} rows would be scored on other words than the published ones",
+            f"{len(doubled):,} rows hold UTF-8 that was read as latin-1 ({example.group()!r}): the file's encoding "
+            "is not the one SentEval reads, or the file was converted twice",
+            f"{len(doubled):,} of {len(rows):,} rows would be scored on words other than the published ones",
         )
 
 
 def check_duplicates(data: TaskData) -> Iterator[Finding]:
-    """Rows that occur twice, in a split or in two; refused only where the same row has unlike classes too often."""
+    """Report rows that occur twice, in one split or in two; refuse if the same row has different classes too often."""
     seen: dict[str, set[str]] = {}
     for name, split in data.splits.items():
         keys = _keys(split)
@@ -57,7 +57,7 @@ def check_duplicates(data: TaskData) -> Iterator[Finding]:
         for other, theirs in seen.items():
             shared = sum(key in theirs for key in keys)
             if shared and data.task.procedure != "similarity":
-                yield Finding("info", f"{name}: {shared:,} of {len(keys):,} rows are in {other} too")
+                yield Finding("info", f"{name}: {shared:,} of {len(keys):,} rows are also in {other}")
         seen[name] = set(counts)
         if data.classes:
             yield from _contradictions(name, keys, split)
@@ -73,7 +73,7 @@ def _contradictions(name: str, keys: list[str], split: Split) -> Iterator[Findin
         yield Finding(
             "refuse",
             f"{name}: {unlike:,} of {len(keys):,} rows occur under two classes: a file was copied over another",
-            f"no classifier could get more than about {100 * (1 - share / 2):.0f} % of them right",
+            f"no classifier could get more than about {100 * (1 - share / 2):.0f}% of them right",
         )
     elif unlike:
         yield Finding("info", f"{name}: {unlike:,} rows occur under two classes")

@@ -1,6 +1,6 @@
-"""The file formats of SentEval's tasks, read as its loaders read them (facebookresearch/SentEval@5d6dc11).
+"""File formats of SentEval's tasks, read as its loaders read them (facebookresearch/SentEval@5d6dc11).
 
-All of them hold tokenised text; a sentence is a list of words, split at any white space. Rows come in file order.
+All files hold tokenised text. A sentence is a list of words, split at any white space. Rows come in file order.
 """
 
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ class Rows:
     """Rows of one split in file order.
 
     Attributes:
-        first: words of each row's sentence.
-        second: words of the sentence beside it; empty where a row is one sentence.
+        first: words of each row's first sentence.
+        second: words of each row's second sentence; empty if a row is one sentence.
         labels: class number, class name (probing) or gold score of each row.
-        unscored: rows left out because they have no gold score: place in the file from 0, and words of both sentences.
-        notes: what is odd in the files.
+        unscored: rows without a gold score, which are left out: place in the file from 0, and words of both sentences.
+        notes: oddities of the files.
     """
 
     first: list[Words] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Rows:
 
 
 def read_binary(one: Path, zero: Path) -> Rows:
-    """MR, CR, MPQA, SUBJ: a sentence a line, a file a class; latin-1; empty lines are rows."""
+    """MR, CR, MPQA, SUBJ: a sentence per line, a file per class; latin-1; empty lines are rows."""
     ones = [line.split() for line in read_lines(one, "latin-1", unicode_breaks=True)]
     zeros = [line.split() for line in read_lines(zero, "latin-1", unicode_breaks=True)]
     return Rows(first=ones + zeros, labels=[1] * len(ones) + [0] * len(zeros))
@@ -90,14 +90,14 @@ def read_mrpc(path: Path) -> Rows:
 def read_snli(first: Path, second: Path, labels: Path) -> Rows:
     """Premises, hypotheses and labels, a file each; sentences latin-1, labels UTF-8.
 
-    The official loader also cuts latin-1 text at NEL (byte 0x85), which would shift the sentences against their labels;
-    we do not, and say so when the files have it.
+    The official loader also cuts latin-1 text at NEL (byte 0x85), which would shift the sentences against their labels.
+    This one does not, and adds a note if the files contain it.
     """
     columns = [read_lines(path, "latin-1") for path in (first, second)]
     names = read_lines(labels, "utf-8")
     _same_length({first: len(columns[0]), second: len(columns[1]), labels: len(names)})
     notes = tuple(
-        f"{path.name}: has bytes (0x85 and the like) at which the official loader cuts lines; not cut here"
+        f"{path.name}: contains bytes (0x85 and similar) at which the official loader cuts lines; not cut here"
         for path, lines in zip((first, second), columns, strict=True)
         if any(len(line.splitlines()) > 1 for line in lines)
     )
@@ -131,7 +131,7 @@ def read_sts_benchmark(path: Path) -> Rows:
 
 
 def read_sts(sentences: Path, scores: Path) -> Rows:
-    """`a<TAB>b` and a file with a score 0..5 a line, UTF-8; rows with an empty score are left out."""
+    """`a<TAB>b` and a file with a score 0..5 per line, UTF-8; rows with an empty score are left out."""
     lines = read_lines(sentences, "utf-8", unicode_breaks=True)
     gold = read_lines(scores, "utf-8", unicode_breaks=True)
     _same_length({sentences: len(lines), scores: len(gold)})
@@ -154,7 +154,7 @@ def read_sts(sentences: Path, scores: Path) -> Rows:
 
 
 def read_probing(path: Path) -> dict[str, Rows]:
-    """`tr|va|te<TAB>label<TAB>...<TAB>sentence`, UTF-8; by split, labels as they stand."""
+    """`tr|va|te<TAB>label<TAB>...<TAB>sentence`, UTF-8; by split, labels unchanged."""
     names = {"tr": "train", "va": "dev", "te": "test"}
 
     def parse(line: str) -> tuple[str, str, Words]:
@@ -200,12 +200,12 @@ def _between(score: float, low: float, high: float) -> float:
 
 
 def _same_length(lengths: dict[Path, int]) -> None:
-    """Raises DataError when files that belong together line by line have unequal lengths."""
+    """Raise DataError if files that belong together line by line have different lengths."""
     if len(set(lengths.values())) == 1:
         return
     told = ", ".join(f"{path.name} {length:,}" for path, length in lengths.items())
     where = next(iter(lengths)).parent
     raise DataError(
-        f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file is of another set",
-        faked="pairs would have other pairs' labels: scores at chance (the largest class) or a lower correlation",
+        f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file belongs to another set",
+        faked="pairs would get the labels of other pairs: scores at chance (the largest class) or a lower correlation",
     )

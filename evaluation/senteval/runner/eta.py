@@ -1,8 +1,8 @@
-"""How long it will take, in words."""
+"""Durations in words."""
 
 
 def duration(seconds: float) -> str:
-    """A duration for people: `8 s`, `3 min`, `2 h 05 min`."""
+    """Format a duration for people: `8 s`, `3 min`, `2 h 05 min`."""
     whole = round(seconds)
     if whole < 90:
         return f"{whole} s"

@@ -1,6 +1,6 @@
-"""An encoder through SentEval: each distinct sentence embedded once, units scored, every result at once on disk.
+"""Run an encoder through SentEval: embed each distinct sentence once, score every unit, write each result at once.
 
-A killed evaluation goes on with the parts of embeddings and the units that it had; one that had finished reads them.
+A killed evaluation resumes with the embedding parts and units on disk. A finished one only reads its results.
 """
 
 import re
@@ -34,17 +34,17 @@ Units = Mapping[tuple[str, Method], StoredUnit]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An encoder's results.
+    """Results of one encoder.
 
     Attributes:
-        encoder: its name.
-        fingerprint: of all that decides its embeddings.
+        encoder: name of the encoder.
+        fingerprint: hash of everything that decides its embeddings.
         size: numbers in an embedding.
-        reports: by protocol.
-        geometry: alignment and uniformity on STS-B; empty where that was not asked for.
-        warnings: of the encoder as a whole: collapsed, mostly zero.
-        seconds: that its units took, one after another.
-        pretrained: name of the encoder that it started from; "" where that is not known.
+        reports: results by protocol.
+        geometry: alignment and uniformity on STS-B; empty if not requested.
+        warnings: warnings about the encoder as a whole: collapsed, mostly zero.
+        seconds: summed scoring time of its units.
+        pretrained: name of the encoder it was trained from; "" if unknown.
     """
 
     encoder: str
@@ -65,18 +65,18 @@ def evaluate(
     session: SessionConfig,
     say: Callable[[str], None],
 ) -> Evaluated:
-    """Scores an encoder on all usable tasks, going on from what `output` holds.
+    """Score an encoder on all usable tasks, reusing the results in `output`.
 
     Args:
-        encoder: to be scored.
-        inspections: of the tasks of `choice`.
-        choice: tasks, protocols, classifiers.
-        output: takes `<encoder>-<fingerprint>/<task>.json` as they finish, and embeddings until all is done.
-        session: where the classifiers run.
-        say: takes lines on the progress.
+        encoder: encoder to score.
+        inspections: checked data of the tasks in `choice`.
+        choice: tasks, protocols, classifier settings.
+        output: folder that takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end.
+        session: Ray session that runs the classifiers.
+        say: receives progress lines.
 
     Raises:
-        EncoderError: embeddings that are not finite.
+        EncoderError: an embedding is not finite.
     """
     folder = output / f"{_UNSAFE.sub('_', encoder.name).strip('_')[-60:]}-{encoder.fingerprint[:8]}"
     units = plan_units(inspections, choice, encoder.fingerprint, folder)
@@ -85,7 +85,7 @@ def evaluate(
     warnings: tuple[str, ...] = _known_warnings(folder, encoder.fingerprint)
     if todo:
         if there:
-            say(f"{encoder.name}: {len(there)} of {len(units)} results were there")
+            say(f"{encoder.name}: reusing {len(there)} of {len(units)} results from an earlier run")
         found, warnings = _score(encoder, units, todo, choice, output, session, say)
         there |= found
         write_json(folder / "encoder.json", {"fingerprint": encoder.fingerprint, "warnings": list(warnings)})
@@ -102,8 +102,8 @@ def _score(
     session: SessionConfig,
     say: Callable[[str], None],
 ) -> tuple[dict[tuple[str, Method], StoredUnit], tuple[str, ...]]:
-    """Embeds the sentences of the units that are to be done, and does them."""
-    rows = _rows(units)  # what a killed call has embedded is taken, also of units that it has done
+    """Embed the sentences of the units still to do and score these units."""
+    rows = _rows(units)  # embeddings left by a killed call cover all units, the finished ones included
     if not parts_folder(output / _CACHE, encoder.fingerprint, list(rows)).is_dir():
         rows = _rows(todo)
     vectors = embed_all(encoder, list(rows), output / _CACHE, say)
@@ -138,7 +138,7 @@ def assemble(
     units: Units,
     warnings: tuple[str, ...],
 ) -> Evaluated:
-    """Results of all protocols from the units."""
+    """Build the results of all protocols from the units."""
     reports = {protocol: _report(encoder.name, protocol, inspections, units) for protocol in choice.protocols}
     geometry = units.get(("STSBenchmark", "geometry"))
     return Evaluated(

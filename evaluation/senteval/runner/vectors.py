@@ -1,7 +1,7 @@
-"""Embeddings of a list of sentences on disk, in parts that are whole or absent: a killed evaluation goes on.
+"""Embeddings of a list of sentences on disk, in parts that are complete or absent, so that a kill loses one part.
 
-A folder belongs to one encoder (by its fingerprint) and one list (by its hash). A part is a `.npy` of at most 16,384
-rows, read back without unpickling anything.
+A folder belongs to one encoder (by fingerprint) and one list of sentences (by hash). A part is a `.npy` file of at most
+16,384 rows, read without unpickling.
 
 Legend: N sentences, D embedding size.
 """
@@ -24,13 +24,13 @@ PART_ROWS = 16_384
 
 @dataclass(frozen=True)
 class Vectors:
-    """`(N, D)` float32 in parts of `part_rows` rows.
+    """`(N, D)` float32 embeddings in parts of `part_rows` rows.
 
     Attributes:
-        folder: of the parts.
+        folder: folder of the parts.
         num_rows: N.
         size: D.
-        part_rows: of each part but the last.
+        part_rows: rows of each part except the last.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class Vectors:
     part_rows: int = PART_ROWS
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Rows `(len(rows), D)`, in that order; only the parts that hold them are opened."""
+        """Rows `(len(rows), D)` in the given order; opens only the parts that hold them."""
         taken = np.empty((len(rows), self.size), np.float32)
         parts = rows // self.part_rows
         for part in np.unique(parts):
@@ -49,11 +49,11 @@ class Vectors:
         return taken
 
     def path(self, part: int) -> Path:
-        """Where a part lies."""
+        """Path of a part."""
         return self.folder / f"part-{part:05d}.npy"
 
     def there(self, part: int) -> bool:
-        """Whether a part is there as it must be."""
+        """Return whether a part exists with the expected shape and type."""
         path = self.path(part)
         if not path.is_file():
             return False
@@ -74,7 +74,7 @@ def texts_hash(texts: Sequence[str]) -> str:
 
 
 def parts_folder(cache: Path, fingerprint: str, texts: Sequence[str], part_rows: int = PART_ROWS) -> Path:
-    """Where the parts of an encoder's embeddings of these texts lie."""
+    """Folder of an encoder's embedding parts for these texts."""
     return cache / fingerprint[:16] / f"{texts_hash(texts)[:16]}-{part_rows}"
 
 
@@ -85,34 +85,34 @@ def embed_all(
     say: Callable[[str], None],
     part_rows: int = PART_ROWS,
 ) -> Vectors:
-    """Embeds each text once; parts that an earlier call left are taken as they are.
+    """Embed each text once; reuse the parts of an earlier call.
 
     Args:
-        encoder: whose embeddings.
+        encoder: encoder to use.
         texts: N different sentences.
-        cache: folder of all caches; this one's is named by encoder and texts.
-        say: takes lines on the progress.
-        part_rows: sentences of a part.
+        cache: folder of all caches; a subfolder is named after encoder and texts.
+        say: receives progress lines.
+        part_rows: sentences per part.
 
     Raises:
-        EncoderError: the encoder gave another shape than it says, or values that are not finite.
+        EncoderError: embeddings have a shape other than `(N, encoder.size)`, or a value is not finite.
     """
     folder = parts_folder(cache, encoder.fingerprint, texts, part_rows)
     vectors = Vectors(folder, len(texts), encoder.size, part_rows)
     numbers = range(-(-len(texts) // part_rows))
     missing = [part for part in numbers if not vectors.there(part)]
     if len(missing) < len(numbers):
-        say(f"{encoder.name}: {len(numbers) - len(missing)} of {len(numbers)} parts of embeddings were there")
+        say(f"{encoder.name}: reusing {len(numbers) - len(missing)} of {len(numbers)} embedding parts")
     begun = time.monotonic()
     for done, part in enumerate(missing, start=1):
         own = texts[part * part_rows : (part + 1) * part_rows]
         made = np.ascontiguousarray(encoder.encode(own), np.float32)
         if made.shape != (len(own), encoder.size):
-            raise EncoderError(f"{encoder.name}: {made.shape} embeddings of {len(own)} texts of {encoder.size} numbers")
+            raise EncoderError(f"{encoder.name}: embeddings are {made.shape}, expected {(len(own), encoder.size)}")
         wrong = int((~np.isfinite(made)).any(axis=1).sum())
         if wrong:
             raise EncoderError(
-                f"{encoder.name}: {wrong:,} of {len(own):,} embeddings hold values that are not finite: no score"
+                f"{encoder.name}: {wrong:,} of {len(own):,} embeddings have values that are not finite; no score"
             )
         with write_aside(vectors.path(part)) as aside, aside.open("wb") as stream:
             np.save(stream, made)
