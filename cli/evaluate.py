@@ -143,7 +143,7 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         shown = write_tables(evaluated, given.output)  # after each encoder, so that a long call can be watched
     if evaluated:
         print(
-            f"\n{shown}\n{given.output / 'scores.html'} has them next to published numbers; also: scores.md, scores.json"
+            f"\n{shown}\n{given.output / 'scores.html'} compares with published numbers; also: scores.md, scores.json"
         )
     if failed and len(names) > 1:
         sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")

@@ -138,7 +138,7 @@ def test_a_killed_scoring_goes_on(folder, tmp_path):
     encoder, said = Counting(), []
     again = scored(encoder, folder, tmp_path / "killed", "SICK-E", "SST2", "STS12", said=said)
     assert again.reports == whole.reports
-    assert "2 of 3 results were there" in said[0]
+    assert "reusing 2 of 3 results" in said[0]
     assert encoder.texts == []  # the embeddings were there too
     assert any(": 1/1 " in line for line in said)
 
@@ -176,7 +176,7 @@ def test_a_collapsed_encoder_is_warned_of_and_one_without_numbers_refused(folder
     assert scored(Constant(8), folder, tmp_path, "STS12").warnings == found.warnings  # also when read
     broken = Constant(9)
     broken.value = np.nan
-    with pytest.raises(EncoderError, match="hold values that are not finite: no score"):
+    with pytest.raises(EncoderError, match="have values that are not finite; no score"):
         scored(broken, folder, tmp_path, "STS12")
 
 
