@@ -75,7 +75,7 @@ class Follower:
         if not (self.run / CHECKPOINTS).is_dir():
             self.say(f"{self.run}: no checkpoints yet{'' if once else '; waiting for them'}")
         while True:
-            # Read before looking: the last checkpoint is older than the summary, and a run that continues holds its lock.
+            # Read first: the last checkpoint is older than the summary, and a run that continues holds its lock.
             ended = (self.run / SUMMARY).is_file() and not (self.run / LOCK).exists()
             waiting = [key for key in self.pending() if key not in passed_over]
             if waiting:
