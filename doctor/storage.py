@@ -188,7 +188,7 @@ def judge(path: str, found: dict[str, Written], needed_bytes: int) -> list[Findi
             findings.append(
                 judged(
                     f"{path} rename", node, f"{one.torn} torn reads" if one.torn else "whole", fail=one.torn > 0,
-                    remedy="a checkpoint could be read half-written: renames are not atomic here; use another file system",
+                    remedy="renames are not atomic here, so half-written checkpoints could be read; use another disk",
                 )
             )  # fmt: skip
     return findings + _judge_space(path, found, needed_bytes)

@@ -75,7 +75,7 @@ def test_text_names_the_remedy_of_what_is_broken_only():
         "ok    n1     a: 1",
         "FAIL  node2  b: 2 (3)",
         "        -> mend it",
-        "1 ok, 0 to look at (warn), 1 to mend (FAIL)",
+        "1 ok, 0 to check (warn), 1 to fix (FAIL)",
     ]
 
 

@@ -119,7 +119,7 @@ def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model
     assert embed(model, tmp_path / "in.txt", output) == 0
     assert np.abs(vectors(output)[0] - before[0]).max() > 1e-3
     output.write_bytes(b"x")
-    with pytest.raises(EmbedError, match="another size"):
+    with pytest.raises(EmbedError, match="its size differs"):
         read_note(output)
 
 
