@@ -97,7 +97,7 @@ def run(name: str, settings: list[dict[str, Any]], cache: Path) -> list[dict[str
     Raises:
         RuntimeError: a process failed; its message is on stderr.
     """
-    # Empty caches in every round, and no threads besides the counted processes.
+    # Empty caches in every round, and only the threads of the counted processes.
     environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "benchmarks.others", name]

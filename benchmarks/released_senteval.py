@@ -165,8 +165,8 @@ def inner_kfold(x: Array, y: Array, num_classes: int, config: Settings) -> tuple
 def kfold(
     x: Array, y: Array, x_test: Array, y_test: Array, num_classes: int, config: Settings
 ) -> tuple[float, float, Array]:
-    """Dev accuracy, accuracy, answers on the test rows (TREC, MRPC)."""
     """Dev accuracy, accuracy, predictions on the test rows (TREC, MRPC)."""
+    decay, mean = _choose(x, y, num_classes, config, config.seed)
     refit = Classifier(config, num_classes, decay).fit(x, y)
     return mean, round(100 * refit.score(x_test, y_test), 2), refit.predict(x_test)
 
@@ -224,7 +224,7 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
 
 
 def _layers(widths: list[int], seed: int) -> tuple[list[nn.Linear], torch.Generator]:
-    """Layers started like after `torch.manual_seed(seed)`, and the generator after that; the global one is unchanged."""
+    """Layers started like after `torch.manual_seed(seed)`, and the generator after that; the global one stays."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]

@@ -66,7 +66,7 @@ class Stretch:
         return self.copy_seconds + sum(self.step_seconds)
 
     def lost_share(self, until: float) -> float:
-        """Share of time lost: the copy and the steps started in the first `until` seconds, minus as many later steps."""
+        """Share of time lost: the copy and the steps started in the first `until` seconds, minus as many later ones."""
         begins = accumulate(self.step_seconds, initial=self.copy_seconds)
         count = sum(begin < until for begin, _ in zip(begins, self.step_seconds, strict=False))
         early, later = self.step_seconds[:count], self.step_seconds[count:]

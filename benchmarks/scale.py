@@ -201,7 +201,7 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
 
 
 def _nothing() -> None:
-    """Do nothing: a task that costs only its overhead."""
+    """Empty task that costs only its overhead."""
 
 
 def ray_figures(given: argparse.Namespace) -> dict[str, Any]:

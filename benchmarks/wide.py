@@ -39,7 +39,7 @@ class Wide:
     Attributes:
         folder: folder of the shards.
         num_shards: number of shard names.
-        num_documents: documents in all of them together.
+        num_documents: sum of their documents.
     """
 
     folder: Path

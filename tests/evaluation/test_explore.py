@@ -118,7 +118,7 @@ def test_of_a_large_index_some_texts_are_drawn_and_hits_have_places_all_the_same
         ("/api/search?text=%20", 400, "empty"),
         ("/api/search", 400, "empty"),
         (f"/api/search?text={'x' * (MAX_QUERY_CHARACTERS + 1)}", 400, "4,001 characters; shorten it to 4,000"),
-        (f"/api/neighbours?row={NUM_TEXTS}", 400, f"there is no text {NUM_TEXTS}"),
+        (f"/api/neighbours?row={NUM_TEXTS}", 400, f"row {NUM_TEXTS} is not in the index"),
         ("/api/neighbours?row=-1", 400, "a number"),
         ("/api/neighbours?row=%C2%B2", 400, "a number"),
         (f"/api/neighbours?row={'9' * 5000}", 400, "a number"),
