@@ -11,7 +11,7 @@ def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from common.config import Strict
     from common.console.logs import setup_logging
-    from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Format, Shape
+    from evaluation.embedding.config import EmbedConfig, EmbedError, EncoderChoice, Format, Shape
     from evaluation.embedding.job import embed
     from evaluation.encoders.loading import EncoderError
 
@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = vars(parser.parse_args(arguments))
     setup_logging("embed")
-    kinds: dict[str, type[Strict]] = {"choice": Choice, "shape": Shape}
+    kinds: dict[str, type[Strict]] = {"choice": EncoderChoice, "shape": Shape}
     parts = {key: {name: given.pop(name) for name in kind.model_fields if name in given} for key, kind in kinds.items()}
     try:
         config = EmbedConfig.model_validate(parts | given)

@@ -11,7 +11,7 @@ from common.paths import path_argument
 
 if TYPE_CHECKING:
     from evaluation.senteval.data.findings import Inspection
-    from evaluation.senteval.runner.plan import Choice
+    from evaluation.senteval.runner.plan import ScoringChoice
     from evaluation.senteval.scores.results import Protocol
 
 _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
@@ -96,15 +96,15 @@ def _download(folder: Path, mirror: str | None) -> bool:
     return any(file.outcome == "failed" for file in fetched)
 
 
-def _choice(given: argparse.Namespace, names: tuple[str, ...]) -> "Choice":
+def _choice(given: argparse.Namespace, names: tuple[str, ...]) -> "ScoringChoice":
     from evaluation.senteval.classifier.settings import ClassifierConfig
-    from evaluation.senteval.runner.plan import Choice
+    from evaluation.senteval.runner.plan import ScoringChoice
 
     classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
-    return Choice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
+    return ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
 
 
-def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "Choice") -> bool:
+def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
     """Score all encoders and write the tables; return whether every encoder was scored."""
     from common.session import SessionConfig
     from evaluation.encoders.loading import EncoderError, load_encoder
@@ -182,7 +182,7 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
     return int(len(scores) < len(given.encoders))
 
 
-def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "Choice") -> int:
+def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> int:
     import torch
 
     from common.session import SessionConfig

@@ -15,7 +15,7 @@ from common.storage import hash_json
 from evaluation.encoders.loading import EncoderError, load_encoder
 from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.runner.harness import evaluate
-from evaluation.senteval.runner.plan import Choice
+from evaluation.senteval.runner.plan import ScoringChoice
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.run import SUMMARY
@@ -44,7 +44,7 @@ class Follower:
 
     run: Path
     inspections: Sequence[Inspection]
-    choice: Choice
+    choice: ScoringChoice
     device: str
     session: SessionConfig
     say: Callable[[str], None]

@@ -19,7 +19,7 @@ class CheckpointsError(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """Facts about one checkpoint.
 
     Attributes:
@@ -45,7 +45,7 @@ class Row:
     kept: list[str]
 
 
-def rows(run: Path, now: float | None = None) -> list[Row]:
+def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:
     """List the checkpoints of a run, oldest first; reads all of their bytes.
 
     Args:
@@ -74,10 +74,10 @@ def rows(run: Path, now: float | None = None) -> list[Row]:
     return [replace(row, kept=why.get(row.step, [])) for row in found]
 
 
-def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState], float | None]) -> Row:
+def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState], float | None]) -> CheckpointRow:
     files = [file.stat() for file in path.iterdir() if file.is_file()]
     age = round(now - max(file.st_mtime for file in files), 1) if files else None
-    row = Row(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
+    row = CheckpointRow(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
     try:
         state = checkpoint.read_state(path)
     except checkpoint.CheckpointError as error:
@@ -87,7 +87,7 @@ def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState
     return replace(row, documents=state.documents, world_size=state.world_size, skipped=state.skipped, scores=scores)
 
 
-def table(found: list[Row]) -> Iterator[str]:
+def table(found: list[CheckpointRow]) -> Iterator[str]:
     """Format the checkpoints as lines of text."""
     yield f"{'step':>8s} {'documents':>12s} {'age':>8s} {'MiB':>9s} {'workers':>8s}  {'kept':16s} state"
     for row in found:

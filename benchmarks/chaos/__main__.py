@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.chaos.census import Census
-from benchmarks.chaos.fault import Row
+from benchmarks.chaos.fault import FaultRow
 from benchmarks.chaos.matrix import FAULTS, SHORT, STEPS, Bench, chains
 from benchmarks.chaos.place import environment, leave_mounts_to_ourselves, mounts_below, temporary
 from benchmarks.record import facts, parser, progress, publish
@@ -42,7 +42,7 @@ def main() -> int:
             bench.patience = given.patience
             if given.short:
                 bench.away_seconds = _SHORT_AWAY_SECONDS
-            rows = [Row(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
+            rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
             bench.prepare()
             bench.undisturbed()
             for group in chains([fault for fault in chosen if fault.possible], given.short):
@@ -73,7 +73,7 @@ def left_behind(census: Census) -> list[str]:
     return [f"process {process.pid} {process.title[:200]}" for process in left]
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[FaultRow]) -> str:
     """Format the matrix as a Markdown table."""
     lines = [
         "| fault | recovered | lost s | back after s | batches | parameters | commands | what the user saw |",

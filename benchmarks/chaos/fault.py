@@ -65,7 +65,7 @@ class Fault:
 
 
 @dataclass
-class Row:
+class FaultRow:
     """Result of a fault.
 
     Attributes:
@@ -95,7 +95,7 @@ class Row:
     loss_difference: float | None = None
 
 
-def observe(run: Run, fault: Fault) -> tuple[Row, Mark]:
+def observe(run: Run, fault: Fault) -> tuple[FaultRow, Mark]:
     """Cause the fault, wait for the first new step, and measure the loss.
 
     Raises:
@@ -103,7 +103,7 @@ def observe(run: Run, fault: Fault) -> tuple[Row, Mark]:
     """
     starts = run.starts
     mark = fault.inject(run)
-    row = Row(fault.name, commands=run.starts - starts)
+    row = FaultRow(fault.name, commands=run.starts - starts)
     if not fault.trains:
         row.lost_seconds = 0.0
         row.recovery_seconds = run.ended - mark.seconds
@@ -138,7 +138,7 @@ def _first_new(run: Run, mark: Mark, restarts: bool) -> Callable[[], dict[str, A
     return look
 
 
-def fail(row: Row, problem: str) -> None:
+def fail(row: FaultRow, problem: str) -> None:
     """Mark a fault as not recovered, with the reason."""
     row.recovered = False
     row.problem = f"{row.problem}; {problem}" if row.problem else problem

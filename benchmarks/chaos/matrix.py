@@ -14,7 +14,7 @@ import yaml
 from benchmarks.chaos import workload
 from benchmarks.chaos.census import Census
 from benchmarks.chaos.compare import End, differences
-from benchmarks.chaos.fault import Fault, Row, fail, observe
+from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
 from benchmarks.chaos.faults import files, kills, nodes, skipping, workers
 from benchmarks.chaos.place import Nodes, environment, small_disks
 from benchmarks.chaos.run import ChaosError, Mark, Run
@@ -103,16 +103,16 @@ class Bench:
         """Steps to wait before a fault, drawn so that it hits different places of a checkpoint interval."""
         return 22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
 
-    def chain(self, faults: Sequence[Fault]) -> list[Row]:
+    def chain(self, faults: Sequence[Fault]) -> list[FaultRow]:
         """Cause these faults in one run, in sequence; start a new run after a fault that was not survived."""
-        rows: list[Row] = []
+        rows: list[FaultRow] = []
         while faults:
             some, faults = self._one_run(faults)
             rows += some
         return rows
 
-    def _one_run(self, faults: Sequence[Fault]) -> tuple[list[Row], Sequence[Fault]]:
-        rows: list[Row] = []
+    def _one_run(self, faults: Sequence[Fault]) -> tuple[list[FaultRow], Sequence[Fault]]:
+        rows: list[FaultRow] = []
         changes = {key: value for fault in faults for key, value in fault.changes.items()}
         run = self.new_run(changes)
         with self._setting(run, faults):
@@ -127,7 +127,7 @@ class Bench:
                     row, mark = observe(run, fault)
                     step = run.last_step()
                 except (ChaosError, LookupError, IndexError, OSError, ValueError, subprocess.SubprocessError) as error:
-                    row = Row(fault.name)
+                    row = FaultRow(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
                 if mark is not None:
                     row.seen_by_user, problem = fault.seen(run, mark)
@@ -146,7 +146,7 @@ class Bench:
             self._finish(run, rows, faults[0])
         return rows, ()
 
-    def _finish(self, run: Run, rows: list[Row], fault: Fault) -> None:
+    def _finish(self, run: Run, rows: list[FaultRow], fault: Fault) -> None:
         """Wait for the end of the run, and compare."""
         status, problem = None, ""
         try:
@@ -161,7 +161,7 @@ class Bench:
         run.end()
 
     def judge(
-        self, run: Run, rows: list[Row], ended: bool = True, world_changes: bool = False, alters: bool = False
+        self, run: Run, rows: list[FaultRow], ended: bool = True, world_changes: bool = False, alters: bool = False
     ) -> None:
         """Compare with the quiet run: completely, or as far as the run came."""
         quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from benchmarks.chaos.__main__ import left_behind, table
 from benchmarks.chaos.census import Census
-from benchmarks.chaos.fault import Fault, Row, fail, observe
+from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
 from benchmarks.chaos.faults import files, kills, workers
 from benchmarks.chaos.matrix import Bench
 from benchmarks.chaos.place import environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
@@ -33,7 +33,7 @@ def drawn(seed: int, number: int, kinds: tuple[Fault, ...]) -> Fault:
     return kinds[seeding.torch_seed(seed, "chaos", number) % len(kinds)]
 
 
-def soak(bench: Bench, run: Run, seed: int, rows: list[Row]) -> None:
+def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:
     """Train to the end, with a fault every minute, and record a row for each."""
     kinds = tuple(fault for fault in _KINDS if fault.possible)
     run.start()
@@ -66,7 +66,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     leave_mounts_to_ourselves()
     record = facts("chaos.soak", given.commit)
-    rows: list[Row] = []
+    rows: list[FaultRow] = []
     problem = ""
     begun = time.monotonic()
     with temporary() as top:

@@ -16,7 +16,7 @@ class EmbedError(ValueError):
     """Texts that cannot be read, settings that contradict each other, or an output that cannot be written."""
 
 
-class Choice(Strict):
+class EncoderChoice(Strict):
     """Encoder and its treatment of long texts."""
 
     model: str
@@ -46,7 +46,7 @@ class Shape(Strict):
 class EmbedConfig(Strict):
     """Settings of one job."""
 
-    choice: Choice
+    choice: EncoderChoice
     inputs: list[str] = Field(min_length=1)
     """Files, folders and globs, as `prepare` takes them."""
     output: Path

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from common.config import Strict, first_problem
 from common.console.bars import bar
 from common.storage import folder_aside, hash_file, write_json
-from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Shape
+from evaluation.embedding.config import EmbedConfig, EmbedError, EncoderChoice, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
 from evaluation.embedding.job import jobs, plan
 from evaluation.embedding.output import Note, read_note
@@ -45,7 +45,7 @@ class IndexFacts(Strict):
     version: Literal[3] = 3
     kind: Kind
     rows: int
-    choice: Choice
+    choice: EncoderChoice
     """The encoder that made the embeddings."""
     shape: Shape
     size: int

@@ -15,9 +15,9 @@ from common.console.bars import bar
 from common.console.logs import get_logger
 from common.paths import expand
 from common.storage import hash_json
-from evaluation.embedding.config import Choice, EmbedConfig, EmbedError
+from evaluation.embedding.config import EmbedConfig, EmbedError, EncoderChoice
 from evaluation.embedding.output import Note, assemble, note_path, read_note, write_note
-from evaluation.embedding.units import UnitSidecar, corpus_of, embed_unit, finished
+from evaluation.embedding.units import EmbeddingSidecar, corpus_of, embed_unit, finished
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit, hash_unit, mark_units, plan_units
@@ -35,7 +35,7 @@ VERSIONS = (2, 1)
 _LOCK = ".lock"
 
 
-def encoder_of(choice: Choice, *, trust_remote_code: bool) -> SentenceEncoder:
+def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEncoder:
     """Load the encoder of a job or an index.
 
     Args:
@@ -199,7 +199,7 @@ def _done(output: Path, jobs: set[str]) -> Note | None:
 
 def _run(
     config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
-) -> list[UnitSidecar]:
+) -> list[EmbeddingSidecar]:
     """Sidecars of the units in order: existing ones, and new ones from embedding the rest."""
     found = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
     todo = [(unit, identity) for unit, identity, one in zip(units, identities, found, strict=True) if one is None]
@@ -244,7 +244,7 @@ def _here(
     folder: Path,
     encoder: SentenceEncoder,
     progress: _Progress,
-) -> Iterator[UnitSidecar]:
+) -> Iterator[EmbeddingSidecar]:
     for unit, identity in todo:
         yield embed_unit(unit, folder, config, identity, encoder, progress.add)
 
@@ -268,7 +268,7 @@ class UnitEmbedder:
 
 def _on_ray(
     config: EmbedConfig, todo: Sequence[tuple[Unit, str]], folder: Path, progress: _Progress
-) -> Iterator[UnitSidecar]:
+) -> Iterator[EmbeddingSidecar]:
     if not todo:
         return
     from common.session import start_ray
@@ -299,7 +299,7 @@ def _on_ray(
         for row in rows.iter_rows():
             if row["problem"]:
                 raise EmbedError(f"{row['problem']}. Finished units are kept; run the same command to continue")
-            sidecar = UnitSidecar.model_validate_json(row["sidecar"])
+            sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
             progress.add(sidecar.written, sizes[sidecar.unit])
             yield sidecar
     except (RayActorError, WorkerCrashedError) as error:

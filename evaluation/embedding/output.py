@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from common.config import Strict, first_problem
 from common.storage import write_aside, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError
-from evaluation.embedding.units import UnitSidecar, part_schema
+from evaluation.embedding.units import EmbeddingSidecar, part_schema
 
 
 class Note(Strict):
@@ -54,7 +54,7 @@ def read_note(output: Path) -> Note:
     return note
 
 
-def assemble(folder: Path, sidecars: list[UnitSidecar], config: EmbedConfig, size: int) -> int:
+def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig, size: int) -> int:
     """Write the output from the parts, in the order of the inputs; return its number of rows."""
     schema = part_schema(size, config)
     rows = sum(sidecar.written for sidecar in sidecars)
@@ -68,7 +68,7 @@ def assemble(folder: Path, sidecars: list[UnitSidecar], config: EmbedConfig, siz
     return rows
 
 
-def _write_npy(aside: Path, folder: Path, sidecars: list[UnitSidecar], rows: int, schema: pa.Schema) -> None:
+def _write_npy(aside: Path, folder: Path, sidecars: list[EmbeddingSidecar], rows: int, schema: pa.Schema) -> None:
     kind = schema.field("embedding").type
     header = {
         "descr": np.lib.format.dtype_to_descr(np.dtype(kind.value_type.to_pandas_dtype())),
@@ -81,7 +81,7 @@ def _write_npy(aside: Path, folder: Path, sidecars: list[UnitSidecar], rows: int
             stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
 
 
-def _batches(folder: Path, sidecars: list[UnitSidecar]) -> Iterator[pa.RecordBatch]:
+def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.RecordBatch]:
     """Record batches of all parts, with rows counted across units."""
     first = 0
     for sidecar in sidecars:

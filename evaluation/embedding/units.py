@@ -24,7 +24,7 @@ _WINDOW_CHARACTERS = 8_000_000
 _MAX_EXAMPLES = 3
 
 
-class UnitSidecar(Strict):
+class EmbeddingSidecar(Strict):
     """Counts of a unit's records."""
 
     unit: str
@@ -60,7 +60,7 @@ def embed_unit(
     identity: str,
     encoder: SentenceEncoder,
     told: Callable[[int, int], None] | None = None,
-) -> UnitSidecar:
+) -> EmbeddingSidecar:
     """Embed one unit. The bytes written depend only on the unit, the encoder and the settings.
 
     Args:
@@ -111,7 +111,7 @@ def embed_unit(
                     seen_bytes = now
     stamp_read(unit)
     path = folder / f"{unit.name}.arrow"
-    sidecar = UnitSidecar(
+    sidecar = EmbeddingSidecar(
         unit=unit.name,
         identity=identity,
         read=read,
@@ -124,10 +124,10 @@ def embed_unit(
     return sidecar
 
 
-def finished(unit: str, identity: str, folder: Path) -> UnitSidecar | None:
+def finished(unit: str, identity: str, folder: Path) -> EmbeddingSidecar | None:
     """Sidecar of a unit that needs no more work, or None."""
     try:
-        sidecar = UnitSidecar.model_validate_json((folder / f"{unit}.json").read_bytes())
+        sidecar = EmbeddingSidecar.model_validate_json((folder / f"{unit}.json").read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
     path = folder / f"{unit}.arrow"

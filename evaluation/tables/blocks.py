@@ -43,7 +43,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """Row of a table: an encoder or a published model.
 
     Attributes:
@@ -74,7 +74,7 @@ class Block:
     short: str
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ModelRow, ...]
     percent: bool = True
 
 
@@ -141,7 +141,7 @@ def _rows(
     columns: Sequence[str],
     value: Callable[[_Model, str], float | None],
     average: Callable[[_Model, list[float]], float] | None = None,
-) -> tuple[Row, ...]:
+) -> tuple[ModelRow, ...]:
     """Rows with a number; the `average` of complete rows comes last, marked if one of its numbers is."""
     rows = []
     for model in models:
@@ -152,7 +152,7 @@ def _rows(
             values = [cell.value for cell in cells if cell.value is not None]
             whole = average(model, values) if len(values) == len(columns) else None
             cells.append(Cell(whole, any(cell.marked for cell in cells)))
-        rows.append(Row(model.label, model.source, tuple(cells)))
+        rows.append(ModelRow(model.label, model.source, tuple(cells)))
     return tuple(rows)
 
 
@@ -210,9 +210,9 @@ def _averages(models: Sequence[_Model]) -> Block:
         found = averages(model.results.get("senteval", {}), "senteval")
         return next(average.value for average in found if average.name == name)
 
-    def marked(model: _Model, row: Row) -> Row:
+    def marked(model: _Model, row: ModelRow) -> ModelRow:
         touched = bool(model.marked & set(model.results.get("senteval", {})))
-        return Row(row.label, row.source, tuple(Cell(cell.value, touched) for cell in row.cells))
+        return ModelRow(row.label, row.source, tuple(Cell(cell.value, touched) for cell in row.cells))
 
     rows = []
     for model in models:

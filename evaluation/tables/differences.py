@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from evaluation.tables.blocks import Block, Cell, Row
+from evaluation.tables.blocks import Block, Cell, ModelRow
 
 Starts = Mapping[tuple[str, str], str]
 """Label of the pretrained row, by label and source of a row; both have the same source."""
@@ -34,7 +34,7 @@ def with_differences(block: Block, starts: Starts) -> Block:
     return replace(block, columns=(*block.columns, f"Δ {of or 'mean'}"), rows=added)
 
 
-def _number(block: Block, row: Row, of: str) -> Cell:
+def _number(block: Block, row: ModelRow, of: str) -> Cell:
     if of:
         return row.cells[block.columns.index(of)]
     values = [cell.value for cell in row.cells if cell.value is not None]

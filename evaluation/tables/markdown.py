@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from evaluation.tables.blocks import Block, Cell, Row
+from evaluation.tables.blocks import Block, Cell, ModelRow
 from evaluation.tables.remarks import Remarks
 
 
@@ -34,7 +34,7 @@ def shown(cell: Cell, percent: bool = True) -> str:
     return f"{cell.value:{'+' if cell.signed else ''}.{2 if percent else 3}f}{'*' if cell.marked else ''}"
 
 
-def _name(row: Row, told: Remarks) -> str:
+def _name(row: ModelRow, told: Remarks) -> str:
     label = _plain(row.label)
     return f"*{label}*, published ({told.numbers[row.source]})" if row.source else f"**{label}**"
 

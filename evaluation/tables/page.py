@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from evaluation.report.markup import Html, join, tag
 from evaluation.report.page import document
 from evaluation.report.svg import draw_bar
-from evaluation.tables.blocks import Block, Cell, Row
+from evaluation.tables.blocks import Block, Cell, ModelRow
 from evaluation.tables.markdown import shown
 from evaluation.tables.remarks import Remarks
 
@@ -53,12 +53,12 @@ def _table(block: Block, told: Remarks) -> Html:
     return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=block.title)
 
 
-def _name(row: Row, told: Remarks) -> Html:
+def _name(row: ModelRow, told: Remarks) -> Html:
     label = tag("bdi", row.label, class_="label")
     return join(label, tag("small", f"published ({told.numbers[row.source]})")) if row.source else label
 
 
-def _cell(cell: Cell, row: Row, percent: bool) -> Html:
+def _cell(cell: Cell, row: ModelRow, percent: bool) -> Html:
     bar = None
     if percent and cell.value is not None and not cell.signed:
         bar = draw_bar(max(cell.value, 0.0), 100.0, "dropped" if row.source else "kept")

@@ -19,7 +19,7 @@ from evaluation.senteval.classifier.settings import ClassifierConfig
 
 
 @dataclass(frozen=True)
-class Scores:
+class ProtocolScores:
     """Scores of a protocol, in percent.
 
     Attributes:
@@ -39,7 +39,7 @@ class Scores:
     num_fits: int
 
 
-def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
+def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
     """Nested cross-validation: k*(4*k + 1) fits with four decays, 410 for k = 10.
 
     Raises:
@@ -57,7 +57,7 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> S
     tests = [
         _percent(refits.predict(fold, 0, data.features, test) == labels[test]) for fold, (_, test) in enumerate(outer)
     ]
-    return Scores(
+    return ProtocolScores(
         dev_accuracy=float(np.round(np.mean([max(mean) for mean in means]), 2)),
         accuracy=float(np.round(np.mean(tests), 2)),
         f1=None,
@@ -67,7 +67,7 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> S
     )
 
 
-def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
+def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
     """Cross-validation on `train` chooses the decay; a refit on 95% of `train` is tested.
 
     Raises:
@@ -83,7 +83,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     )
     truth, answers = test.labels.cpu().numpy(), refit.predict(0, 0, test.features)
     accuracy = _percent(answers == truth)
-    return Scores(
+    return ProtocolScores(
         dev_accuracy=max(means),
         accuracy=accuracy,
         f1=_f1(answers, truth) if num_classes == 2 else None,
@@ -93,7 +93,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     )
 
 
-def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
+def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
     """Let the dev set stop the fits and choose the decay.
 
     The official code then repeats the fit of the chosen decay with the same seed, which gives the same weights. Here
@@ -108,7 +108,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     chosen = int(np.argmax(scores))
     answers = fits.predict(0, chosen, test.features)
     accuracy = _percent(answers == test.labels.cpu().numpy())
-    return Scores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,), len(scores))
+    return ProtocolScores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,), len(scores))
 
 
 def _folds_of(rows: NDArray[np.int64], labels: NDArray[np.int64], num_folds: int) -> list[TrainingSet]:

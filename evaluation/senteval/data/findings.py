@@ -18,7 +18,7 @@ MARKS: Mapping[Standing, str] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class DataFinding:
     """One finding about the data.
 
     Attributes:
@@ -51,7 +51,7 @@ class Inspection:
 
     task: Task
     standing: Standing
-    findings: tuple[Finding, ...]
+    findings: tuple[DataFinding, ...]
     data: TaskData | None = None
 
     @property
@@ -72,6 +72,6 @@ class Inspection:
         return "; ".join(str(finding) for finding in self.findings if finding.level == "refuse")
 
 
-def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
+def worst_first(findings: list[DataFinding]) -> tuple[DataFinding, ...]:
     """Sort into refusals, warnings and information; the order within a level is kept."""
     return tuple(sorted(findings, key=lambda finding: ("refuse", "warn", "info").index(finding.level)))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from common.excerpt import excerpt
 from evaluation.senteval.data import formats
-from evaluation.senteval.data.formats import Rows
+from evaluation.senteval.data.formats import SplitRows
 from evaluation.senteval.data.lines import git_sha1
 from evaluation.senteval.data.misplaced import where_else
 from evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, retrieval_paths
@@ -110,7 +110,7 @@ def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
     )
 
 
-def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) -> Mapping[str, Rows]:
+def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) -> Mapping[str, SplitRows]:
     if task.name in _BINARY:
         one, zero = _BINARY[task.name]
         return {"all": formats.read_binary(folder / one, folder / zero)}
@@ -143,7 +143,7 @@ def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) ->
     return {split: readers[task.name](folder / name) for split, name in _SPLIT_FILES[task.name].items()}
 
 
-def _in_official_order(task: Task, rows: Rows, classes: tuple[str, ...], split: str) -> Split:
+def _in_official_order(task: Task, rows: SplitRows, classes: tuple[str, ...], split: str) -> Split:
     """Sort by numbers of words, then label; this order decides the classifiers' folds and batches."""
     labels = _numbers(task, rows, classes, split)
     first = np.array([len(words) for words in rows.first], dtype=np.int64)
@@ -165,7 +165,7 @@ def _in_official_order(task: Task, rows: Rows, classes: tuple[str, ...], split: 
     )
 
 
-def _numbers(task: Task, rows: Rows, classes: tuple[str, ...], split: str) -> NDArray[Any]:
+def _numbers(task: Task, rows: SplitRows, classes: tuple[str, ...], split: str) -> NDArray[Any]:
     if task.group != "probing":
         scores = task.procedure in ("relatedness", "similarity")
         return np.array(rows.labels, dtype=np.float64 if scores else np.int64)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.senteval.data.formats import Rows
+from evaluation.senteval.data.formats import SplitRows
 from evaluation.senteval.data.lines import read_lines
 from evaluation.senteval.data.taskdata import DataError, MissingDataError
 
@@ -46,7 +46,7 @@ def retrieval_paths(folder: Path) -> list[Path]:
     return paths
 
 
-def read_retrieval(folder: Path, split: str) -> tuple[Rows, NDArray[np.float32]]:
+def read_retrieval(folder: Path, split: str) -> tuple[SplitRows, NDArray[np.float32]]:
     """Captions with the index of their image, in file order, and the image features `(I, D)`.
 
     Raises:
@@ -69,4 +69,4 @@ def read_retrieval(folder: Path, split: str) -> tuple[Rows, NDArray[np.float32]]
         )
     words = [f"{line} .".split() for line in lines]
     images = np.repeat(np.arange(len(features)), CAPTIONS_PER_IMAGE)
-    return Rows(first=words, labels=[int(image) for image in images]), features
+    return SplitRows(first=words, labels=[int(image) for image in images]), features

@@ -19,7 +19,7 @@ from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.data.taskdata import sentence_rows, sentences
 from evaluation.senteval.data.tasks import TASKS
 from evaluation.senteval.runner.eta import duration
-from evaluation.senteval.runner.plan import Choice, StoredUnit, Unit, plan_units
+from evaluation.senteval.runner.plan import ScoringChoice, ScoringUnit, StoredUnit, plan_units
 from evaluation.senteval.runner.vectors import embed_all, parts_folder
 from evaluation.senteval.runner.workers import score_units
 from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
@@ -60,7 +60,7 @@ class Evaluated:
 def evaluate(
     encoder: SentenceEncoder,
     inspections: Sequence[Inspection],
-    choice: Choice,
+    choice: ScoringChoice,
     output: Path,
     session: SessionConfig,
     say: Callable[[str], None],
@@ -95,9 +95,9 @@ def evaluate(
 
 def _score(
     encoder: SentenceEncoder,
-    units: Sequence[Unit],
-    todo: Sequence[Unit],
-    choice: Choice,
+    units: Sequence[ScoringUnit],
+    todo: Sequence[ScoringUnit],
+    choice: ScoringChoice,
     output: Path,
     session: SessionConfig,
     say: Callable[[str], None],
@@ -111,7 +111,7 @@ def _score(
     for warning in warnings:
         say(f"{encoder.name}: WARNING: {warning}")
 
-    def take(unit: Unit) -> np.ndarray:
+    def take(unit: ScoringUnit) -> np.ndarray:
         return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))
 
     begun, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
@@ -127,14 +127,14 @@ def _score(
     return found, warnings
 
 
-def _rows(units: Sequence[Unit]) -> dict[str, int]:
+def _rows(units: Sequence[ScoringUnit]) -> dict[str, int]:
     return sentence_rows({unit.data.task.name: unit.data for unit in units}.values())
 
 
 def assemble(
     encoder: SentenceEncoder,
     inspections: Sequence[Inspection],
-    choice: Choice,
+    choice: ScoringChoice,
     units: Units,
     warnings: tuple[str, ...],
 ) -> Evaluated:

@@ -28,7 +28,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Choice(Strict):
+class ScoringChoice(Strict):
     """Requested evaluation."""
 
     tasks: tuple[str, ...] = SETS["all"]
@@ -57,7 +57,7 @@ class StoredUnit(Strict):
 
 
 @dataclass(frozen=True)
-class Unit:
+class ScoringUnit:
     """One task scored by one method, for one encoder.
 
     Attributes:
@@ -112,7 +112,9 @@ def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]
     return tuple(found)
 
 
-def plan_units(inspections: Sequence[Inspection], choice: Choice, fingerprint: str, folder: Path) -> tuple[Unit, ...]:
+def plan_units(
+    inspections: Sequence[Inspection], choice: ScoringChoice, fingerprint: str, folder: Path
+) -> tuple[ScoringUnit, ...]:
     """Plan the units of all usable tasks, longest first.
 
     Args:
@@ -131,5 +133,5 @@ def plan_units(inspections: Sequence[Inspection], choice: Choice, fingerprint: s
             made_of += [inspection.standing, choice.classifier.model_dump(mode="json")]
             end = "" if method == "procedure" else f".{method}"
             path = folder / f"{inspection.task.name}{end}.json"
-            units.append(Unit(data, method, hash_json(made_of), path, cost(data, method, choice.classifier)))
+            units.append(ScoringUnit(data, method, hash_json(made_of), path, cost(data, method, choice.classifier)))
     return tuple(sorted(units, key=lambda unit: -unit.cost))

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from common.session import SessionConfig, start_ray
 from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.taskdata import TaskData
-from evaluation.senteval.runner.plan import StoredUnit, Unit
+from evaluation.senteval.runner.plan import ScoringUnit, StoredUnit
 from evaluation.senteval.scores.scoring import Method, needs_fits, score
 
 _WORTH_IT = 5e6
 """Cost of fits above which Ray's start-up of some seconds pays off: half a minute or more on one thread."""
 
-Take = Callable[[Unit], NDArray[np.float32]]
+Take = Callable[[ScoringUnit], NDArray[np.float32]]
 
 
 def score_unit(
@@ -47,8 +47,8 @@ def score_unit(
 
 
 def score_units(
-    units: Sequence[Unit], take: Take, config: ClassifierConfig, session: SessionConfig
-) -> Iterator[tuple[Unit, StoredUnit]]:
+    units: Sequence[ScoringUnit], take: Take, config: ClassifierConfig, session: SessionConfig
+) -> Iterator[tuple[ScoringUnit, StoredUnit]]:
     """Yield units with their results as they finish.
 
     Args:
@@ -67,14 +67,14 @@ def score_units(
 
 
 def _on_ray(
-    units: Sequence[Unit], take: Take, config: ClassifierConfig, session: SessionConfig
-) -> Iterator[tuple[Unit, StoredUnit]]:
+    units: Sequence[ScoringUnit], take: Take, config: ClassifierConfig, session: SessionConfig
+) -> Iterator[tuple[ScoringUnit, StoredUnit]]:
     """Run one Ray task per unit, at most CPUs + 1 at a time, so that not all embeddings must fit in memory at once."""
     start_ray(session.num_cpus, session.address)
     remote = ray.remote(num_cpus=1, max_retries=2)(score_unit)
     limit = int(ray.cluster_resources().get("CPU", 1)) + 1
     waiting = list(units)
-    running: dict[ray.ObjectRef, Unit] = {}
+    running: dict[ray.ObjectRef, ScoringUnit] = {}
     while waiting or running:
         while waiting and len(running) < limit:
             unit = waiting.pop(0)

@@ -14,7 +14,7 @@ from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.taskdata import sentence_rows
 from evaluation.senteval.data.tasks import find
 from evaluation.senteval.runner.harness import evaluate
-from evaluation.senteval.runner.plan import Choice, choose_tasks
+from evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
 from evaluation.senteval.runner.vectors import Vectors, embed_all
 from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
 
@@ -55,7 +55,9 @@ def inspected(folder, *names):
 
 
 def scored(encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), **settings):
-    choice = Choice(tasks=choose_tasks(names), protocols=protocols, classifier=CONFIG.model_copy(update=settings))
+    choice = ScoringChoice(
+        tasks=choose_tasks(names), protocols=protocols, classifier=CONFIG.model_copy(update=settings)
+    )
     say = said.append if said is not None else lambda _: None
     return evaluate(encoder, inspected(folder, *names), choice, output, session, say)
 
