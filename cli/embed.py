@@ -11,8 +11,9 @@ def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from common.config import Strict
     from common.console.logs import setup_logging
-    from evaluation.embedding.config import EmbedConfig, EmbedError, EncoderChoice, Format, Shape
+    from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
+    from evaluation.encoders.choice import EncoderChoice
     from evaluation.encoders.loading import EncoderError
 
     parser = argparse.ArgumentParser(

@@ -21,7 +21,7 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.embedding.job import encoder_of
+    from evaluation.encoders.choice import encoder_of
     from evaluation.encoders.loading import EncoderError
 
     try:

@@ -6,30 +6,13 @@ from typing import Literal
 from pydantic import Field
 
 from common.config import Strict
-from evaluation.encoders.modules import Pooling
-from evaluation.encoders.transformer import LongTexts
+from evaluation.encoders.choice import EncoderChoice
 
 Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
 
 
 class EmbedError(ValueError):
     """Texts that cannot be read, settings that contradict each other, or an output that cannot be written."""
-
-
-class EncoderChoice(Strict):
-    """Encoder and its treatment of long texts."""
-
-    model: str
-    """Name as `load_encoder` takes it."""
-    pooling: Pooling | None = None
-    """Pooling that overrides the encoder's own."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of one input, including special tokens; the encoder's own limit if not set."""
-    long_texts: LongTexts = "cut"
-    """Treatment of longer texts: cut them, or read them in windows and average by tokens."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
-    reading it back grants nothing."""
 
 
 class Shape(Strict):

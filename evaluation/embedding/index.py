@@ -20,12 +20,13 @@ from pydantic import ValidationError
 from common.config import Strict, first_problem
 from common.console.bars import bar
 from common.storage import folder_aside, hash_file, write_json
-from evaluation.embedding.config import EmbedConfig, EmbedError, EncoderChoice, Shape
+from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
-from evaluation.embedding.job import jobs, plan
 from evaluation.embedding.output import Note, read_note
+from evaluation.embedding.plan import jobs, plan
 from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, mapped, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
+from evaluation.encoders.choice import EncoderChoice
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit, plan_units, read_unit
 from pipeline.readers.corpus import Document

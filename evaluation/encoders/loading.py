@@ -3,40 +3,23 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-from pydantic import ValidationError
-from tokenizers import normalizers
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from common import seeding
-from common.hub import hub_problem
-from common.paths import expand
-from common.storage import read_json
-from common.stores.address import child, is_remote
-from common.stores.copies import pull_all
-from common.yamlfile import read_yaml_file
-from evaluation.encoders.modules import Pooling, Recipe, read_recipe
+from evaluation.encoders.modules import Pooling
+from evaluation.encoders.pretrained import load_pretrained
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.encoders.runs import load_run, start_of
 from evaluation.encoders.transformer import LongTexts, TransformerEncoder
-from evaluation.encoders.weights import DAMAGE, broken_file, check_weights
 from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
-from pipeline.shards.manifest import TOKENIZER
-from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.export import EXPORT, SETTINGS
+from trainer.driver.export import EXPORT
 from trainer.model.encoder import Encoder
-from trainer.model.language_model import EncoderConfig, UnfitEncoderError, max_span_tokens
-from trainer.model.layouts import embedding_layout
-from trainer.setup.build import build_encoder
-from trainer.setup.config import TrainConfig
+from trainer.model.language_model import max_span_tokens
 
-_STORES = ("s3://", "gs://", "gcs://", "file://")
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 
 
@@ -80,15 +63,15 @@ def load_encoder(
             if not rest.isdigit() or not int(rest):
                 raise EncoderError(f"{name}: write hashed-words:SIZE, for example hashed-words:300")
             return HashedWords(int(rest), seed)
-        loaded = _pretrained(rest, pooling, trust_remote_code, seed)
+        loaded = load_pretrained(rest, pooling, trust_remote_code, seed)
     elif path.is_file() or name.endswith(SUFFIXES):
         return WordVectors(path, vocabulary, tokenized)
     elif (path / EXPORT).is_dir():
-        loaded = _pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
+        loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
     elif (path / "state.json").is_file() or (path / CHECKPOINTS).is_dir():
-        loaded = _of_run(path, pooling, trust_remote_code)
+        loaded = load_run(path, pooling, trust_remote_code)
     else:
-        loaded = _pretrained(name, pooling, trust_remote_code, None)
+        loaded = load_pretrained(name, pooling, trust_remote_code, None)
     encoder, tokenizer, recipe, unused = loaded
     if not getattr(tokenizer, "is_fast", False):
         raise EncoderError(f"{name}: its tokenizer {type(tokenizer).__name__} is not from the tokenizers library")
@@ -107,139 +90,10 @@ def load_encoder(
         prompt=recipe.prompt if recipe else "",
         embedding_size=recipe.size if recipe else None,
         unused=unused,
-        pretrained=_start(path),
+        pretrained=start_of(path),
     )
-
-
-Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
-"""Encoder, tokenizer, recipe of the steps after pooling, and unused parts of its files."""
-
-
-def _pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, seed: int | None) -> Loaded:
-    """Load a transformers model, padded if it cannot pack; with a seed, use random weights."""
-    recipe = read_recipe(name, pooling)
-    if recipe and recipe.size and seed is not None:
-        raise EncoderError(f"untrained:{name}: has dense layers after its pooling, which would stay trained")
-    where: dict[str, Any] = {"subfolder": recipe.subfolder} if recipe and recipe.subfolder else {}
-    trust = {"trust_remote_code": trust_remote_code}
-    local = Path(name).is_dir()
-    if not local and hub_problem():
-        where["local_files_only"] = True  # files of an earlier download
-    unused: tuple[str, ...] = ()
-    try:
-        config = AutoConfig.from_pretrained(name, **where, **trust)
-        tokenizer = AutoTokenizer.from_pretrained(name, **where, **trust)
-        if seed is None:
-            kinds = _without_pooler(config) | where | trust
-            # Sizes that differ are reported with the other weights, by name.
-            kinds |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-            model, report = AutoModel.from_pretrained(name, dtype=torch.float32, **kinds)
-            unused = check_weights(name, model, report)
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seeding.torch_seed(seed, "weights"))
-                model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
-    except EncoderError:
-        raise
-    except DAMAGE as error:
-        broken = broken_file(Path(name, recipe.subfolder if recipe else "")) if local else ""
-        raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or _told(error)}") from error
-    if recipe and recipe.lower_case:
-        _lower_case(tokenizer)
-    chosen = pooling or (recipe.pooling if recipe else "mean")
-    encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen), model, seed=0).eval()
-    try:
-        layout = embedding_layout(encoder)
-    except UnfitEncoderError as error:
-        raise EncoderError(
-            f"{name}: {error}. Batches of it would give wrong embeddings; take another encoder"
-        ) from error
-    encoder.set_layout(encoder.config.model_copy(update={"layout": layout}))
-    return encoder, tokenizer, recipe, unused
-
-
-def _start(path: Path) -> str:
-    """Encoder from which an export or a run was trained; "" if none or unknown."""
-    for file in (path / EXPORT / SETTINGS, path / SETTINGS):
-        if file.is_file():
-            try:
-                return str(read_json(file)["config"]["encoder"]["pretrained"] or "")
-            except (OSError, ValueError, KeyError, TypeError):
-                return ""  # settings of another program; nothing depends on them here
-    return ""
-
-
-def _told(error: Exception) -> str:
-    """Message of an error; if the model's code must be trusted, the option for that."""
-    if "trust_remote_code" not in str(error):
-        return str(error)
-    return "it comes with Python code, which is not run; if you trust that code, add --trust-remote-code"
-
-
-def _of_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:
-    """Load the encoder of a checkpoint, or of a run's newest complete checkpoint.
-
-    The run may come from somebody else: its `config.yaml` names an encoder and shards, and grants nothing.
-    """
-    if (path / CHECKPOINTS).is_dir():
-        found = checkpoint.find_latest(path / CHECKPOINTS)
-        if found is None:
-            raise EncoderError(f"{path}: the run has no complete checkpoint yet")
-        path = found[0]
-    settings = path.parent.parent / "config.yaml"
-    try:
-        config = TrainConfig.model_validate(read_yaml_file(settings))
-        if not is_remote(config.data) and not (folder := expand(config.data) / TOKENIZER).is_dir():
-            raise EncoderError(
-                f"{path} needs the tokenizer of its run's shards; data = {config.data!r} of {settings} is not a folder "
-                f"with a tokenizer on this machine ({folder.absolute()}); copy the shards there, or score the run's "
-                f"{EXPORT} folder, which contains its tokenizer"
-            )
-        tokenizer = _tokenizer_of(config.data)
-        plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
-        update = plain | ({"pooling": pooling} if pooling else {})
-        config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
-        encoder = build_encoder(config, tokenizer)
-        checkpoint.read_state(path)
-        checkpoint.load_encoder(path, encoder)
-    except EncoderError:
-        raise
-    except (*DAMAGE, ValidationError) as error:
-        raise EncoderError(
-            f"{path} cannot be loaded; it needs its run's config.yaml and shards: {_told(error)}"
-        ) from error
-    return encoder.eval(), tokenizer, None, ()
-
-
-def _tokenizer_of(data: str) -> Any:
-    """Load the tokenizer of shards.
-
-    For shards at an address, fetch only the tokenizer, and not into the `cache` that the run's settings name.
-
-    Raises:
-        OSError, ValueError: the tokenizer cannot be read, or the address is of a kind that no run has.
-    """
-    if not is_remote(data):
-        return AutoTokenizer.from_pretrained(expand(data) / TOKENIZER, trust_remote_code=False)
-    if not data.startswith(_STORES):
-        raise ValueError(f"data = {data}: only addresses that start with {', '.join(_STORES)} are fetched")
-    with TemporaryDirectory(prefix="declutr-") as folder:
-        pull_all(child(data, TOKENIZER), Path(folder) / TOKENIZER)
-        return AutoTokenizer.from_pretrained(Path(folder) / TOKENIZER, trust_remote_code=False)
 
 
 def _model_limit(encoder: Encoder) -> int:
     """Maximum tokens of one input; practically unlimited for encoders with relative positions."""
     return max_span_tokens(encoder.model) if hasattr(encoder.model.config, "max_position_embeddings") else 10**9
-
-
-def _lower_case(tokenizer: Any) -> None:
-    """Make the tokenizer lower-case texts before anything else; idempotent."""
-    engine = tokenizer.backend_tokenizer
-    first = normalizers.Lowercase()
-    engine.normalizer = normalizers.Sequence([first, engine.normalizer]) if engine.normalizer else first
-
-
-def _without_pooler(config: Any) -> dict[str, Any]:
-    """Options without BERT's and RoBERTa's extra dense layer, which is never used here and often not in the file."""
-    return {"add_pooling_layer": False} if config.model_type in ("bert", "roberta", "xlm-roberta", "camembert") else {}

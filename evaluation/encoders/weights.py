@@ -87,6 +87,13 @@ def broken_file(folder: Path) -> str:
     return ""
 
 
+def explain(error: Exception) -> str:
+    """Message of an error; if the model's code must be trusted, the option for that."""
+    if "trust_remote_code" not in str(error):
+        return str(error)
+    return "it comes with Python code, which is not run; if you trust that code, add --trust-remote-code"
+
+
 def _of_pooler(key: str) -> bool:
     return _POOLER in key.split(".")[:2]
 

@@ -18,9 +18,8 @@ from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.data.taskdata import sentence_rows, sentences
 from evaluation.senteval.data.tasks import TASKS
-from evaluation.senteval.runner.eta import duration
 from evaluation.senteval.runner.plan import ScoringChoice, ScoringUnit, StoredUnit, plan_units
-from evaluation.senteval.runner.vectors import embed_all, parts_folder
+from evaluation.senteval.runner.vectors import duration, embed_all, parts_folder, time_left
 from evaluation.senteval.runner.workers import score_units
 from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
 from evaluation.senteval.scores.results import Protocol, Report, result_of
@@ -114,14 +113,13 @@ def _score(
     def take(unit: ScoringUnit) -> np.ndarray:
         return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))
 
-    begun, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
+    started, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
     found: dict[tuple[str, Method], StoredUnit] = {}
     for unit, stored in score_units(todo, take, choice.classifier, session):
         write_json(unit.path, stored.model_dump(mode="json"))
         found[unit.data.task.name, unit.method] = stored
         done += unit.cost
-        left = (time.monotonic() - begun) * (total - done) / done
-        more = f", about {duration(left)} left" if left >= 1 else ""
+        more = time_left(started, done, total)
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
         say(f"{encoder.name}: {len(found)}/{len(todo)} {unit.name} {outcome}{more}")
     return found, warnings

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from common.storage import write_aside
 from evaluation.encoders.protocol import EncoderError, SentenceEncoder
-from evaluation.senteval.runner.eta import duration
 
 PART_ROWS = 16_384
 
@@ -103,7 +102,7 @@ def embed_all(
     missing = [part for part in numbers if not vectors.there(part)]
     if len(missing) < len(numbers):
         say(f"{encoder.name}: reusing {len(numbers) - len(missing)} of {len(numbers)} embedding parts")
-    begun = time.monotonic()
+    started = time.monotonic()
     for done, part in enumerate(missing, start=1):
         own = texts[part * part_rows : (part + 1) * part_rows]
         made = np.ascontiguousarray(encoder.encode(own), np.float32)
@@ -116,7 +115,27 @@ def embed_all(
             )
         with write_aside(vectors.path(part)) as aside, aside.open("wb") as stream:
             np.save(stream, made)
-        left = (time.monotonic() - begun) / done * (len(missing) - done)
-        more = f", about {duration(left)} left" if left >= 1 else ""
+        more = time_left(started, done, len(missing))
         say(f"{encoder.name}: embedded {min((part + 1) * part_rows, len(texts)):,} of {len(texts):,} sentences{more}")
     return vectors
+
+
+def duration(seconds: float) -> str:
+    """Format a duration for people: `8 s`, `3 min`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def time_left(started: float, done: float, total: float) -> str:
+    """Format the expected remaining time, `, about 3 min left`; "" below one second.
+
+    Args:
+        started: start on the monotonic clock.
+        done: finished part of the work.
+        total: all of it, in the same unit.
+    """
+    left = (time.monotonic() - started) * (total - done) / done
+    return f", about {duration(left)} left" if left >= 1 else ""
