@@ -1,6 +1,8 @@
 """Console command `declutr`. A sub-command and its libraries are imported when it runs."""
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
@@ -74,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             status: int = getattr(import_module(module), function)(arguments[1:])
         except (OSError, ConfigError, PathError) as error:
+            if os.environ.get("DECLUTR_LOG", "").upper() == "DEBUG":
+                traceback.print_exc()
             print(f"declutr {command}: {error}", file=sys.stderr)
             return 1
     return status
