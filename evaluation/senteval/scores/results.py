@@ -12,9 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from evaluation.senteval.data.findings import Inspection, Standing
-from evaluation.senteval.data.tasks import find
 from evaluation.senteval.scores.averages import Average, averages, headline
-from evaluation.senteval.scores.similarity import StsScore
 
 Protocol = Literal["senteval", "simcse"]
 
@@ -98,11 +96,3 @@ def result_of(inspection: Inspection, protocol: Protocol, scores: Mapping[str, f
     told = tuple(str(finding) for finding in inspection.findings if finding.level != "info")
     scored = sum(len(split) for name, split in data.splits.items() if name not in ("train", "dev"))
     return TaskResult(inspection.task.name, protocol, dict(scores), scored, inspection.standing, (*warnings, *told))
-
-
-def similarity_result(inspection: Inspection, protocol: Protocol, score: StsScore) -> TaskResult:
-    """Convert the answer of `score_sts` to a result."""
-    scores = score.flat()
-    if find(inspection.task.name).procedure == "relatedness":  # one split, so that the three aggregates are equal
-        scores = {"spearman": score.all.spearman, "pearson": score.all.pearson}
-    return result_of(inspection, protocol, scores, *score.warnings)
