@@ -45,7 +45,7 @@ class Settings(Protocol):
 
     @property
     def tenacity(self) -> int:
-        """Misses before a fit stops."""
+        """Tolerated misses; one more stops the fit."""
 
     @property
     def epoch_size(self) -> int:

@@ -22,7 +22,7 @@ class ClassifierConfig(Strict):
     batch_size: int = Field(64, ge=1)
     """Rows per step."""
     tenacity: int = Field(5, ge=0)
-    """Dev scores without a new best before a fit stops, counted in total, not in a row."""
+    """Tolerated dev scores without a new best, counted in total, not in a row; one more stops the fit."""
     epoch_size: int = Field(4, ge=1)
     """Passes between two dev scores."""
     max_epoch: int = Field(200, ge=0)

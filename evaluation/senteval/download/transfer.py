@@ -21,7 +21,7 @@ class TransferError(OSError):
 def fetch(url: str, target: Path, max_bytes: int, verify: Callable[[Path], None] | None = None) -> int:
     """Fetch `url` to `target`, completely or not at all; return the number of bytes received.
 
-    A broken connection is resumed up to three times; then the part is left for the next call. The server is asked to
+    A broken connection is resumed; after three attempts the part is left for the next call. The server is asked to
     resume only if the content is unchanged (`If-Range`); otherwise the download restarts.
 
     Args:

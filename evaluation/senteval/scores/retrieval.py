@@ -44,7 +44,7 @@ class RetrievalConfig(Strict):
     max_epoch: int = Field(20, ge=0)
     """Last pass after which another block of passes may start."""
     tenacity: int = Field(3, ge=0)
-    """Dev scores without a new best before training stops."""
+    """Tolerated dev scores without a new best; one more stops training."""
     fold_images: int = Field(1000, ge=1)
     """Candidate images per fold; recalls are means over folds."""
     seed: int = Field(1111, ge=0, lt=2**32)
