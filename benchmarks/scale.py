@@ -189,7 +189,7 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
     return {
         "parameters": figure(number, "parameters", "measured", given.model),
         "size": figure(size / 2**30, "GiB", "computed", "parameters x 12"),
-        "written": figure(written, "s", "measured", "with its checksum, until it lies on this disk"),
+        "written": figure(written, "s", "measured", "with its checksum, until it is on this disk"),
         "verified": figure(verified, "s", "measured", "by every rank that loads"),
         "loaded": figure(loaded, "s", "measured", "from the page cache"),
         "read_by_all_ranks": figure(total / 1e9, "GB", "computed", "size x ranks: each loads for itself"),

@@ -61,7 +61,7 @@ def _other_labels(
     where: str, found: Digests, known: Digests, chance: str, owner: str, has_unscored: bool
 ) -> DataFinding:
     if found.rows_sorted == known.rows_sorted:
-        return DataFinding("warn", f"{where}: the published rows in another order, so folds and batches are others")
+        return DataFinding("warn", f"{where}: the published rows in another order, so folds and batches differ")
     said = f"{where}: the number of labels is right, but the labels are not the published ones"
     if owner:
         return DataFinding("refuse", f"{said}: they belong to {owner}", chance or _NO_CORRELATION)
@@ -90,7 +90,7 @@ def _other_sentences(where: str, split: Split, found: Digests, known: Digests, c
         return DataFinding("refuse", f"{where}: the first and the second sentences are swapped", "different scores "
                        "wherever the order of a pair matters")  # fmt: skip
     if found.rows_sorted == known.rows_sorted:
-        return DataFinding("warn", f"{where}: the published rows in another order, so folds and batches are others")
+        return DataFinding("warn", f"{where}: the published rows in another order, so folds and batches differ")
     if (found.first_sorted, found.second_sorted) == (known.first_sorted, known.second_sorted):
         return DataFinding(
             "refuse",
