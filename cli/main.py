@@ -41,7 +41,7 @@ _COMMANDS = {
     "report": ("SHARDS [--output FOLDER]: write a page on a prepared corpus", "cli.report:run"),
     "push": ("FOLDER ADDRESS: copy a folder to an object store, with checksums", "common.stores.folders:push"),
     "pull": ("ADDRESS FOLDER: copy a folder or a run from an object store", "common.stores.folders:pull"),
-    "demo": ("prepare, train and measure on a corpus found on every machine", "cli.demo:run"),
+    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "cli.demo:run"),
 }
 
 _READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report")

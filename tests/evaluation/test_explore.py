@@ -235,7 +235,7 @@ def test_errors_are_for_people(index, tmp_path, capsys):
     assert f"made with {ENCODER}" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["explore", str(index), "--port", str(taken.getsockname()[1])]) == 1
-    assert "without --port a free one is taken" in capsys.readouterr().err
+    assert "omit --port to use a free port" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["explore", str(index), "--port", "70000"])
 
