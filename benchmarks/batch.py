@@ -2,9 +2,9 @@
 
     python -m benchmarks.batch --json OUT [--sizes 16 64 256 1024 4096] [--model demo]
 
-Each size runs in a process of its own: a small step first, so that the optimizer's state exists, then a step of that
-many documents, whose peak is reported above what the process held once its libraries were loaded. That includes
-weights, gradients, optimizer state and the batch; what has a row for each span or anchor is counted besides. Where the
+Each size runs in a separate process: first a small step, which creates the optimizer's state, then a step of that many
+documents. Its peak is reported above the memory that the process held after loading its libraries. It includes weights,
+gradients, optimizer state and the batch; tensors with a row per span or anchor are also counted separately. If the
 whole batch fits at once, its gradient without microbatches is compared with the one with them.
 """
 
@@ -26,19 +26,19 @@ from trainer.objectives.span_settings import SpanConfig
 from trainer.step.step import Stepper
 
 SIZES = (16, 64, 256, 1024, 4096)
-_FIRST = 16  # documents of the step that makes the optimizer's state
-_FIGURES = "declutr benchmark: "  # before a child's figures
-# glibc: what is freed goes back to the system, so that the peak is what was in use and not what its heap kept.
+_FIRST = 16  # documents of the step that creates the optimizer's state
+_FIGURES = "declutr benchmark: "  # prefix of a child's figures
+# glibc returns freed memory to the system, so that the peak is memory in use and not memory kept by its heap.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
 
 def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
-    """The figures of one size, in this process."""
+    """Measure one size in this process."""
     device = torch.device(options.device)
     spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
     feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
     if device.type == "cuda":
-        torch.zeros(1, device=device)  # its own memory is not ours
+        torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
     before = memory.reset_peak(device)
     encoder = models.encoder(options.model, options.dropout, options.seed).to(device)
     autocast = record.autocast_type(options.precision, options.device)
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
 
 
 def difference(stepper: Stepper, batch: RankBatch, microbatch_tokens: int) -> float:
-    """Largest difference of gradient entries, in microbatches and directly, over the largest entry."""
+    """Largest difference of gradient entries between microbatches and the whole batch, over the largest entry."""
     found = []
     for limit in (microbatch_tokens, None):
         stepper.optimizer.zero_grad(set_to_none=True)
@@ -84,10 +84,10 @@ def difference(stepper: Stepper, batch: RankBatch, microbatch_tokens: int) -> fl
 
 
 def in_own_process(options: argparse.Namespace, count: int) -> dict[str, Any]:
-    """The figures of one size, from a fresh process.
+    """Measure one size in a fresh process.
 
     Raises:
-        RuntimeError: it failed; its own message is on stderr.
+        RuntimeError: the process failed; its message is on stderr.
     """
     given = {name: value for name, value in vars(options).items() if name not in ("json", "sizes", "commit")}
     command = [sys.executable, "-m", "benchmarks.batch", "--one", json.dumps(given | {"count": count})]
@@ -100,7 +100,7 @@ def in_own_process(options: argparse.Namespace, count: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--one"]:
         given = argparse.Namespace(**json.loads(arguments[1]))
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     options = record.parser("batch", __doc__)
     record.add_device(options)
-    options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="documents of a step")
+    options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="documents per step")
     options.add_argument("--model", choices=models.SIZES, help="default: demo on cpu, distilroberta on cuda")
     options.add_argument("--microbatch-tokens", type=int, help="default: 8192 on cpu, 65536 on cuda")
     options.add_argument("--dropout", type=float, default=0.1)

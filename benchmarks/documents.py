@@ -1,4 +1,4 @@
-"""Made-up documents in the shards' schema: the same for the same seed, on any machine."""
+"""Made-up documents in the shards' schema: equal for equal seeds, on any machine."""
 
 import hashlib
 
@@ -10,14 +10,14 @@ from pipeline.shards.schema import ID_BYTES, shard_schema
 from pipeline.shards.windows import Geometry, window_starts
 from trainer.objectives.span_settings import SpanConfig
 
-_FIRST_ORDINARY = 4  # ids below are RoBERTa's specials
+_FIRST_ORDINARY = 4  # lower ids are RoBERTa's special tokens
 
 
 def documents(first: int, count: int, spans: SpanConfig, vocab_size: int, seed: int) -> pa.Table:
     """Documents [first, first + count) of an endless corpus.
 
-    A document has between one and two times the tokens that its anchors need (2048 and more with the paper's spans);
-    its tokens are drawn uniformly from the vocabulary without special ids.
+    A document has between one and two times the tokens that its anchors need (2048 and more with the paper's spans).
+    Its tokens are drawn uniformly from the vocabulary without special ids.
     """
     schema = shard_schema(vocab_size, Geometry(num_anchors=spans.num_anchors, max_tokens=spans.max_tokens), "made up")
     numbers = np.arange(first, first + count, dtype=np.uint64)
@@ -45,5 +45,5 @@ def documents(first: int, count: int, spans: SpanConfig, vocab_size: int, seed: 
 
 
 def _uniform(seed: int, purpose: str, numbers: seeding.U64) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """A number in [0, 1) for each document."""
+    """Draw a number in [0, 1) for each document."""
     return seeding.unit(seeding.blocks(seed, purpose, numbers, np.zeros_like(numbers), np.zeros_like(numbers))[:, 0])

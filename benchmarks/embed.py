@@ -2,9 +2,9 @@
 
     python -m benchmarks.embed --json OUT [--model minilm] [--sentences FILE] [--rounds N]
 
-Two workloads: many short sentences and some long paragraphs, from the documentation of the installed Python packages or
-from a file of sentences. Both sides tokenize, encode and give one float32 array on the same cores; they take turns
-within one run. The weights are drawn from the seed: how long a forward takes does not depend on them.
+Two workloads, many short sentences and some long paragraphs, come from the documentation of the installed Python
+packages or from a file of sentences. Both sides tokenize, encode and give one float32 array on the same cores, in turns
+within one run. The weights are drawn from the seed, because the time of a forward does not depend on them.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _MAX_TOKENS = 512
 
 
 def documentation() -> Iterator[str]:
-    """Texts of the documentation of what is installed here, as the demo's corpus has them."""
+    """Texts of the documentation installed here, as in the demo's corpus."""
     corpus = PythonDocs(kind="python_docs")
     for unit in plan_units(corpus, 1)[0]:
         yield from (record.text for record in read_unit(unit, corpus) if isinstance(record, Document))
@@ -63,7 +63,7 @@ def sentences_of(texts: Iterator[str], count: int) -> list[str]:
 
 
 def paragraphs_of(sentences: list[str], count: int) -> list[str]:
-    """Consecutive sentences joined to some 2,400 characters; from the beginning again when they run out."""
+    """Consecutive sentences joined to about 2,400 characters, repeated from the beginning if they run out."""
     made: list[str] = []
     place = 0
     while len(made) < count:
@@ -76,7 +76,7 @@ def paragraphs_of(sentences: list[str], count: int) -> list[str]:
 
 
 def write_encoder(folder: Path, size: str, texts: list[str], vocab_size: int, seed: int) -> None:
-    """A folder that sentence-transformers and we load: RoBERTa of that size, its tokenizer trained on the texts."""
+    """Write a folder for both libraries: RoBERTa of that size, with a tokenizer trained on the texts."""
     tokenizer = train_tokenizer(texts, vocab_size)
     ids = {name: getattr(tokenizer, name) for name in _IDS}
     shape = {"max_position_embeddings": _MAX_TOKENS + 2, "type_vocab_size": 1, **SIZES[size]}
@@ -93,14 +93,14 @@ def write_encoder(folder: Path, size: str, texts: list[str], vocab_size: int, se
 def compare(
     sides: dict[str, Callable[[list[str]], NDArray[np.float32]]], texts: list[str], rounds: int
 ) -> dict[str, Any]:
-    """Seconds of each side, taken in turns after a warm-up on some texts, and how far apart their vectors are."""
+    """Seconds of each side, measured in turns after a warm-up on some texts, and the distance of their vectors."""
     for encode in sides.values():
         encode(texts[:: max(1, len(texts) // 64)])
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
     vectors: dict[str, NDArray[np.float32]] = {}
     for number in range(rounds):
-        # who begins changes, so that neither always meets a machine that the other has warmed
+        # the first side changes, so that neither always runs on a machine warmed by the other
         for name in sorted(sides, reverse=bool(number % 2)):
             begun, cpu_begun = time.perf_counter(), time.process_time()
             vectors[name] = sides[name](texts)
@@ -124,11 +124,11 @@ def compare(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     options = record.parser("embed", __doc__)
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--model", choices=SIZES, default="minilm", help="size of the encoder")
-    options.add_argument("--sentences", type=Path, help="file with one sentence a line; default: documentation")
+    options.add_argument("--sentences", type=Path, help="file with one sentence per line; default: documentation")
     options.add_argument("--num-sentences", type=int, default=20_000)
     options.add_argument("--num-paragraphs", type=int, default=2_000)
     options.add_argument("--vocab-size", type=int, default=16_000)

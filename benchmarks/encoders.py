@@ -1,13 +1,13 @@
-"""What does the contrastive term bring? Small encoders from scratch on SentEval's tasks, over several seeds.
+"""Effect of the contrastive term: small encoders from scratch on SentEval's tasks, over several seeds.
 
     python -m benchmarks.encoders --corpus FILES... --senteval DIR --work FOLDER --json OUT
 
-A seed decides weights, order of documents, spans and masks. Of each there are three encoders with the same weights to
-begin with: untrained, trained with MLM only, and trained with DeCLUTR (contrastive term and MLM) for as many steps on
-the same documents; hashed words of as many numbers, of the same seeds, stand beside them. Preparing, training and
-scoring are the `declutr` commands, each in a process of its own. The same command with the same `--work` goes on where
-it was cut off. `--config` takes another config than the demo's, for a larger encoder where a GPU is at hand. Without
-`--senteval` the encoders are trained, and their held-out scores are all that is shown.
+A seed decides weights, order of documents, spans and masks. Each seed gives three encoders with the same initial
+weights: untrained, trained with MLM only, and trained with DeCLUTR (contrastive term and MLM) for as many steps on the
+same documents. Hashed words of the same size and seeds are compared with them. Preparing, training and scoring run as
+separate `declutr` commands. The same command with the same `--work` resumes after an interruption. `--config` takes
+another config than the demo's, for a larger encoder on a GPU. Without `--senteval` the encoders are only trained and
+compared by their held-out scores.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _HELD_OUT = {"recall_at_1": "the passage that touches it", "distant_recall_at_1"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prepares, trains, scores; prints and writes."""
+    """Prepare, train, score; print and write."""
     given = _options().parse_args(arguments)
     facts = record.facts("encoders", given.commit)
     work, seeds = given.work.resolve(), range(given.seed, given.seed + given.seeds)
@@ -81,26 +81,28 @@ def _options() -> argparse.ArgumentParser:
     options = record.parser("encoders", __doc__)
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--corpus", type=Path, nargs="+", required=True, help="files of long English documents")
-    options.add_argument("--senteval", type=Path, metavar="DIR", help="with downstream and probing")
+    options.add_argument("--senteval", type=Path, metavar="DIR", help="folder with downstream and probing")
     options.add_argument("--work", type=Path, default=Path("runs/encoders"), help="shards, runs, scores; kept")
-    options.add_argument("--config", default="configs/demo.yaml", help="prepare and train sections")
-    options.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
-    options.add_argument("--steps", type=int, default=240, help="of each training")
-    options.add_argument("--tasks", default="all", help="names and sets, by commas; those whose data are there count")
-    options.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
+    options.add_argument("--config", default="configs/demo.yaml", help="file with prepare and train sections")
+    options.add_argument("--seeds", type=int, default=3, help="number of seeds, from --seed on")
+    options.add_argument("--steps", type=int, default=240, help="steps of each training")
+    options.add_argument("--tasks", default="all", help="names and sets, by commas; missing data are left out")
+    options.add_argument(
+        "--preset", choices=("official", "prototyping"), default="official", help="classifier settings"
+    )
     return options
 
 
 def declutr(*arguments: Any) -> list[str]:
-    """The console command with its arguments, run by this Python."""
+    """Console command with its arguments, for this Python."""
     return [sys.executable, "-m", "cli.main", *map(str, arguments)]
 
 
 def once(work: Path, name: str, command: list[str]) -> None:
-    """Runs a command, unless the same one has ended well before; what it prints goes to `work/NAME.log`.
+    """Run a command, unless the same one has succeeded before; its output goes to `work/NAME.log`.
 
     Raises:
-        SystemExit: it failed; says where its words are.
+        SystemExit: the command failed; the message names its log.
     """
     mark, log = work / f"{name}.done.json", work / f"{name}.log"
     if mark.is_file() and read_json(mark) == hash_json(command):
@@ -112,12 +114,12 @@ def once(work: Path, name: str, command: list[str]) -> None:
     with log.open("a") as output:
         ended = subprocess.run(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
     if ended.returncode:
-        raise SystemExit(f"{name} ended with status {ended.returncode}; {log} says why")
+        raise SystemExit(f"{name} ended with status {ended.returncode}; see {log}")
     write_json(mark, hash_json(command))
 
 
 def _untrained(config: TrainConfig, shards: Path, folder: Path) -> int:
-    """The encoder as training begins with it, in a folder; answers its size."""
+    """Write the encoder in its state before training to a folder; return its size."""
     tokenizer, _ = load_tokenizer(shards)
     encoder = build_encoder(config, tokenizer)
     if not folder.is_dir():
@@ -129,7 +131,7 @@ def _untrained(config: TrainConfig, shards: Path, folder: Path) -> int:
 def _of_run(summary: Mapping[str, Any]) -> dict[str, Any]:
     scores = {name: {when: summary[f"{when}_scores"].get(name) for when in ("first", "last")} for name in _HELD_OUT}
     if missing := [name for name, found in scores.items() if None in found.values()]:
-        raise SystemExit(f"{summary['run']}: trained by an older version, without {missing}; name another --work")
+        raise SystemExit(f"{summary['run']}: trained by an older version, without {missing}; use another --work")
     return {"steps": summary["steps"], "seconds": summary["seconds"], **scores}
 
 
@@ -141,7 +143,7 @@ def summarise(scored: Sequence[Mapping[str, Any]], encoders: Mapping[str, tuple[
         encoders: kind and seed of each, by its name there.
 
     Raises:
-        ValueError: an encoder has no score on a task that another one has.
+        ValueError: an encoder has no score on a task that another encoder has.
     """
     headlines: dict[str, dict[str, dict[int, float]]] = {}
     standing: dict[str, str] = {}
@@ -153,7 +155,7 @@ def summarise(scored: Sequence[Mapping[str, Any]], encoders: Mapping[str, tuple[
     asked = {(kind, seed) for kind, seed in encoders.values()}
     for task, kinds in headlines.items():
         if missing := asked - {(kind, seed) for kind, seeds in kinds.items() for seed in seeds}:
-            raise ValueError(f"{task}: no score of {', '.join(f'{kind} {seed}' for kind, seed in sorted(missing))}")
+            raise ValueError(f"{task}: no score for {', '.join(f'{kind} {seed}' for kind, seed in sorted(missing))}")
     groups = {group: [task for task in headlines if find(task).group == group] for group in ("downstream", "probing")}
     averages = {
         f"mean of {len(tasks)} {group}": {
@@ -175,7 +177,7 @@ def _spread(kinds: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, Any
 
 
 def _figures(values: Sequence[float]) -> dict[str, Any]:
-    """Scores, their mean, their standard deviation (n - 1; None of one)."""
+    """Scores, their mean, their standard deviation (n - 1; None for one score)."""
     sd = statistics.stdev(values) if len(values) > 1 else None
     return {
         "scores": [round(value, 4) for value in values],
@@ -194,7 +196,7 @@ def held_out(trained: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[f
 
 
 def table(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of Markdown: mean and standard deviation by task; `*`: data of one's own, comparable with no paper."""
+    """Markdown table of mean and standard deviation by task; `*`: own data, not comparable with papers."""
     yield _head("", KINDS)
     yield "| --- | " + " | ".join(["---:"] * len(KINDS)) + " |"
     rows = {
@@ -206,7 +208,7 @@ def table(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def held_out_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[str]:
-    """The same of the held-out scores: how often what is looked for is found first, in percent."""
+    """Markdown table of the held-out scores: share of queries whose passage is found first, in percent."""
     kinds = KINDS[:3]
     yield _head("found first among held-out documents, %", kinds)
     yield "| --- | " + " | ".join(["---:"] * len(kinds)) + " |"

@@ -1,14 +1,15 @@
-"""How much faster than the official procedure is SentEval here, and are the scores the same?
+"""Speed of SentEval against the official procedure, and equality of the scores.
 
-Task by task on the same embeddings, one thread a process, the two sides in turns; who begins changes from task to task.
-Timed is what follows the embeddings: features, folds, classifiers, correlations. The encoders are a transformer with
-random weights from a fixed seed and a bag of hashed words: neither needs a download, and both are the same everywhere.
+Task by task on the same embeddings, one thread per process, the two sides in turns; the first side changes from task to
+task. The time covers everything after the embeddings: features, folds, classifiers, correlations. The encoders are a
+transformer with random weights from a fixed seed and a bag of hashed words. Neither needs a download, and both are the
+same everywhere.
 
-    python -m benchmarks.evaluate --json OUT                          # against our plain writing of the procedure
+    python -m benchmarks.evaluate --json OUT                          # against a plain version of the procedure
     python -m benchmarks.evaluate --json OUT --senteval CHECKOUT      # against facebookresearch/SentEval itself
 
 On complete data the official preset takes long: MR alone is 410 fits of seconds each. With `--keep FOLDER` the same
-command goes on where it was cut off, and `--encoders` of two processes may differ: what one measured the other takes.
+command resumes after an interruption, and processes with different `--encoders` share their measurements.
 """
 
 import argparse
@@ -39,12 +40,12 @@ from evaluation.senteval.scores.averages import headline
 from evaluation.senteval.scores.scoring import Embeddings, cost, score
 
 _SIBLING = Path(__file__).resolve().parents[2] / "shared" / "data" / "senteval"
-_HUNDREDTHS = ("acc", "devacc", "f1")  # in percent already; correlations are not
+_HUNDREDTHS = ("acc", "devacc", "f1")  # already in percent; correlations are not
 _SHORT = {"num_folds": 2, "max_epoch": 2, "epoch_size": 1, "tenacity": 0}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     given = _options().parse_args(arguments)
     data = given.data or (given.senteval / "data" if given.senteval else _SIBLING)
     config = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     official: Checkout | Plain = Checkout(given.senteval, data, fits) if given.senteval else Plain()
     inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data, config)
     if not inspections:
-        raise SystemExit(f"{data}: no task of {given.tasks} has its data there; --data FOLDER says where they are")
+        raise SystemExit(f"{data}: no data for any task of {given.tasks}; give their folder with --data FOLDER")
     quick = choose_tasks(given.quick.split(",")) if given.quick else ()
     rows = sentence_rows(found.data for found in inspections if found.data)
     figures: dict[str, Any] = {
@@ -92,22 +93,22 @@ def _options() -> argparse.ArgumentParser:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--senteval", type=Path, metavar="DIR", help="checkout of facebookresearch/SentEval")
     options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
-    options.add_argument("--tasks", default="all", help="names and sets, by commas")
+    options.add_argument("--tasks", default="all", help="names and sets, separated by commas")
     options.add_argument("--preset", choices=("official", "prototyping"), default="official")
-    options.add_argument("--quick", metavar="TASKS", help="these by the prototyping preset, on both sides")
-    options.add_argument("--encoders", default="transformer,hashed-words", help="which of the two")
+    options.add_argument("--quick", metavar="TASKS", help="tasks for the prototyping preset, on both sides")
+    options.add_argument("--encoders", default="transformer,hashed-words", help="one or both, separated by a comma")
     options.add_argument("--model", choices=SIZES, default="small", help="size of the transformer")
     options.add_argument("--hashed-size", type=int, default=300, help="numbers in an embedding of hashed words")
     options.add_argument("--vocab-size", type=int, default=16_000)
     options.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="takes what is measured, and gives it to a later call"
+        "--keep", type=Path, metavar="FOLDER", help="stores measurements and reuses those of earlier calls"
     )
-    options.add_argument("--short", action="store_true", help="a few passes and two folds: a test, not a figure")
+    options.add_argument("--short", action="store_true", help="a few passes and two folds: a test, not a result")
     return options
 
 
 def _at_hand(names: Sequence[str], data: Path, config: ClassifierConfig) -> tuple[list[Inspection], dict[str, str]]:
-    """Tasks that can be scored on both sides, the shortest first, and why the others cannot."""
+    """Tasks that both sides can score, shortest first, and the reasons for leaving out the others."""
     found, left_out = [], {}
     for name in names:
         task = find(name)
@@ -135,7 +136,7 @@ def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list
                     write_encoder(aside, given.model, some, given.vocab_size, given.seed)
             made.append(load_encoder(str(model), device="cpu"))
         else:
-            raise SystemExit(f"--encoders {kind}: there are transformer and hashed-words")
+            raise SystemExit(f"--encoders {kind}: must be transformer or hashed-words")
     return made
 
 
@@ -149,7 +150,7 @@ def _task(
     turn: int,
     identity: str,
 ) -> dict[str, Any]:
-    """Both sides of one task: scores, seconds, ratio, differences in points."""
+    """Measure both sides of one task: scores, seconds, ratio, differences in points."""
     data, task = inspection.data, inspection.task
     if data is None:
         raise ValueError(f"{task.name}: no data")
@@ -193,7 +194,7 @@ def _task(
 
 
 def table(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Lines of Markdown: a row a task, and of each encoder the official score, ours and the difference in points."""
+    """Markdown table: a row per task with official score, ours and the difference in points, for each encoder."""
     by_name = {(row["task"], row["encoder"]): row for row in measured}
     tasks, encoders = ({row[kind]: None for row in measured} for kind in ("task", "encoder"))
     yield f"| task | rows | {' | '.join(f'{encoder}: official | ours | apart' for encoder in encoders)} |"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.feed --json OUT [--documents 16] [--seconds 3]
 
-Documents are in memory as the shards' memory map gives them; a token counts once for each span that holds it, with the
-span's specials, as it goes through the encoder.
+Documents are in memory, as if mapped from shards. A token counts once for each span that holds it, with the span's
+special tokens, as it goes through the encoder.
 """
 
 import time
@@ -16,12 +16,12 @@ from benchmarks import documents, models, record
 from trainer.objectives.declutr.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 
-_TABLES = 8  # steps' documents that are read in turns, so that they do not all lie in the processor's cache
+_TABLES = 8  # tables of documents, used in turns, so that they do not all stay in the processor's cache
 _PAPER, _SHORT = (32, 512), (8, 64)
 
 
 def measure(spans: tuple[int, int], count: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Tokens a second of processor time with spans of these lengths."""
+    """Measure tokens per second of processor time with spans of these lengths."""
     setting = SpanConfig(min_tokens=spans[0], max_tokens=spans[1])
     feed = models.feed("distilroberta", setting, MaskingConfig(), seed)
     size = feed.vocabulary.size
@@ -33,7 +33,7 @@ def measure(spans: tuple[int, int], count: int, seconds: float, seed: int) -> di
         batch = feed.batch(tables[steps % _TABLES], np.full(count, steps, np.int64))
         tokens += batch.num_tokens
         steps += 1
-    # Processor time, all threads: what others do on the machine costs nothing, and a second core would not help.
+    # Processor time of all threads: other programs on the machine do not count, and a second core would not help.
     taken = time.process_time() - begun
     return {
         "spans": list(spans),
@@ -46,9 +46,9 @@ def measure(spans: tuple[int, int], count: int, seconds: float, seed: int) -> di
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     options = record.parser("feed", __doc__)
-    options.add_argument("--documents", type=int, default=16, help="of a step")
+    options.add_argument("--documents", type=int, default=16, help="documents per step")
     options.add_argument("--seconds", type=float, default=3.0, help="processor time of each measurement")
     given = options.parse_args(arguments)
     torch.set_num_threads(1)

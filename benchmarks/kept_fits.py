@@ -1,7 +1,7 @@
-"""Fits of the released classifiers kept on disk, so that a run of hours can be cut off anywhere and go on.
+"""Fits of the released classifiers kept on disk, so that a run of hours can resume after an interruption.
 
-The released code seeds the global generators anew for every classifier it makes, hence no fit depends on the one
-before: one that is taken from disk changes nothing that follows. Its seconds are kept with it.
+The released code reseeds the global generators for every classifier, so no fit depends on an earlier one, and a fit
+from disk changes nothing that follows. Its seconds are stored with it.
 """
 
 import itertools
@@ -18,14 +18,14 @@ from common.storage import write_aside
 
 
 class KeptFits:
-    """Fits of one task with one encoder, by the order in which they are made.
+    """Fits of one task with one encoder, in the order in which they are made.
 
     Args:
-        folder: theirs alone; made when missing.
+        folder: folder for these fits alone; created if missing.
 
     Attributes:
-        seconds: on the wall of the fits that were taken from disk.
-        cpu_seconds: of this process, of the same.
+        seconds: wall time of the fits that were read from disk.
+        cpu_seconds: processor time of these fits.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +35,7 @@ class KeptFits:
 
     @contextmanager
     def around(self, classifier: type) -> Iterator[None]:
-        """While this lasts, `classifier.fit` keeps the weights it ends with and what it answers."""
+        """Make `classifier.fit` store its final weights and its answer, within this block."""
         fit, numbers = classifier.fit, itertools.count()  # type: ignore[attr-defined]
 
         def kept(own: Any, *arguments: Any, **options: Any) -> float:

@@ -1,4 +1,4 @@
-"""Memory: the peak of this process, and which tensors of a step grow with the batch."""
+"""Memory: the peak of this process, and the tensors of a step that grow with the batch."""
 
 import resource
 from pathlib import Path
@@ -14,20 +14,20 @@ _STATUS = Path("/proc/self/status")
 
 
 def reset_peak(device: torch.device) -> float:
-    """Begins a measurement; returns the MiB that are in use now."""
+    """Start a measurement; return the MiB in use now."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / MIB
     reset = Path("/proc/self/clear_refs")
-    if reset.exists():  # Linux: the peak of this program alone; ru_maxrss remembers the one that started it, too
+    if reset.exists():  # Linux: the peak of this program alone; ru_maxrss also covers the program that started it
         reset.write_text("5", encoding="ascii")
         return _status("VmRSS")
     return _largest()
 
 
 def peak(device: torch.device) -> float:
-    """Most MiB in use since `reset_peak`: allocated on a GPU, resident on a CPU."""
+    """Maximum MiB in use since `reset_peak`: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() / MIB
@@ -45,14 +45,14 @@ def _largest() -> float:
 
 
 class EmbeddingState(TorchDispatchMode):
-    """Counts the bytes of tensors that have a row for each span, anchor or embedding of the batch, while it is entered.
+    """Counter of the bytes of tensors with a row for each span, anchor or embedding of the batch.
 
     Args:
-        num_rows: the numbers of rows that such a tensor can have.
+        num_rows: possible numbers of rows of such a tensor.
         size: width of an embedding.
 
     Attributes:
-        peak_bytes: the most that was alive at one time.
+        peak_bytes: maximum of bytes alive at one time.
     """
 
     def __init__(self, num_rows: set[int], size: int) -> None:
@@ -63,7 +63,7 @@ class EmbeddingState(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation and looks at what it made."""
+        """Run the operation and count its results."""
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and self._counts(leaf):
@@ -76,4 +76,4 @@ class EmbeddingState(TorchDispatchMode):
     def _counts(self, tensor: torch.Tensor) -> bool:
         if tensor.ndim < 2 or tensor.shape[0] not in self._rows:
             return False
-        return tensor[0].numel() in (self._size, 2 * self._size)  # an embedding, or an anchor's beside its positive's
+        return tensor[0].numel() in (self._size, 2 * self._size)  # one embedding, or an anchor's and its positive's

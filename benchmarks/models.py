@@ -1,4 +1,4 @@
-"""Encoders of known sizes with weights drawn from a seed: nothing is downloaded."""
+"""Encoders of known sizes with weights drawn from a seed, so that nothing is downloaded."""
 
 from typing import Any
 
@@ -39,19 +39,19 @@ _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id":
 
 
 def vocabulary(size: str) -> Vocabulary:
-    """RoBERTa's special ids, the mask as the last id."""
+    """RoBERTa's special ids, with the mask as the last id."""
     ids = int(SIZES[size]["vocab_size"])
     return Vocabulary(size=ids, bos=0, eos=2, mask=ids - 1, special=(0, 1, 2, 3, ids - 1))
 
 
 def encoder(size: str, dropout: float, seed: int) -> Encoder:
-    """The trainer's encoder, packed, in training mode, float32, on the CPU."""
+    """Build the trainer's encoder: packed, in training mode, float32, on the CPU."""
     config = EncoderConfig(scratch=SIZES[size], dropout=dropout)
     return Encoder(config, _model(size, config, seed), seed).train()
 
 
 def padded_model(size: str, dropout: float, seed: int) -> PreTrainedModel:
-    """The same weights in transformers' own model: its own dropout layers, torch's fused attention."""
+    """Build transformers' model with the same weights, its own dropout layers, and torch's fused attention."""
     model = _model(size, EncoderConfig(scratch=SIZES[size], dropout=dropout), seed)
     model.set_attn_implementation("sdpa")
     model.train()
@@ -63,7 +63,7 @@ def _model(size: str, config: EncoderConfig, seed: int) -> PreTrainedModel:
 
 
 def feed(size: str, spans: SpanConfig, masking: MaskingConfig | None, seed: int) -> SpanFeed:
-    """Spans and masks of a benchmark's documents; a span leaves room for its two specials."""
+    """Feed for the benchmarks' documents; a span leaves room for its two special tokens."""
     return SpanFeed(
         spans=spans,
         masking=masking,

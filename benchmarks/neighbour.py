@@ -1,8 +1,8 @@
-"""The same spans through sentence-transformers' CachedMultipleNegativesRankingLoss: the step of its trainer.
+"""The step of sentence-transformers' trainer: CachedMultipleNegativesRankingLoss on the same spans.
 
-Anchors and positives are padded to the longest of their column, as its collation does; its loss encodes each once
-without and once with a graph, whatever the size of the batch. Its four directions together contrast what NT-Xent does.
-The trainer's tokenisation and collation are left out of the clock. Nothing is masked: it has no MLM loss.
+Anchors and positives are padded to the longest of their column, as in its collation. Its loss encodes each once without
+and once with a graph, whatever the size of the batch. Its four directions together contrast the same pairs as NT-Xent.
+Tokenisation and collation are not timed. Nothing is masked, because it has no MLM loss.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _MINI_BATCH = 32  # its default
 
 
 class _Hidden(nn.Module):
-    """Token embeddings as its pooling reads them."""
+    """Token embeddings in the form that its pooling reads."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class NeighbourStep:
     """Loss and gradient of a contrastive step by sentence-transformers.
 
     Args:
-        model: a masked language model with transformers' own attention.
-        temperature: of the contrastive loss.
+        model: masked language model with transformers' attention.
+        temperature: temperature of the contrastive loss.
         autocast: type of the matrix products, or None.
 
     Raises:
@@ -55,7 +55,7 @@ class NeighbourStep:
         )
 
     def gradients(self, batch: PaddedBatch) -> Tensor:
-        """Accumulates the gradient in the model's parameters; returns the loss."""
+        """Accumulate the gradient in the model's parameters; return the loss."""
         features = [_features(batch.anchors), _features(batch.positives)]
         labels = torch.empty(0, device=batch.anchors.ids.device)
         with torch.autocast(labels.device.type, dtype=self.autocast, enabled=self.autocast is not None):

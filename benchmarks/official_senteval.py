@@ -1,9 +1,8 @@
-"""The official procedure on given embeddings: a checkout of facebookresearch/SentEval, or our plain writing of it.
+"""The official procedure on given embeddings: a checkout of facebookresearch/SentEval, or a plain version of it.
 
-A checkout (read at 5d6dc11) does not run on today's Python, numpy and a machine without CUDA. While it runs, `.cuda()`
-leaves everything on the CPU, `torch.device("cuda")` is the CPU, `inspect.getargspec` is there, and ragged arrays are of
-objects. Nothing of what it computes is touched. Both sides are timed from the embeddings on: loading and embedding are
-not what is compared.
+A checkout (read at 5d6dc11) does not run on current Python and numpy versions, nor without CUDA. While it runs,
+`.cuda()` leaves everything on the CPU, `torch.device("cuda")` is the CPU, `inspect.getargspec` exists, and ragged
+arrays become object arrays. Its computations are unchanged. The time of both sides starts after loading and embedding.
 """
 
 import contextlib
@@ -35,24 +34,24 @@ Scores = dict[str, float]
 
 @dataclass
 class Clock:
-    """Seconds of a stretch of work, on the wall and of this process's processors."""
+    """Wall seconds and processor seconds of a piece of work."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     _begun: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
 
     def start(self) -> None:
-        """From here on."""
+        """Start the clock."""
         self._begun = (time.perf_counter(), time.process_time())
 
     def stop(self) -> None:
-        """Up to here."""
+        """Stop the clock."""
         self.seconds = time.perf_counter() - self._begun[0]
         self.cpu_seconds = time.process_time() - self._begun[1]
 
 
 class _Over:
-    """A module as seen by released code, with some names replaced."""
+    """Module as released code sees it, with some names replaced."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         self._module, self._names = module, names
@@ -66,16 +65,16 @@ class Checkout:
     """The released code itself.
 
     Args:
-        folder: of the checkout.
+        folder: folder of the checkout.
         data: folder with `downstream` and `probing`, which it reads with its own loaders.
-        keep: folder that takes every fit, so that a task goes on where it was cut off; None: nothing is kept.
+        keep: folder that stores every fit, so that a task resumes after an interruption; None: nothing is stored.
     """
 
     name = "facebookresearch/SentEval"
 
     def __init__(self, folder: Path, data: Path, keep: Path | None = None) -> None:
         if not (folder / "senteval" / "engine.py").is_file():
-            raise ValueError(f"{folder}: no checkout of facebookresearch/SentEval: there is no senteval/engine.py")
+            raise ValueError(f"{folder}: not a checkout of facebookresearch/SentEval: senteval/engine.py is missing")
         self.data = data
         self.keep = keep
         sys.path.insert(0, str(folder))
@@ -88,7 +87,7 @@ class Checkout:
     def score(
         self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig, identity: str = ""
     ) -> Any:
-        """Scores and the clock of a task; `identity` names the task with its encoder among kept fits."""
+        """Return scores and clock of a task; `identity` names the task with its encoder among stored fits."""
         clock = Clock()
         fits = KeptFits(self.keep / identity) if self.keep else None
 
@@ -116,7 +115,7 @@ class Checkout:
 
 
 def _flat(found: Mapping[str, Any]) -> Scores:
-    """The released code's results under our names."""
+    """Rename the released code's results to this project's names."""
     if "all" in found:
         return {f"{kind}.{way}": float(found["all"][kind][way]) for kind in ("spearman", "pearson") for way in _WAYS}
     names = ("acc", "devacc", "f1", "devpearson", "pearson", "spearman", "mse")
@@ -128,7 +127,7 @@ _WAYS = ("mean", "wmean")
 
 @contextlib.contextmanager
 def _today() -> Iterator[None]:
-    """The shims, as long as released code runs."""
+    """Apply the shims while released code runs."""
 
     def stay(self: Any, *_: Any, **__: Any) -> Any:
         return self
@@ -167,14 +166,14 @@ def _today() -> Iterator[None]:
 
 
 class Plain:
-    """Our own one-fit-at-a-time writing of the same procedure (`released_senteval.py`)."""
+    """Plain version of the same procedure, one fit at a time (`released_senteval.py`)."""
 
     name = "benchmarks.released_senteval"
 
     def score(
         self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig, _: str = ""
     ) -> Any:
-        """Scores and the clock of a task."""
+        """Return scores and clock of a task."""
         clock = Clock()
         clock.start()
         scores = self._scores(data, rows, embeddings, config)

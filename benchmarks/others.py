@@ -1,9 +1,9 @@
-"""What preparation is compared with, each in processes of its own that are told when to begin.
+"""Programs that preparation is compared with, each in separate processes that wait for a start signal.
 
     python -m benchmarks.others datasets|limit SETTINGS_AS_JSON
 
-A process loads its libraries, and for the limit its texts, says that it is ready, waits for a line on its input, and
-answers with its figures: start-up is nobody's cost.
+A process loads its libraries, and for the limit its texts, prints that it is ready, waits for a line on its input, and
+prints its figures. So start-up is not measured.
 """
 
 import glob
@@ -43,7 +43,7 @@ def expand_paths(pattern: str) -> list[str]:
 
 
 def datasets(settings: dict[str, Any]) -> dict[str, Any]:
-    """`load_dataset`, `map` and `filter` as their users write them, tokenizing the same texts to the same ids."""
+    """`load_dataset`, `map` and `filter` in typical use, tokenizing the same texts to the same ids."""
     import datasets as library
     from transformers import AutoTokenizer
 
@@ -51,7 +51,7 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
     prefix, workers = settings["prefix"], settings["workers"]
     options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-    options["verbose"] = False  # about texts longer than a model's positions
+    options["verbose"] = False  # no warnings about texts longer than a model's positions
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         texts = [prefix + text if (text := " ".join(raw.split())) else "" for raw in batch["text"]]
@@ -69,9 +69,10 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit(settings: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizing engine alone on this process's share of the texts, which are in memory.
+    """Run the tokenizing engine alone on this process's share of the texts, which are in memory.
 
-    Ours, which chooses its pattern by the text; or, with `stock`, tiktoken with GPT-2's pattern as its users call it.
+    The engine is ours, which chooses its pattern by the text. With `stock` it is tiktoken with GPT-2's pattern in
+    typical use.
     """
     share, workers = settings["share"], settings["workers"]
     texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
@@ -91,12 +92,12 @@ def limit(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(name: str, settings: list[dict[str, Any]], cache: Path) -> list[dict[str, Any]]:
-    """Figures of processes that are started with these settings and begin at the same time.
+    """Run processes with these settings, started at the same time; return their figures.
 
     Raises:
-        RuntimeError: one of them failed; its own message is on stderr.
+        RuntimeError: a process failed; its message is on stderr.
     """
-    # Caches that no round before has filled, and no threads beside the processes that are counted.
+    # Empty caches in every round, and only the threads of the counted processes.
     environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "benchmarks.others", name]
@@ -121,15 +122,15 @@ def run(name: str, settings: list[dict[str, Any]], cache: Path) -> list[dict[str
 
 
 def _line(child: subprocess.Popen[str], beginning: str) -> str:
-    """The rest of the first line that begins so."""
+    """Return the rest of the first line with this prefix."""
     for line in child.stdout or ():
         if line.startswith(beginning):
             return line.removeprefix(beginning).strip()
-    raise RuntimeError(f"{child.args!r} ended before it said {beginning!r}")
+    raise RuntimeError(f"{child.args!r} ended before it printed {beginning!r}")
 
 
 def _wait() -> None:
-    """Says that this process is ready and waits to be told to begin."""
+    """Print that this process is ready and wait for the start signal."""
     print(_READY, flush=True)
     sys.stdin.readline()
 

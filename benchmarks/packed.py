@@ -1,4 +1,4 @@
-"""The trainer's own step, without its Ray half: what the benchmarks measure."""
+"""The trainer's own step without Ray, as the benchmarks measure it."""
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from trainer.step.optim import build_optimizer
 from trainer.step.settings import OptimConfig
 from trainer.step.step import Stepper
 
-TOTAL_STEPS = 1000  # of the learning rate's schedule
+TOTAL_STEPS = 1000  # length of the learning rate's schedule
 
 
 def stepper(
@@ -27,7 +27,7 @@ def stepper(
     autocast: torch.dtype | None = None,
     world: World | None = None,
 ) -> Stepper:
-    """A stepper with the trainer's default optimizer; of one worker, unless said otherwise."""
+    """Build a stepper with the trainer's default optimizer, for one worker by default."""
     optim = OptimConfig()
     loss = Declutr(objective, RunContext(seed=feed.seed, spans=feed.spans), encoder.embedding_size)
     return Stepper(
@@ -44,11 +44,11 @@ def stepper(
 
 
 def rank_batch(feed: SpanFeed, documents: pa.Table, device: torch.device) -> RankBatch:
-    """A step's batch of one worker."""
+    """Build the batch of one step for one worker."""
     return feed.feed(documents, np.zeros(len(documents), np.int64)).to(device)
 
 
 def loss_and_gradients(made: Stepper, batch: RankBatch) -> torch.Tensor:
-    """Accumulates the gradient in the encoder's parameters; returns the loss, contrastive + MLM."""
+    """Accumulate the gradient in the encoder's parameters; return the loss, contrastive + MLM."""
     found = made.gradients(batch, 1)
     return found.terms.get("contrastive", 0.0) + found.mlm_sum / max(1, found.num_selected)

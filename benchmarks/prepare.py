@@ -2,8 +2,8 @@
 
     python -m benchmarks.prepare --json OUT [--corpus 'FOLDER/*.jsonl.gz'] [--tokenizer FOLDER] [--rounds 5]
 
-Without a corpus the documentation of the installed packages is written to compressed JSONL, and a byte-level BPE is
-trained on it. All that is compared takes turns in every round; MiB are of normalised text in UTF-8.
+Without a corpus, the documentation of the installed packages is written to compressed JSONL, and a byte-level BPE is
+trained on it. All programs take turns in every round. MiB count normalised text in UTF-8.
 """
 
 import argparse
@@ -44,15 +44,17 @@ _DEMO_VOCABULARY = 16_384
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     options = record.parser("prepare", __doc__)
     options.add_argument("--corpus", metavar="GLOB", help="compressed JSONL with the key text")
     options.add_argument("--tokenizer", metavar="FOLDER", help="a saved tokenizer")
     options.add_argument("--engine", choices=("auto", "tiktoken", "wordpiece", "tokenizers"), default="auto")
-    options.add_argument("--copies", type=int, default=1, help="times the corpus is taken, each document made another")
+    options.add_argument("--copies", type=int, default=1, help="copies of the corpus, with changed documents")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--workers", type=int, default=2, help="processes of each side")
-    options.add_argument("--max-tokens", type=int, default=512, help="longest span; documents hold four times that")
+    options.add_argument("--workers", type=int, default=2, help="processes per side")
+    options.add_argument(
+        "--max-tokens", type=int, default=512, help="longest span; documents hold at least 4 times that"
+    )
     given = options.parse_args(arguments)
     setup_logging("benchmark")
     with tempfile.TemporaryDirectory(prefix="declutr-benchmark-") as folder:
@@ -60,13 +62,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     paths, tokenizer, corpus = inputs(given, work)
     start_ray(given.workers)
     settings = {"paths": paths, "tokenizer": tokenizer, "workers": given.workers, "min_tokens": 4 * given.max_tokens}
     choice = choose_engine(Path(tokenizer), given.engine)
     settings |= {"stock": False, "engine": choice.engine, "prefix": Encoder.load(Path(tokenizer)).prefix}
-    manifest = ours(given, settings, work / "warm-up")[1]  # Ray's workers start and import once
+    manifest = ours(given, settings, work / "warm-up")[1]  # so that Ray's workers are started and have imported
     mib = manifest.totals["text_bytes"] / MIB
     rates: dict[str, list[float]] = {name: [] for name in _TAKEN}
     peaks = []
@@ -117,10 +119,10 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def inputs(given: argparse.Namespace, work: Path) -> tuple[list[str], str, str]:
-    """Files of the corpus, the tokenizer's folder, and what the corpus is.
+    """Files of the corpus, folder of the tokenizer, and a description of the corpus.
 
     Raises:
-        SystemExit: `--corpus` names no file.
+        SystemExit: `--corpus` matches no file.
     """
     pattern = given.corpus or str(_SHARED / "corpus" / "*.jsonl.gz")
     paths = others.expand_paths(pattern)
@@ -143,7 +145,7 @@ def inputs(given: argparse.Namespace, work: Path) -> tuple[list[str], str, str]:
 
 
 def _demo_corpus(folder: Path) -> list[str]:
-    """The documentation of the installed packages as compressed JSONL."""
+    """Write the documentation of the installed packages as compressed JSONL."""
     folder.mkdir()
     corpus = PythonDocs(kind="python_docs")
     units, _ = plan_units(corpus, 4.0)
@@ -157,7 +159,7 @@ def _demo_corpus(folder: Path) -> list[str]:
 
 
 def _copies(paths: list[str], count: int, folder: Path) -> list[str]:
-    """The corpus several times, each time with other documents, so that none of them is a duplicate."""
+    """Copy the corpus several times, with changed documents, so that none is a duplicate."""
     folder.mkdir()
     made = []
     for copy in range(count):
@@ -172,7 +174,7 @@ def _copies(paths: list[str], count: int, folder: Path) -> list[str]:
 def _config(
     given: argparse.Namespace, settings: dict[str, Any], output: Path, engine: str | None = None
 ) -> dict[str, Any]:
-    """The `prepare` section of ours."""
+    """The `prepare` section for this project."""
     return {
         "output": str(output),
         "corpus": {"kind": "files", "paths": settings["paths"]},
@@ -185,14 +187,14 @@ def _config(
 def ours(
     given: argparse.Namespace, settings: dict[str, Any], output: Path, engine: str | None = None
 ) -> tuple[float, Manifest]:
-    """Seconds of `prepare` in a session that is up, and the manifest."""
+    """Time `prepare` in a running session; return seconds and manifest."""
     begun = time.perf_counter()
     manifest = prepare(PipelineConfig.model_validate(_config(given, settings, output, engine)))
     return time.perf_counter() - begun, manifest
 
 
 def command(given: argparse.Namespace, settings: dict[str, Any], output: Path) -> float:
-    """Seconds of the command, with Python's start and Ray's."""
+    """Time the command, including the start of Python and Ray."""
     output.parent.mkdir(parents=True, exist_ok=True)
     config = output.parent / "config.yaml"
     config.write_text(yaml.safe_dump({"prepare": _config(given, settings, output)}), encoding="utf-8")
@@ -204,13 +206,13 @@ def command(given: argparse.Namespace, settings: dict[str, Any], output: Path) -
 
 
 def engine_alone(settings: dict[str, Any], cache: Path) -> float:
-    """Seconds in which the engine, in as many processes, encodes texts that lie in memory."""
+    """Time the engine alone, in as many processes, on texts in memory."""
     shares = [settings | {"share": share} for share in range(settings["workers"])]
     return max(float(found["seconds"]) for found in others.run("limit", shares, cache))
 
 
 class WorkerMemory(Watcher):
-    """Peak resident memory of Ray's workers below this process, MiB; None where there is no /proc."""
+    """Peak resident memory of Ray's workers below this process, MiB; None without /proc."""
 
     def __init__(self) -> None:
         super().__init__(0.2, "worker-memory")
@@ -224,7 +226,7 @@ class WorkerMemory(Watcher):
 
 
 def _descendants(root: int) -> list[dict[str, str]]:
-    """/proc/PID/status of every process that was started, directly or not, by `root`."""
+    """/proc/PID/status of every direct or indirect child process of `root`."""
     found: dict[int, dict[str, str]] = {}
     for path in Path("/proc").glob("[0-9]*/status"):
         try:

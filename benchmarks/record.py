@@ -1,4 +1,4 @@
-"""What a published number must carry: hardware, versions, commit, command, and how busy the machine was."""
+"""Facts that a published number must carry: hardware, versions, commit, command, and the load of the machine."""
 
 import argparse
 import json
@@ -22,24 +22,24 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Options that every benchmark has."""
+    """Make a parser with the options of every benchmark."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    made.add_argument("--json", type=Path, metavar="OUT", help="file for the figures; they are printed in any case")
-    made.add_argument("--commit", help="commit of the code, where it lies outside a git checkout")
-    made.add_argument("--seed", type=int, default=0, help="of weights, documents, spans and masks")
+    made.add_argument("--json", type=Path, metavar="OUT", help="file for the figures, which are also printed")
+    made.add_argument("--commit", help="commit of the code, if run outside a git checkout")
+    made.add_argument("--seed", type=int, default=0, help="seed of weights, documents, spans and masks")
     return made
 
 
 def add_device(options: argparse.ArgumentParser) -> None:
-    """Options of benchmarks that run an encoder."""
+    """Add the options of benchmarks that run an encoder."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     options.add_argument("--device", choices=("cpu", "cuda"), default=default)
     options.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on cuda, fp32 on cpu")
-    options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), help="tokens of a span, no specials")
+    options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), help="tokens per span, no special ones")
 
 
 def autocast_type(precision: str | None, device: str) -> torch.dtype | None:
-    """The type of the forward's matrix products: bfloat16, or None for float32."""
+    """Type of the forward's matrix products: bfloat16, or None for float32."""
     chosen = precision or ("bf16" if device == "cuda" else "fp32")
     return torch.bfloat16 if chosen == "bf16" else None
 
@@ -53,13 +53,13 @@ def facts(name: str, commit: str | None) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{package: _version(package) for package in _PACKAGES},
-            "torch": torch.__version__,  # with its build, such as +cpu
+            "torch": torch.__version__,  # including its build, such as +cpu
         },
     }
 
 
 def publish(figures: dict[str, Any], path: Path | None) -> None:
-    """Prints the figures, and writes them where asked."""
+    """Print the figures, and write them to a file if requested."""
     text = json.dumps(figures, indent=2) + "\n"
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def publish(figures: dict[str, Any], path: Path | None) -> None:
 
 
 def progress(line: str) -> None:
-    """Tells the person who waits."""
+    """Print a progress line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

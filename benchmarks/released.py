@@ -1,12 +1,12 @@
-"""The step as DeCLUTR's released code lays it out, written from its description: the baseline of `benchmarks.step`.
+"""The step in the layout of DeCLUTR's released code, written from its description: the baseline of `benchmarks.step`.
 
-Anchors are padded to the longest anchor of the batch and positives to the longest positive; each goes through the whole
-masked language model, head over the whole vocabulary on every token included; MLM's cross entropy is the model's own,
-with -100 where nothing is selected; pooling is the mean over a span's tokens, specials included; positives are averaged
-after pooling; the contrastive loss is pytorch-metric-learning's NTXentLoss over all pairs.
+Anchors are padded to the longest anchor of the batch and positives to the longest positive. Each goes through the whole
+masked language model, including the head over the whole vocabulary on every token. MLM's cross entropy is the model's
+own, with -100 for unselected tokens. Pooling is the mean over a span's tokens, special ones included. Positives are
+averaged after pooling. The contrastive loss is pytorch-metric-learning's NTXentLoss over all pairs.
 
-Where the original was slower this is kinder: attention is torch's fused one (the original's, of transformers 3.4, was
-not), and padding happens before the clock starts.
+This version is faster than the original in two points: attention is torch's fused one (the original's, of transformers
+3.4, was not), and padding is not timed.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from trainer.data.batches import SpanBatch, pad_rows
 
-_IGNORED = -100  # of transformers: a label that counts for nothing
+_IGNORED = -100  # transformers ignores this label
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class PaddedSpans:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """A step's anchors and positives, each kind padded to its own longest span."""
+    """A step's anchors and positives, each kind padded to its longest span."""
 
     anchors: PaddedSpans
     positives: PaddedSpans
 
     @property
     def num_places(self) -> int:
-        """Token places, padding included."""
+        """Token places, including padding."""
         return self.anchors.ids.numel() + self.positives.ids.numel()
 
 
 def pad_batch(batch: SpanBatch, num_anchors: int, pad_id: int, device: torch.device) -> PaddedBatch:
-    """Lays out a packed batch as the released collation does.
+    """Lay out a packed batch like the released collation.
 
     Args:
-        batch: the spans, anchors first, on the CPU.
+        batch: spans, anchors first, on the CPU.
         num_anchors: anchors of all documents.
-        pad_id: id of the padding.
-        device: where the step runs.
+        pad_id: padding id.
+        device: device of the step.
     """
     parts = [batch.span_slice(0, num_anchors), batch.span_slice(num_anchors, batch.num_spans)]
     return PaddedBatch(*(_pad(part, pad_id, device) for part in parts))
@@ -70,9 +70,9 @@ class ReleasedStep:
     """Loss and gradient of a step in the released layout.
 
     Attributes:
-        model: a masked language model with transformers' own attention.
-        num_positives: P, positives of an anchor.
-        temperature: of NT-Xent.
+        model: masked language model with transformers' attention.
+        num_positives: P, positives per anchor.
+        temperature: temperature of NT-Xent.
         autocast: type of the matrix products, or None.
     """
 
@@ -82,7 +82,7 @@ class ReleasedStep:
     autocast: torch.dtype | None
 
     def gradients(self, batch: PaddedBatch) -> Tensor:
-        """Accumulates the gradient in the model's parameters; returns the loss, contrastive + MLM."""
+        """Accumulate the gradient in the model's parameters; return the loss, contrastive + MLM."""
         device = batch.anchors.ids.device
         with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
             anchors, mlm = self._embed(batch.anchors, with_loss=True)
@@ -90,7 +90,7 @@ class ReleasedStep:
         averaged = positives.view(len(anchors), self.num_positives, -1).mean(dim=1)
         labels = torch.arange(len(anchors), device=device).repeat(2)
         embeddings = torch.cat([anchors, averaged])
-        if embeddings.dtype != torch.float64:  # half precision ends here
+        if embeddings.dtype != torch.float64:  # the loss needs at least float32
             embeddings = embeddings.float()
         contrastive: Tensor = NTXentLoss(temperature=self.temperature)(embeddings, labels)
         loss = contrastive + mlm

@@ -1,8 +1,8 @@
-"""SentEval's classifiers as the released code runs them: one fit after the other, each a module with its optimizer.
+"""SentEval's classifiers as in the released code: one fit after the other, each a module with its optimizer.
 
-Written from the procedure, for machines without a checkout of SentEval: the reference of the tests and the other side
-of `benchmarks.evaluate`. The generators are objects instead of the process's global ones; their numbers are the same.
-Where the released code fits the same thing twice (`split`), so does this.
+Written from the procedure, for machines without a checkout of SentEval. The tests use it as reference, and
+`benchmarks.evaluate` as the other side. Its generators are objects instead of global ones, with the same numbers. It
+repeats a fit (`split`) wherever the released code does.
 """
 
 import copy
@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 class Settings(Protocol):
-    """What a fit is told: `evaluation.senteval.classifier.settings.ClassifierConfig` is one such."""
+    """Settings of a fit, such as `evaluation.senteval.classifier.settings.ClassifierConfig`."""
 
     @property
     def num_hidden(self) -> int:
@@ -29,7 +29,7 @@ class Settings(Protocol):
 
     @property
     def dropout(self) -> float:
-        """Of the hidden layer."""
+        """Dropout of the hidden layer."""
 
     @property
     def optimizer(self) -> str:
@@ -41,11 +41,11 @@ class Settings(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step."""
+        """Rows per step."""
 
     @property
     def tenacity(self) -> int:
-        """Misses that a fit survives."""
+        """Tolerated misses; one more stops the fit."""
 
     @property
     def epoch_size(self) -> int:
@@ -53,11 +53,11 @@ class Settings(Protocol):
 
     @property
     def max_epoch(self) -> int:
-        """Passes after which none is begun."""
+        """Last pass after which another block of passes may start."""
 
     @property
     def num_folds(self) -> int:
-        """Of cross-validations."""
+        """Folds of cross-validations."""
 
     @property
     def decays(self) -> tuple[float, ...]:
@@ -65,21 +65,21 @@ class Settings(Protocol):
 
     @property
     def seed(self) -> int:
-        """Of everything but InnerKFold's folds."""
+        """Seed of everything except InnerKFold's folds."""
 
 
 class _Dropout(nn.Module):
-    """torch's dropout from a generator of its own."""
+    """torch's dropout with a separate generator."""
 
     def __init__(self, p: float, stream: torch.Generator) -> None:
         super().__init__()
         self.p, self.stream = p, stream
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Dropout":
-        return _Dropout(self.p, self.stream)  # a generator cannot be copied, and a copy is only scored
+        return _Dropout(self.p, self.stream)  # a generator cannot be copied, and copies are only scored
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drops while training."""
+        """Apply dropout in training mode."""
         if not self.training or self.p == 0:
             return x
         return x * torch.empty_like(x).bernoulli_(1 - self.p, generator=self.stream).div_(1 - self.p)
@@ -90,7 +90,7 @@ class Classifier:
     """One fit.
 
     Attributes:
-        config: its settings.
+        config: settings of the fit.
         num_classes: C.
         decay: coupled weight decay.
     """
@@ -100,7 +100,7 @@ class Classifier:
     decay: float
 
     def fit(self, x: Array, y: Array, dev: tuple[Array, Array] | None = None) -> "Classifier":
-        """Trains until the tenacity is spent; without `dev`, a random 5 % of the rows take its place."""
+        """Train until the tenacity is used up; without `dev`, use a random 5% of the rows."""
         config = self.config
         self.orders = np.random.RandomState(config.seed)
         self.model = self._model(x.shape[1])
@@ -140,7 +140,7 @@ class Classifier:
         return nn.Sequential(layers[0], _Dropout(self.config.dropout, stream), nn.Sigmoid(), layers[1])
 
     def predict(self, x: Array) -> Array:
-        """Classes of `x`, a batch at a time."""
+        """Predict classes of `x`, in batches."""
         self.model.eval()
         with torch.no_grad():
             parts = torch.from_numpy(x).float().split(self.config.batch_size)
@@ -165,7 +165,7 @@ def inner_kfold(x: Array, y: Array, num_classes: int, config: Settings) -> tuple
 def kfold(
     x: Array, y: Array, x_test: Array, y_test: Array, num_classes: int, config: Settings
 ) -> tuple[float, float, Array]:
-    """Dev accuracy, accuracy, answers on the test rows (TREC, MRPC)."""
+    """Dev accuracy, accuracy, predictions on the test rows (TREC, MRPC)."""
     decay, mean = _choose(x, y, num_classes, config, config.seed)
     refit = Classifier(config, num_classes, decay).fit(x, y)
     return mean, round(100 * refit.score(x_test, y_test), 2), refit.predict(x_test)
@@ -188,7 +188,7 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
     Args:
         parts: (rows, features) and (rows,) scores.
         targets: (rows, 5) distributions of the training scores.
-        seed: of weights and orders.
+        seed: seed of weights and orders.
     """
     x, y = torch.from_numpy(parts["train"][0]).float(), torch.from_numpy(targets).float()
     orders = np.random.RandomState(seed)
@@ -224,7 +224,7 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
 
 
 def _layers(widths: list[int], seed: int) -> tuple[list[nn.Linear], torch.Generator]:
-    """Layers as `torch.manual_seed(seed)` starts them, and the generator as it then is; the global one stays."""
+    """Layers started like after `torch.manual_seed(seed)`, and the generator after that; the global one stays."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]
@@ -234,7 +234,7 @@ def _layers(widths: list[int], seed: int) -> tuple[list[nn.Linear], torch.Genera
 
 
 def _choose(x: Array, y: Array, num_classes: int, config: Settings, seed: int) -> tuple[float, float]:
-    """The decay with the best mean dev accuracy over folds, and that accuracy in percent."""
+    """Choose the decay with the best mean dev accuracy over folds; return it with that accuracy in percent."""
     means = []
     for decay in config.decays:
         scores = []

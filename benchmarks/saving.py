@@ -1,16 +1,17 @@
-"""What it costs to be safe: a checkpoint every minute against none, in turns, in one run.
+"""Cost of checkpoints: a checkpoint every minute against none, in turns, in one run.
 
     python -m benchmarks.saving --json OUT [--model distilroberta] [--every-seconds 60] [--stretches 3]
 
-A stretch with saving begins with the copy of a checkpoint (parameters, moments) and lasts until the next one is due, so
-that everything the writer does falls into it: hash, write, fsync, prune. Then as long a stretch without. The trainer's
-own stepper and saver, one process, no Ray; every step has the same batch.
+A stretch with saving starts with the copy of a checkpoint (parameters, moments) and lasts until the next one is due, so
+that it contains all work of the writer: hash, write, fsync, prune. A stretch of the same length without saving follows.
+The benchmark uses the trainer's own stepper and saver, one process, no Ray; every step has the same batch.
 
-A machine's speed drifts by more from one minute to the next than a checkpoint costs. So what it costs is taken within
-the stretch: the copy, and what the steps until it is written took beyond as many of the steps after it. The same is
-computed for the stretches without, where it should be nothing: `noise`. `between` is the plain ratio of both kinds.
+A machine's speed drifts from one minute to the next by more than a checkpoint costs. So the cost is measured within the
+stretch: the copy, plus the time of the steps until the checkpoint is written, minus that of as many later steps. The
+same is computed for the stretches without saving, where it should be zero: `noise`. `between` is the plain ratio of
+both kinds.
 
-`agree` is the exchange after each step in which processes tell each other whether to save or stop, between two of them.
+`agree` is the exchange after each step in which processes agree whether to save or stop, here between two processes.
 """
 
 import argparse
@@ -47,12 +48,12 @@ _AGREE_TIMES = 300
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps one after the other.
+    """Consecutive steps.
 
     Attributes:
-        copy_seconds: of the checkpoint that it began with; 0 without.
-        written_seconds: from its beginning until that checkpoint lay on the disk; 0 without.
-        step_seconds: of each step.
+        copy_seconds: time of the initial checkpoint's copy; 0 without a checkpoint.
+        written_seconds: time from the start until that checkpoint was on the disk; 0 without a checkpoint.
+        step_seconds: time of each step.
     """
 
     copy_seconds: float
@@ -61,11 +62,11 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """Of all of it."""
+        """Duration of the stretch."""
         return self.copy_seconds + sum(self.step_seconds)
 
     def lost_share(self, until: float) -> float:
-        """What the copy, and the steps begun in the first `until` seconds, took beyond as many of the later steps."""
+        """Share of time lost: the copy and the steps started in the first `until` seconds, minus as many later ones."""
         begins = accumulate(self.step_seconds, initial=self.copy_seconds)
         count = sum(begin < until for begin, _ in zip(begins, self.step_seconds, strict=False))
         early, later = self.step_seconds[:count], self.step_seconds[count:]
@@ -74,7 +75,7 @@ class Stretch:
 
 
 class Stretches:
-    """Makes stretches, with and without a checkpoint at the beginning."""
+    """Maker of stretches, with and without an initial checkpoint."""
 
     def __init__(self, stepper: Stepper, batch: RankBatch, folder: Path) -> None:
         self.stepper = stepper
@@ -85,7 +86,7 @@ class Stretches:
         self._written_at = 0.0
 
     def run(self, seconds: float, saves: bool) -> Stretch:
-        """A stretch that lasts at least so long, and a step longer than it takes to write its checkpoint."""
+        """Run a stretch of at least this length, and one step longer than the writing of its checkpoint."""
         begun = time.perf_counter()
         self._written_at = 0.0
         if saves:
@@ -101,7 +102,7 @@ class Stretches:
             if written and time.perf_counter() - begun >= seconds:
                 return Stretch(copied, self._written_at - begun if saves else 0.0, taken)
 
-    def _written(self, step: int) -> None:  # noqa: ARG002 - what the saver tells
+    def _written(self, step: int) -> None:  # noqa: ARG002 - the saver passes it
         self._written_at = time.perf_counter()
 
     def _save(self) -> None:
@@ -122,7 +123,7 @@ class Stretches:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Overhead, and what it is made of."""
+    """Measure the overhead and its parts."""
     spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
     feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
     table = documents.documents(0, options.documents, spans, feed.vocabulary.size, options.seed)
@@ -133,7 +134,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     stepper = packed.stepper(encoder, feed, DeclutrConfig(), None, autocast)
     stretches = Stretches(stepper, batch, folder / "checkpoints")
     stretches.run(0, saves=False)
-    stretches.run(0, saves=True)  # moments and the memory of copies exist from here on
+    stretches.run(0, saves=True)  # creates moments and the memory for copies
     safe: list[Stretch] = []
     plain: list[Stretch] = []
     for number in range(options.stretches):
@@ -166,7 +167,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _middle(name: str, shares: list[float]) -> dict[str, Any]:
-    """Median, and least and most."""
+    """Median, range, and all values."""
     return {
         name: round(statistics.median(shares), 5),
         f"{name}_range": [round(min(shares), 5), round(max(shares), 5)],
@@ -196,14 +197,14 @@ def _agree(rank: int, folder: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     options = record.parser("saving", __doc__)
     record.add_device(options)
     options.add_argument("--model", choices=models.SIZES, default="distilroberta")
-    options.add_argument("--documents", type=int, default=4, help="of a step")
-    options.add_argument("--every-seconds", type=float, default=60.0, help="of a stretch; a checkpoint in every other")
-    options.add_argument("--stretches", type=int, default=3, help="of each kind")
-    options.add_argument("--folder", type=Path, help="where checkpoints go (a temporary folder)")
+    options.add_argument("--documents", type=int, default=4, help="documents per step")
+    options.add_argument("--every-seconds", type=float, default=60.0, help="length of a stretch; every other one saves")
+    options.add_argument("--stretches", type=int, default=3, help="stretches of each kind")
+    options.add_argument("--folder", type=Path, help="folder for checkpoints (a temporary folder)")
     options.add_argument("--no-agree", dest="agree", action="store_false", help="one process only")
     given = options.parse_args(sys.argv[1:] if arguments is None else arguments)
     given.spans = given.spans or [32, 512]

@@ -1,10 +1,10 @@
-"""What a run of 10**9 documents on 1,024 ranks asks of memory, time, disk and network, as far as one machine can tell.
+"""Needs of a run of 10**9 documents on 1,024 ranks (memory, time, disk, network), as far as one machine can measure.
 
     python -m benchmarks.scale --json OUT [--documents 1000000000] [--ranks 1024] [--shards 100000] [--batch 16384]
 
-The plan, the manifest and the reading of documents run for real at that size (the shards are links to the same bytes);
-the loss, checkpoints and Ray's tasks are measured at sizes that fit here and carried on by their formulas. Every figure
-says which: measured, computed from measured ones, or assumed.
+The plan, the manifest and the reading of documents run at full size (the shards are links to the same bytes). The loss,
+checkpoints and Ray's tasks are measured at sizes that fit here and extrapolated by their formulas. Every figure carries
+its kind: measured, computed from measured ones, or assumed.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from trainer.objectives.declutr.ntxent import ntxent
 
 _MIB = 2**20
 _PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
-_SAMPLE = 200_000  # consecutive places of the permutation looked at in each of four regions
+_SAMPLE = 200_000  # consecutive places of the permutation checked in each of four regions
 _SAVED_BYTES = 12  # a parameter and its two moments
-_ANCHORS = 2  # of a document, each with one mean positive
-_CHUNK_DOCUMENTS = 1024  # of a reading task, as trainer/data/stream.py has it
-# Assumptions about a cluster; change them with the options.
+_ANCHORS = 2  # per document, each with one mean positive
+_CHUNK_DOCUMENTS = 1024  # per reading task, as in trainer/data/stream.py
+# Assumptions about a cluster; options change them.
 _STEP_SECONDS, _DISK_GB, _GPU_TFLOPS, _NETWORK_GB = 1.0, 10.0, 100.0, 10.0
 
 Kind = Literal["measured", "computed", "assumed"]
@@ -45,15 +45,15 @@ T = TypeVar("T")
 
 
 def figure(value: float, unit: str, kind: Kind, how: str) -> dict[str, Any]:
-    """A number with what it is worth."""
+    """A number with its kind and origin."""
     return {"value": float(f"{value:.4g}"), "unit": unit, "kind": kind, "how": how}
 
 
 def timed(work: Callable[[], T], elapsed: bool = False) -> tuple[T, float, float]:
-    """The result, seconds, and MiB by which this process grew.
+    """Return the result, seconds, and the growth of this process in MiB.
 
-    Seconds are the processor's, of one thread: what others do on the machine costs nothing. Where a disk or another
-    process is waited for, they are elapsed ones.
+    Seconds are processor time of one thread, so that other programs do not count. If the work waits for a disk or
+    another process, set `elapsed` to measure wall time.
     """
     process, clock = psutil.Process(), time.perf_counter if elapsed else time.process_time
     before, begun = process.memory_info().rss, clock()
@@ -62,7 +62,7 @@ def timed(work: Callable[[], T], elapsed: bool = False) -> tuple[T, float, float
 
 
 def inverse(seed: int, epochs: I64, images: I64, size: int) -> I64:
-    """The item of each image under `trainer.data.plan.permute`, by its network run backwards."""
+    """Invert `trainer.data.plan.permute`: find the item of each image by running its network backwards."""
     half = max(1, -(-(size - 1).bit_length() // 2))
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     values, result = images.astype(np.uint64), np.empty(len(images), np.int64)
@@ -80,10 +80,10 @@ def inverse(seed: int, epochs: I64, images: I64, size: int) -> I64:
 
 
 def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
-    """The order at full size: exact, and what it costs.
+    """Check the order at full size, and measure its cost.
 
     Raises:
-        RuntimeError: a document twice in a batch or a region, or a number that the inverse does not give back.
+        RuntimeError: a document occurs twice in a batch or a region, or the inverse does not return a number.
     """
     plan = Plan(given.seed, given.documents, given.batch)
     steps = given.documents // given.batch
@@ -91,7 +91,7 @@ def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
     ranks = [plan.slice(rank, given.ranks) for rank in range(given.ranks)]
     slices, all_ranks, _ = timed(lambda: [plan.documents(0, 1, *places)[1] for places in ranks])
     if not np.array_equal(np.concatenate(slices), whole) or len(np.unique(whole)) != given.batch:
-        raise RuntimeError("the ranks' slices are not the batch, or a document is twice in it")
+        raise RuntimeError("the ranks' slices differ from the batch, or a document occurs twice in it")
     for first in (0, steps // 3, steps // 2, max(0, steps - 1)):
         number = min(given.sample, given.documents)
         index = first * given.batch + np.arange(number, dtype=np.int64)
@@ -116,7 +116,7 @@ def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Manifest and shards of that many documents, opened and read as a run does."""
+    """Open and read a manifest and shards of that many documents, as a run does."""
     made = wide.make(folder, given.shards, max(1, given.documents // given.shards))
     shards, index_seconds, index_mib = timed(lambda: ShardSet(made.folder, "train", look=False))
     mine = rank_plan(Plan(given.seed, shards.num_documents, given.batch), shards, 0, given.ranks, 0, 2**20)
@@ -142,7 +142,7 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def loss_figures(given: argparse.Namespace) -> dict[str, Any]:
-    """NT-Xent and the gather against the batch."""
+    """Measure NT-Xent and the gather against the batch."""
     size, generator = 768, torch.Generator().manual_seed(given.seed)
     seconds = {}
     for rows in given.rows:
@@ -152,11 +152,11 @@ def loss_figures(given: argparse.Namespace) -> dict[str, Any]:
             ntxent(embeddings, 0.05).backward()
 
         step()
-        seconds[rows] = min(timed(step)[1] for _ in range(5))  # the least: others use this machine as well
+        seconds[rows] = min(timed(step)[1] for _ in range(5))  # the minimum, because other programs use this machine
     largest = max(seconds)
     per_score = seconds[largest] / largest**2
     rows = 2 * _ANCHORS * given.batch
-    # Scores once in the forward, for half the pairs; again, and two products, in the backward.
+    # Scores: once in the forward for half the pairs, and again, with two products, in the backward.
     flops = 2 * size * rows**2 * (0.5 + 0.5 + 1.0)
     bytes_ = rows * size * 4
     return {
@@ -175,7 +175,7 @@ def loss_figures(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Size, writing and loading of a checkpoint."""
+    """Measure size, writing and loading of a checkpoint."""
     encoder = models.encoder(given.model, 0.0, given.seed)
     number = sum(parameter.numel() for parameter in encoder.parameters())
     size = number * _SAVED_BYTES
@@ -189,7 +189,7 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
     return {
         "parameters": figure(number, "parameters", "measured", given.model),
         "size": figure(size / 2**30, "GiB", "computed", "parameters x 12"),
-        "written": figure(written, "s", "measured", "with its checksum, until it lies on this disk"),
+        "written": figure(written, "s", "measured", "with its checksum, until it is on this disk"),
         "verified": figure(verified, "s", "measured", "by every rank that loads"),
         "loaded": figure(loaded, "s", "measured", "from the page cache"),
         "read_by_all_ranks": figure(total / 1e9, "GB", "computed", "size x ranks: each loads for itself"),
@@ -201,11 +201,11 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
 
 
 def _nothing() -> None:
-    """A task that only costs its overhead."""
+    """Empty task that costs only its overhead."""
 
 
 def ray_figures(given: argparse.Namespace) -> dict[str, Any]:
-    """Tasks a second that a run asks of Ray, and that one session here gives."""
+    """Compute the tasks per second that a run needs, and measure those of one session here."""
     start_ray(num_cpus=2)
     try:
         task = ray.remote(_nothing)
@@ -231,16 +231,16 @@ def ray_figures(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     options = record.parser("scale", __doc__)
     options.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     options.add_argument("--documents", type=int, default=10**9)
     options.add_argument("--ranks", type=int, default=1024)
     options.add_argument("--shards", type=int, default=100_000)
-    options.add_argument("--batch", type=int, default=16_384, help="documents of a step, over all ranks")
+    options.add_argument("--batch", type=int, default=16_384, help="documents per step, over all ranks")
     options.add_argument("--sample", type=int, default=_SAMPLE, help="places to check, in each of four regions")
     options.add_argument("--chunks", type=int, default=20, help="chunks to read")
-    options.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the loss")
+    options.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="rows of the loss")
     options.add_argument("--model", choices=models.SIZES, default="roberta-base")
     options.add_argument("--tasks", type=int, default=2000, help="empty tasks of Ray")
     options.add_argument("--step-seconds", type=float, default=_STEP_SECONDS, help="assumed")

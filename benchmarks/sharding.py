@@ -1,9 +1,9 @@
-"""What sharded parameters save and cost: tensors that a worker keeps between two steps, and the time of a step.
+"""Savings and cost of sharded parameters: tensors that a worker keeps between two steps, and the time of a step.
 
     python -m benchmarks.sharding --json OUT [--model distilroberta] [--processes 2] [--documents 4] [--steps 5]
 
-Processes on this machine, on CPUs over gloo, one thread each: what is kept is exact, the time is that of this network.
-Both kinds of step take turns in the same processes, on the same batch, with the same weights.
+The processes run on this machine's CPUs over gloo, one thread each. Memory figures are exact; times hold for this
+network only. Both kinds of step take turns in the same processes, on the same batch, with the same weights.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def _mib(tensors: list[Any]) -> float:
 
 
 def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
-    """This worker's figures."""
+    """Measure this worker's figures."""
     spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
     feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
     start, end = Plan(options.seed, options.documents, options.documents).slice(world.rank, world.size)
@@ -61,11 +61,11 @@ def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
         if name == "sharded":
             shard(encoder, world)
         steppers[name] = packed.stepper(encoder, feed, DeclutrConfig(), options.microbatch_tokens, world=world)
-    losses = {name: stepper.step(batch, 1).loss for name, stepper in steppers.items()}  # makes the optimizer's state
+    losses = {name: stepper.step(batch, 1).loss for name, stepper in steppers.items()}  # creates the optimizer's state
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     for number in range(options.steps):
         for name, stepper in steppers.items():
-            world.largest(0)  # both begin at once
+            world.largest(0)  # so that all start together
             begun = time.perf_counter()
             losses[name] = stepper.step(batch, number + 2).loss
             seconds[name].append(time.perf_counter() - begun)
@@ -94,21 +94,21 @@ def _rank(rank: int, given: dict[str, Any], folder: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     options = record.parser("sharding", __doc__)
     options.add_argument(
-        "--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512], help="tokens, no specials"
+        "--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512], help="tokens, no special ones"
     )
     options.add_argument("--model", choices=models.SIZES, default="distilroberta")
     options.add_argument("--processes", type=int, default=2)
-    options.add_argument("--documents", type=int, default=4, help="of a step, over all processes")
+    options.add_argument("--documents", type=int, default=4, help="documents per step, over all processes")
     options.add_argument("--microbatch-tokens", type=int, help="default: a worker's whole share")
-    options.add_argument("--steps", type=int, default=5, help="of each kind, after a first one")
+    options.add_argument("--steps", type=int, default=5, help="steps of each kind, after a first one")
     options.add_argument("--dropout", type=float, default=0.1)
     given = options.parse_args(sys.argv[1:] if arguments is None else arguments)
     settings = {key: value for key, value in vars(given).items() if key not in ("json", "commit")}
     with tempfile.TemporaryDirectory() as folder:
-        # as trainer/verify.py does, and for its reason
+        # "forkserver" for the same reason as in trainer/verify.py
         start_processes(_rank, (settings, folder), nprocs=given.processes, start_method="forkserver")
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(given.processes)]
     first = ranks[0]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.step --json OUT [--model distilroberta] [--documents 4] [--steps N]
 
-A step is the forward pass, the loss and the backward pass; the optimizer, the same on all sides, is left out. All sides
-have the same weights and read the same spans with the same masks. They take turns within one run, so that whatever else
-the machine does meets all of them. Dropout is off unless --dropout says otherwise; losses and gradients are always
+A step is the forward pass, the loss and the backward pass. The optimizer, equal on all sides, is left out. All sides
+have the same weights and read the same spans with the same masks. They take turns within one run, so that other
+programs on the machine affect all of them. Dropout is off unless --dropout is set; losses and gradients are always
 compared in float32 without it.
 """
 
@@ -34,14 +34,14 @@ TEMPERATURE = 0.05
 
 @dataclass(frozen=True)
 class Side:
-    """One of the contestants.
+    """One side of the comparison.
 
     Attributes:
-        name: what it is called in the figures.
-        model: whose gradients it computes.
+        name: name in the figures.
+        model: model whose gradients it computes.
         prepare: lays out a batch; not timed.
-        gradients: computes loss and gradient of what was laid out.
-        places: token places that its forward passes compute, padding included.
+        gradients: computes loss and gradient of a laid-out batch.
+        places: token places that its forward passes compute, including padding.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sides of a comparison share."""
+    """Settings shared by all sides of a comparison."""
 
     size: str
     documents: int
@@ -66,7 +66,7 @@ class Setting:
     seed: int
 
     def batches(self, count: int) -> Iterator[SpanBatch]:
-        """Span batches of `count` steps, on the CPU."""
+        """Make span batches of `count` steps, on the CPU."""
         feed = self._feed()
         for step in range(count):
             vocab_size = feed.vocabulary.size
@@ -77,7 +77,7 @@ class Setting:
         return models.feed(self.size, self.spans, self.objective.masking if self.objective.mlm else None, self.seed)
 
     def ours(self) -> Side:
-        """The trainer's step."""
+        """Build the side of the trainer's step."""
         encoder = models.encoder(self.size, self.dropout, self.seed).to(self.device)
         if self.compile:
             encoder.model.base_model.compile(dynamic=True)
@@ -93,7 +93,7 @@ class Setting:
         return Side("ours", encoder.model, prepare, gradients, encoder.token_places)
 
     def padded(self, name: str) -> Side:
-        """A side that pads: `released` or `sentence_transformers`.
+        """Build a side that pads: `released` or `sentence_transformers`.
 
         Raises:
             ImportError: sentence-transformers is not installed.
@@ -117,7 +117,7 @@ class Setting:
 
 
 def run(side: Side, batch: SpanBatch, device: torch.device) -> tuple[float, float]:
-    """Seconds and loss of one step; the gradient stays in the side's model."""
+    """Run one step; return seconds and loss. The gradient stays in the side's model."""
     side.model.zero_grad(set_to_none=True)
     prepared = side.prepare(batch)
     _finish(device)
@@ -147,7 +147,7 @@ def equality(ours: Side, other: Side, batch: SpanBatch, device: torch.device) ->
 
 
 def compare(ours: Side, other: Side, batches: list[SpanBatch], warm_up: int, device: torch.device) -> dict[str, Any]:
-    """Seconds of each side's steps, taken in turns, and their ratio."""
+    """Measure the steps of both sides in turns; return seconds and ratios."""
     seconds: dict[str, list[float]] = {other.name: [], ours.name: []}
     for number, batch in enumerate(batches):
         for side in (other, ours):
@@ -165,10 +165,10 @@ def compare(ours: Side, other: Side, batches: list[SpanBatch], warm_up: int, dev
 
 
 def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:
-    """The released layout, MLM and contrastive loss, against ours."""
+    """Compare the released layout, with MLM and contrastive loss, with the trainer's step."""
     batches = list(setting.batches(warm_up + steps))
-    # Equality is no matter of half precision or dropout: under autocast both sides round, each in its own order. Fresh
-    # weights give embeddings that nearly coincide, where float32 loses digits on both sides; float64 tells them apart.
+    # Equality is checked without half precision and dropout: under autocast both sides round in different orders. Fresh
+    # weights give nearly equal embeddings, for which float32 loses digits on both sides; float64 distinguishes them.
     plain = dataclasses.replace(setting, autocast=None, dropout=0.0, compile=False)
     loss_diff, grad_diff = equality(plain.ours(), plain.padded("released"), batches[0], setting.device)
     one = dataclasses.replace(plain, documents=1)
@@ -203,7 +203,7 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
 
 
 def against_sentence_transformers(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:
-    """Its cached contrastive loss against our contrastive step: no MLM, one positive an anchor, no masks."""
+    """Compare its cached contrastive loss with our contrastive step: no MLM, one positive per anchor, no masks."""
     spans = setting.spans.model_copy(update={"num_positives": 1})
     setting = dataclasses.replace(setting, spans=spans, objective=DeclutrConfig(terms="contrastive"))
     try:
@@ -214,15 +214,17 @@ def against_sentence_transformers(setting: Setting, steps: int, warm_up: int) ->
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     options = record.parser("step", __doc__)
     record.add_device(options)
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--model", choices=models.SIZES, default="distilroberta")
-    options.add_argument("--documents", type=int, default=4, help="of a step; 4 is the released batch of a GPU")
+    options.add_argument(
+        "--documents", type=int, default=4, help="documents per step; 4 is the released batch of a GPU"
+    )
     options.add_argument("--steps", type=int, help="timed steps; default: 5 on cpu, 30 on cuda")
-    options.add_argument("--warm-up", type=int, default=2, help="steps before them")
-    options.add_argument("--dropout", type=float, default=0.0, help="of all sides, while the clock runs")
+    options.add_argument("--warm-up", type=int, default=2, help="untimed steps before the timed ones")
+    options.add_argument("--dropout", type=float, default=0.0, help="dropout of all sides in timed steps")
     options.add_argument("--compile", action="store_true", help="torch.compile all sides, with dynamic shapes")
     given = options.parse_args(arguments)
     shortest, longest = given.spans or (32, 512)

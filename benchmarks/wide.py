@@ -17,7 +17,7 @@ from pipeline.tokenizer.tokenization import TokenizerInfo
 
 _GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 _TOKENS = 8
-_LINKS = 60_000  # names that one file may have: ext4 allows 65,000
+_LINKS = 60_000  # names per file: ext4 allows 65,000
 TOKENIZER = TokenizerInfo(
     kind="train",
     fingerprint="made up",
@@ -29,17 +29,17 @@ TOKENIZER = TokenizerInfo(
     unk_token_id=3,
     special_ids=[0, 1, 2, 3, 4],
 )
-"""Of no text: what shards must know of a tokenizer."""
+"""Tokenizer facts that shards need, without any text."""
 
 
 @dataclass(frozen=True)
 class Wide:
-    """What was made.
+    """Result of `make`.
 
     Attributes:
-        folder: of the shards.
-        num_shards: names of shards.
-        num_documents: documents that they hold together.
+        folder: folder of the shards.
+        num_shards: number of shard names.
+        num_documents: sum of their documents.
     """
 
     folder: Path
@@ -48,10 +48,10 @@ class Wide:
 
 
 def make(folder: Path, num_shards: int, shard_documents: int) -> Wide:
-    """Writes one shard of short documents and gives it many names; the manifest lists them as `prepare` would.
+    """Write one short shard and give it many names; the manifest lists them as `prepare` would.
 
-    Names are links to the same bytes, so that 10**9 documents need megabytes, and opening, finding and copying them is
-    what it is on a real folder whose files are cached.
+    Names are links to the same bytes, so that 10**9 documents need megabytes. Opening, finding and copying documents
+    costs the same as in a real folder whose files are cached.
     """
     folder.mkdir(parents=True)
     shard = _write(folder, shard_documents)

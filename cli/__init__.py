@@ -1,1 +1,1 @@
-"""The sub-commands, one file each: `run(arguments)` parses what follows the name and imports what it needs."""
+"""Sub-commands, one file each: `run(arguments)` parses the arguments and imports what the command needs."""

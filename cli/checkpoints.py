@@ -9,10 +9,10 @@ from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status: 1 also when the newest checkpoint is broken."""
-    parser = argparse.ArgumentParser(prog="declutr checkpoints", description="The checkpoints of a run, verified.")
+    """Run the command; return the exit status, also 1 if the newest checkpoint is broken."""
+    parser = argparse.ArgumentParser(prog="declutr checkpoints", description="List and verify a run's checkpoints.")
     parser.add_argument("run", type=path_argument, help="folder of the run")
-    parser.add_argument("--json", action="store_true", help="the same as a JSON list")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
     given = parser.parse_args(arguments)
     from inspection.checkpoints import CheckpointsError, rows, table
 

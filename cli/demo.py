@@ -5,8 +5,8 @@ import sys
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr demo", description="From a corpus to a measured encoder.")
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr demo", description="Prepare a corpus, train and measure encoders.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
     parser.add_argument("--config", default="configs/demo.yaml")
     given = parser.parse_intermixed_args(arguments)

@@ -8,35 +8,40 @@ from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status."""
+    """Run the command; return the exit status."""
     from common.config import Strict
     from common.console.logs import setup_logging
-    from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Format, Shape
+    from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
+    from evaluation.encoders.choice import EncoderChoice
     from evaluation.encoders.loading import EncoderError
 
-    parser = argparse.ArgumentParser(prog="declutr embed", description="Texts to embeddings. Stopped, it continues.")
+    parser = argparse.ArgumentParser(
+        prog="declutr embed", description="Embed texts. Run again to continue after a stop."
+    )
     parser.add_argument("model", help="folder, name, file of word vectors, hashed-words:SIZE or untrained:NAME")
     parser.add_argument("inputs", nargs="+", help="files, folders, globs: text lines, JSONL, Parquet, ..., compressed")
     parser.add_argument(
-        "--output", type=path_argument, required=True, help=".npy or .parquet; a note OUT.json lies beside it"
+        "--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written to OUT.json"
     )
-    parser.add_argument("--text-field", default="text", help="field or column of the text (text)")
-    parser.add_argument("--id-field", help="field or column of an id to write beside each embedding (.parquet)")
-    parser.add_argument("--format", choices=get_args(Format), default="auto", help="of the inputs (auto)")
-    parser.add_argument("--normalise", action="store_true", help="to length 1")
-    parser.add_argument("--dimensions", type=int, help="keep the first so many numbers (before --normalise)")
+    parser.add_argument("--text-field", default="text", help="field or column with the text (text)")
+    parser.add_argument("--id-field", help="field or column with an id to write next to each embedding (.parquet)")
+    parser.add_argument("--format", choices=get_args(Format), default="auto", help="format of the inputs (auto)")
+    parser.add_argument("--normalise", action="store_true", help="scale embeddings to length 1")
+    parser.add_argument("--dimensions", type=int, help="keep only the first N numbers (before --normalise)")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
-    parser.add_argument("--max-tokens", type=int, help="of one input, specials included (the encoder's limit)")
+    parser.add_argument(
+        "--max-tokens", type=int, help="most tokens of an input, special ones included (encoder's limit)"
+    )
     parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
-    parser.add_argument("--pooling", choices=("mean", "cls", "max"), help="instead of what the encoder says")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out and count what cannot be read (.parquet)")
+    parser.add_argument("--pooling", choices=("mean", "cls", "max"), help="overrides the encoder's pooling")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count unreadable records (.parquet)")
     parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
-    parser.add_argument("--unit-mib", type=float, help="input of one unit of work (1)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model brings along")
+    parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = vars(parser.parse_args(arguments))
     setup_logging("embed")
-    kinds: dict[str, type[Strict]] = {"choice": Choice, "shape": Shape}
+    kinds: dict[str, type[Strict]] = {"choice": EncoderChoice, "shape": Shape}
     parts = {key: {name: given.pop(name) for name in kind.model_fields if name in given} for key, kind in kinds.items()}
     try:
         config = EmbedConfig.model_validate(parts | given)
@@ -44,10 +49,10 @@ def run(arguments: list[str]) -> int:
     except (EmbedError, EncoderError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    except OSError as error:  # a full disk, a storage that is gone
-        sys.stderr.write(f"{config.output}: {error}. What is finished stays; the same command continues\n")
+    except OSError as error:  # a full disk, or storage that is not reachable
+        sys.stderr.write(f"{config.output}: {error}. Finished units are kept; run the same command to continue\n")
         return 1
     for reason, number in note.skipped.items():
-        print(f"left out: {number:,} {reason}")
+        print(f"skipped: {number:,} {reason}")
     print(f"{config.output}: {note.rows:,} embeddings of {note.size} numbers ({config.shape.dtype})")
     return 0

@@ -1,4 +1,4 @@
-"""`declutr evaluate`: encoders on SentEval's tasks; without an encoder, SentEval's data, fetched and checked."""
+"""`declutr evaluate`: scores encoders on SentEval's tasks; without an encoder, fetches and checks SentEval's data."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from common.paths import path_argument
 
 if TYPE_CHECKING:
     from evaluation.senteval.data.findings import Inspection
-    from evaluation.senteval.runner.plan import Choice
+    from evaluation.senteval.runner.plan import ScoringChoice
     from evaluation.senteval.scores.results import Protocol
 
 _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
@@ -22,7 +22,7 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status, 1 when a transfer failed, data are refused or unusable, or scores lack."""
+    """Run the command; return the exit status: 1 if a transfer failed, data are unusable, or scores are missing."""
     parser = _parser()
     given = parser.parse_intermixed_args(arguments)
     if given.mteb is not None:
@@ -56,36 +56,36 @@ def run(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="declutr evaluate",
-        description="Encoders on SentEval's tasks; without one, SentEval's data are fetched and checked.",
+        description="Score encoders on SentEval's tasks. Without an encoder: fetch and check SentEval's data.",
     )
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, run, checkpoint, model name or folder, "
                         "word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
-    where.add_argument("--download", type=path_argument, help="fetch what is missing into this folder first")
-    where.add_argument("--mteb", metavar="TASK[,TASK]", help="tasks of MTEB instead (pip install 'declutr-ray[mteb]')")
-    parser.add_argument("--mirror", help="address that has the same files, instead of the public ones")
-    parser.add_argument("--allow-unchecked", action="store_true", help="own data: mark what differs, do not refuse it")
-    parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer), by commas")
+    where.add_argument("--download", type=path_argument, help="fetch missing files into this folder first")
+    where.add_argument("--mteb", metavar="TASK[,TASK]", help="score MTEB tasks (pip install 'declutr-ray[mteb]')")
+    parser.add_argument("--mirror", help="address of a copy of the files, instead of the public sources")
+    parser.add_argument("--allow-unchecked", action="store_true", help="accept own data; differences are marked")
+    parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer), separated by commas")
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
-    parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="of the classifiers")
+    parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="classifier settings")
     parser.add_argument(
         "--output", type=path_argument, default=Path("scores"), help="folder of results and tables (scores)"
     )
-    parser.add_argument("--pretrained", metavar="ENCODER", help="the tables' column Δ is the difference to it (what an "
-                        "export says it started from); it is scored too")  # fmt: skip
+    parser.add_argument("--pretrained", metavar="ENCODER", help="score this encoder too; column Δ is the difference to "
+                        "it (default: the encoder that an export was trained from)")  # fmt: skip
     parser.add_argument("--follow", type=path_argument, metavar="RUN", help="score a run's checkpoints while it trains")
-    parser.add_argument("--once", action="store_true", help="with --follow: score what is there and stop")
-    parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: between two looks (10)")
+    parser.add_argument("--once", action="store_true", help="with --follow: score existing checkpoints and stop")
+    parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: pause between looks (10)")
     parser.add_argument("--cpus", type=int, help="processes for classifiers (all; with --follow 1)")
-    parser.add_argument("--address", help="of a Ray cluster on which classifiers are fitted")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that encoders bring along")
-    parser.add_argument("--device", help="of the encoder: cpu, cuda (a GPU when there is one; with --follow cpu)")
+    parser.add_argument("--address", help="address of a Ray cluster that fits classifiers")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with encoders")
+    parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present; with --follow cpu)")
     return parser
 
 
 def _download(folder: Path, mirror: str | None) -> bool:
-    """Fetches what can be had; whether something failed."""
+    """Fetch all available files; return whether a transfer failed."""
     from evaluation.senteval.download.downloading import download
     from evaluation.senteval.download.overview import transfers
     from evaluation.senteval.download.sources import public_sources, relocated
@@ -96,16 +96,16 @@ def _download(folder: Path, mirror: str | None) -> bool:
     return any(file.outcome == "failed" for file in fetched)
 
 
-def _choice(given: argparse.Namespace, names: tuple[str, ...]) -> "Choice":
+def _choice(given: argparse.Namespace, names: tuple[str, ...]) -> "ScoringChoice":
     from evaluation.senteval.classifier.settings import ClassifierConfig
-    from evaluation.senteval.runner.plan import Choice
+    from evaluation.senteval.runner.plan import ScoringChoice
 
     classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
-    return Choice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
+    return ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
 
 
-def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "Choice") -> bool:
-    """Scores all encoders and writes the tables; whether every one could be scored."""
+def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
+    """Score all encoders and write the tables; return whether every encoder was scored."""
     from common.session import SessionConfig
     from evaluation.encoders.loading import EncoderError, load_encoder
     from evaluation.senteval.data.taskdata import sentence_rows
@@ -113,12 +113,12 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     from evaluation.tables.write import write_tables
 
     if not any(inspection.usable for inspection in inspections):
-        sys.stderr.write("nothing is scored: there are no usable data of the chosen tasks\n")
+        sys.stderr.write("nothing was scored: the chosen tasks have no usable data\n")
         return False
     session = SessionConfig(num_cpus=given.cpus, address=given.address)
     evaluated, failed, vocabulary = [], [], None
     names = dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])])
-    if any(Path(name).is_file() for name in names):  # of a file of word vectors, only what occurs is read
+    if any(Path(name).is_file() for name in names):  # read only the needed words of a file of word vectors
         texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
         vocabulary = {word for text in texts for word in text.split()}
     for name in names:
@@ -128,7 +128,7 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
                 name, device=given.device, vocabulary=vocabulary, tokenized=True, trust_remote_code=trust
             )
             if unused := getattr(encoder, "unused", ()):
-                _say(f"{name}: parts of its files that no embedding is made of are left out: {', '.join(unused)}")
+                _say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
             found = evaluate(encoder, inspections, choice, given.output, session, _say)
         except EncoderError as error:
             failed.append(name)
@@ -139,11 +139,11 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         evaluated.append(found)
         if not any(report.results for report in found.reports.values()):
             failed.append(name)
-            sys.stderr.write(f"not scored: {name}: no task has a score; the table says why\n")
-        shown = write_tables(evaluated, given.output)  # after each: what is there can be looked at
+            sys.stderr.write(f"not scored: {name}: no task has a score; the table gives the reasons\n")
+        shown = write_tables(evaluated, given.output)  # after each encoder, so that a long call can be watched
     if evaluated:
         print(
-            f"\n{shown}\n{given.output / 'scores.html'} shows it beside published numbers; scores.md, scores.json too"
+            f"\n{shown}\n{given.output / 'scores.html'} compares with published numbers; also: scores.md, scores.json"
         )
     if failed and len(names) > 1:
         sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
@@ -151,7 +151,7 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
 
 
 def _evaluate_mteb(given: argparse.Namespace) -> int:
-    """Scores all encoders on MTEB's tasks; 1 when one could not be scored."""
+    """Score all encoders on MTEB's tasks; return 1 if one could not be scored."""
     from importlib.util import find_spec
 
     from common.hub import stay_offline_unless_it_answers
@@ -160,7 +160,7 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
     if find_spec("mteb") is None:
         sys.stderr.write("--mteb needs MTEB: pip install 'declutr-ray[mteb]'\n")
         return 1
-    stay_offline_unless_it_answers()  # before MTEB's own libraries look
+    stay_offline_unless_it_answers()  # before MTEB's libraries contact the hub
     from evaluation.mteb import choose_mteb, score_mteb, write_mteb
 
     scores: dict[str, dict[str, float]] = {}
@@ -178,18 +178,18 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
             continue
         write_mteb(scores, given.output)
     if scores:
-        print(f"{given.output / 'mteb.json'} has the main scores, {given.output / 'mteb'} all of MTEB's figures")
+        print(f"main scores: {given.output / 'mteb.json'}; all of MTEB's figures: {given.output / 'mteb'}")
     return int(len(scores) < len(given.encoders))
 
 
-def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "Choice") -> int:
+def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> int:
     import torch
 
     from common.session import SessionConfig
     from evaluation.watch import Follower, FollowError
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(given.cpus or 1)  # the workers have the rest
+    torch.set_num_threads(given.cpus or 1)  # leave the other CPUs to the workers
     session = SessionConfig(num_cpus=given.cpus or 1, address=given.address)
     try:
         trust = given.trust_remote_code

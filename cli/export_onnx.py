@@ -7,14 +7,16 @@ from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr export-onnx", description="An encoder as ONNX, pooling included.")
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr export-onnx", description="Export an encoder with pooling to ONNX.")
     parser.add_argument("model", help="as `declutr embed` takes it")
     parser.add_argument(
-        "--output", type=path_argument, required=True, help="folder to make: model.onnx, tokenizer.json"
+        "--output", type=path_argument, required=True, help="folder to create: model.onnx, tokenizer.json"
     )
-    parser.add_argument("--max-tokens", type=int, help="of one input, specials included (the encoder's limit)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model brings along")
+    parser.add_argument(
+        "--max-tokens", type=int, help="most tokens of an input, special ones included (encoder's limit)"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
     from evaluation.encoders.loading import EncoderError, load_encoder
 

@@ -7,12 +7,12 @@ from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr index", description="Embeddings to an index for `declutr search`.")
-    parser.add_argument("embeddings", type=path_argument, help="file that `declutr embed` wrote, its note beside it")
-    parser.add_argument("--output", type=path_argument, required=True, help="folder to make")
-    parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, else a graph")
-    parser.add_argument("--source-field", help="field or column of what a text came from (its file)")
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr index", description="Build an index for `declutr search`.")
+    parser.add_argument("embeddings", type=path_argument, help="file of `declutr embed`, with its note next to it")
+    parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
+    parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, graph above")
+    parser.add_argument("--source-field", help="field or column with the origin of a text (its file)")
     given = parser.parse_args(arguments)
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import build_index

@@ -7,11 +7,11 @@ from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr inspect", description="What lies at a path, in words.")
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr inspect", description="Describe shards, a run or a checkpoint.")
     parser.add_argument("path", type=path_argument)
     parser.add_argument("--documents", type=int, default=3, help="documents of shards to show with their spans (3)")
-    parser.add_argument("--document", help="of shards: one document, by id, source or SOURCE:OFFSET")
+    parser.add_argument("--document", help="show one document of shards, by id, source or SOURCE:OFFSET")
     parser.add_argument("--config", help="YAML file with a `train` section: show its run's spans")
     parser.add_argument("--seed", type=int, help="seed of the spans shown (the config's, else 0)")
     parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")

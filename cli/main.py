@@ -1,6 +1,8 @@
-"""The console command `declutr`. Each sub-command is imported when it runs, and imports what it needs then."""
+"""Console command `declutr`. A sub-command and its libraries are imported when it runs."""
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
@@ -15,31 +17,31 @@ _COMMANDS = {
     "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare:main"),
     "train": ("CONFIG [key=value ...]: shards to a sentence encoder", "trainer.train:main"),
     "verify-gradients": (
-        "CONFIG [key=value ...]: is the gradient the same however it is computed?",
+        "CONFIG [key=value ...]: compare gradients across numbers of processes",
         "cli.verify_gradients:run",
     ),
     "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "cli.embed:run"),
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "cli.index:run"),
     "search": ("INDEX QUERY: the nearest texts of an index", "cli.search:run"),
-    "explore": ("INDEX: search and a map of an index, in a browser", "cli.explore:run"),
+    "explore": ("INDEX: search and map an index in a browser", "cli.explore:run"),
     "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "cli.export_onnx:run"),
     "doctor": (
-        "[CONFIG] [--address ...] [--path ...]: is this machine or cluster fit for a run?",
+        "[CONFIG] [--address ...] [--path ...]: check that this machine or cluster can run a training",
         "doctor.examination:main",
     ),
     "evaluate": (
-        "[ENCODER ...] --data DIR: encoders on SentEval's tasks; the data, fetched and checked",
+        "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
         "cli.evaluate:run",
     ),
-    "inspect": ("PATH: what shards, a run or a checkpoint hold", "cli.inspect:run"),
+    "inspect": ("PATH: describe shards, a run or a checkpoint", "cli.inspect:run"),
     "checkpoints": (
-        "RUN [--json]: every checkpoint, verified, and why it is kept",
+        "RUN [--json]: list and verify every checkpoint, with the reason to keep it",
         "cli.checkpoints:run",
     ),
-    "report": ("SHARDS [--output FOLDER]: a page on a prepared corpus", "cli.report:run"),
-    "push": ("FOLDER ADDRESS: a folder to an object store, whole, with checksums", "common.stores.folders:push"),
-    "pull": ("ADDRESS FOLDER: a folder or a run from there", "common.stores.folders:pull"),
-    "demo": ("the whole path on a corpus that every machine has", "cli.demo:run"),
+    "report": ("SHARDS [--output FOLDER]: write a page on a prepared corpus", "cli.report:run"),
+    "push": ("FOLDER ADDRESS: copy a folder to an object store, with checksums", "common.stores.folders:push"),
+    "pull": ("ADDRESS FOLDER: copy a folder or a run from an object store", "common.stores.folders:pull"),
+    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "cli.demo:run"),
 }
 
 _READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report")
@@ -47,7 +49,7 @@ _STORES = ("s3://", "gs://", "gcs://")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `declutr COMMAND ...`; returns the exit status, 1 when the user has something to mend."""
+    """Run `declutr COMMAND ...`; return the exit status, 1 if the user has something to fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in ([], ["-h"], ["--help"]):
         print("usage: declutr COMMAND ... | --version\n")
@@ -74,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             status: int = getattr(import_module(module), function)(arguments[1:])
         except (OSError, ConfigError, PathError) as error:
+            if os.environ.get("DECLUTR_LOG", "").upper() == "DEBUG":
+                traceback.print_exc()
             print(f"declutr {command}: {error}", file=sys.stderr)
             return 1
     return status

@@ -7,8 +7,10 @@ from common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr report", description="A page on a prepared corpus, with charts.")
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="declutr report", description="Write a page with charts on a prepared corpus."
+    )
     parser.add_argument("shards", type=path_argument, help="output folder of `prepare`")
     parser.add_argument("--output", type=path_argument, help="folder of report.html and charts/*.png (SHARDS/report)")
     given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`declutr demo`: a corpus that every machine has, three encoders, one honest table."""
+"""`declutr demo`: a corpus found on every machine, three encoders, one table of scores."""
 
 import time
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ _EXAMPLES, _NEIGHBOURS, _PASSAGE_TOKENS, _POOL = 4, 2, 48, 400
 
 
 def demo(config: str, overrides: list[str]) -> Iterator[str]:
-    """Prepares, trains with MLM only and with DeCLUTR, compares; yields what is to be read.
+    """Prepare, train with MLM only and with DeCLUTR, compare; yield the lines of output.
 
-    Writes `summary.json` beside the two runs: for `untrained`, `mlm_only`, `declutr` the held-out scores and the
+    Writes `summary.json` next to the two runs: for `untrained`, `mlm_only`, `declutr` the held-out scores and the
     seconds of training.
 
     Args:
-        config: a config file with both sections; its run folder's parent receives the summary.
-        overrides: of the `train` section.
+        config: a config file with both sections; the parent of its run folder receives the summary.
+        overrides: overrides of the `train` section.
     """
     begun = time.monotonic()
     data = load_config(config, "prepare", PipelineConfig)
@@ -63,12 +63,12 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
     yield ""
     yield from neighbours(expand(settings.data), Path(results["declutr"]["export"]))
     yield ""
-    yield f"prepared in {prepared - begun:.0f} s, everything in {time.monotonic() - begun:.0f} s; {folder}/summary.json"
+    yield f"prepared in {prepared - begun:.0f} s, total {time.monotonic() - begun:.0f} s; {folder}/summary.json"
     yield f"the encoder: SentenceTransformer({str(results['declutr']['export'])!r})"
 
 
 def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
-    """The scores as a table of text; `rows` by encoder, then by column. `-`: an older run has no such score."""
+    """Format the scores as a text table; `rows` by encoder, then by column. `-`: an older run lacks the score."""
     widths = {name: max(len(name), 8) + 2 for name in COLUMNS}
     yield f"{'held-out documents':18s}" + "".join(f"{name:>{width}s}" for name, width in widths.items())
     for name, scores in rows.items():
@@ -77,7 +77,7 @@ def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
 
 
 def neighbours(data: Path, model: Path) -> Iterator[str]:
-    """A handful of held-out passages with the passages of other documents that lie nearest."""
+    """A few held-out passages with the nearest passages of other documents."""
     shards = ShardSet(data, "held-out")
     rows: dict[str, Any] = {}
     documents = shards.take(np.arange(min(_POOL, shards.num_documents)))

@@ -9,17 +9,19 @@ _SHOWN_CHARACTERS = 200
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr search", description="The texts of an index nearest to a query.")
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="declutr search", description="Find the texts of an index nearest to a query."
+    )
     parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
-    parser.add_argument("query", nargs="+", help="one or several")
-    parser.add_argument("--top", type=int, default=10, help="texts to show (10)")
-    parser.add_argument("--model", help="the encoder, where it has moved since the embeddings were made")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model brings along")
+    parser.add_argument("query", nargs="+", help="one or more queries")
+    parser.add_argument("--top", type=int, default=10, help="number of texts to show (10)")
+    parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.embedding.job import encoder_of
+    from evaluation.encoders.choice import encoder_of
     from evaluation.encoders.loading import EncoderError
 
     try:

@@ -5,11 +5,14 @@ import sys
 
 
 def run(arguments: list[str]) -> int:
-    """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr verify-gradients", description="1 process against N, whole and cut.")
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="declutr verify-gradients",
+        description="Compare gradients: 1 process with N, whole batches with microbatches.",
+    )
     parser.add_argument("config", help="YAML file with a `train` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
-    parser.add_argument("--documents", type=int, default=8, help="documents of the batch, at most (8)")
+    parser.add_argument("--documents", type=int, default=8, help="most documents in the batch (8)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
     given = parser.parse_intermixed_args(arguments)
     from common.config import ConfigError, load_config
@@ -17,7 +20,7 @@ def run(arguments: list[str]) -> int:
     from trainer.setup.config import TrainConfig
 
     if given.documents < 1 or min(given.processes) < 1:
-        parser.error("--documents and --processes: at least 1")
+        parser.error("--documents and --processes must be at least 1")
     try:
         config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
         from trainer.driver.checks import problems, refuse
@@ -27,7 +30,7 @@ def run(arguments: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    print("gradient of one batch against 1 process with the whole batch at once")
+    print("gradient of one batch, compared with 1 process and the whole batch at once")
     heads = ("precision", "processes", "microbatch", "loss diff", "largest", "relative")
     print("".join(f"{head:>11s}" for head in heads))
     apart = 0
@@ -38,5 +41,5 @@ def run(arguments: list[str]) -> int:
             f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{'' if row.within else '  APART'}", flush=True
         )
         apart += not row.within
-    print("the same up to rounding" if not apart else f"{apart} cases differ by more than rounding")
+    print("all equal up to rounding" if not apart else f"{apart} cases differ by more than rounding")
     return int(apart > 0)

@@ -1,5 +1,5 @@
-"""`declutr doctor`: is this machine, or this cluster, fit for a run, and what is to be mended?
+"""`declutr doctor`: checks that a machine or a cluster can run a training, and names the remedies.
 
-Facts are gathered on the nodes (facts.py, exposure.py, storage.py, collective.py); what they mean is decided by pure
-functions on them (judgement.py and the `judge` functions beside the facts), one check each.
+Facts are gathered on the nodes (facts.py, exposure.py, storage.py, collective.py). Pure functions judge them
+(judgement.py and the `judge` functions next to the facts), one check each.
 """

@@ -1,4 +1,4 @@
-"""An examiner on every node of a Ray cluster, and what they find together."""
+"""Examiners on every node of a Ray cluster, and their combined findings."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _CLOCK_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Node:
-    """A living node as Ray lists it; sizes of what Ray may give away there."""
+    """Living node of Ray's list, with the resources that Ray manages there."""
 
     name: str
     id: str
@@ -29,7 +29,7 @@ class Node:
 
 
 def nodes_of_cluster() -> tuple[list[Node], list[Finding]]:
-    """Living nodes, and a finding on those that are not."""
+    """List living nodes, and make a finding about dead ones."""
     listed = ray.nodes()
     living = [one for one in listed if one["Alive"]]
     addresses = [one["NodeManagerAddress"] for one in living]
@@ -45,13 +45,13 @@ def nodes_of_cluster() -> tuple[list[Node], list[Finding]]:
         for one, address in zip(living, addresses, strict=True)
     ]
     dead = sorted({one["NodeManagerAddress"] for one in listed if not one["Alive"]})
-    remedy = "expected where a node was stopped; else look into its raylet.err and start Ray there again"
-    limit = f"{len(dead)} gone: {', '.join(dead)}" if dead else ""
+    remedy = "expected after a planned stop; otherwise read the node's raylet.err and start Ray there again"
+    limit = f"{len(dead)} dead: {', '.join(dead)}" if dead else ""
     return nodes, [judged("nodes", EVERYWHERE, f"{len(nodes)} alive", limit=limit, warn=bool(dead), remedy=remedy)]
 
 
 class Examiners:
-    """One examiner on every node; a node that does not answer in time is named once and not asked again."""
+    """One examiner per node; a node that does not answer in time is reported once and not asked again."""
 
     def __init__(self, nodes: list[Node], seconds: float = ANSWER_SECONDS) -> None:
         self.nodes = {node.name: node for node in nodes}
@@ -64,7 +64,7 @@ class Examiners:
         return list(self._actors)
 
     def ask(self, what: str, call: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """Asks all nodes at once; answers by node."""
+        """Ask all nodes at once; return the answers by node."""
         asked = {node: call(node, actor) for node, actor in self._actors.items()}
         answers = self._wait(what, asked)
         for node in set(asked) - set(answers):
@@ -82,12 +82,12 @@ class Examiners:
                     continue
                 except ray.exceptions.RayError as error:
                     why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            remedy = "look into the node's logs (`ray logs`); is the same project installed there, is the disk full?"
+            remedy = "read the node's logs (`ray logs`); check the installed project and the free disk space"
             self.findings.append(judged(f"answers ({what})", node, why, fail=True, remedy=remedy))
         return answers
 
     def clocks(self) -> dict[str, tuple[float, float]]:
-        """How far each node's clock is from this process's, and how well that is known: half the quickest call."""
+        """Offset of each node's clock from this process's, and its uncertainty: half the quickest call."""
         found = {}
         for node in self.names():
             rounds = []
@@ -104,7 +104,7 @@ class Examiners:
         return found
 
     def doors(self) -> list[Finding]:
-        """Can every node connect to every other?"""
+        """Check that every node can connect to every other."""
         if len(self._actors) < 2:
             return []
         ports = self.ask("open a port", lambda _, actor: actor.open_door.remote())
@@ -115,12 +115,12 @@ class Examiners:
         return [
             judged(
                 "nodes reach each other", EVERYWHERE, "; ".join(blocked) or f"{len(shut)} nodes, any port",
-                fail=bool(blocked), remedy="admit all TCP ports between the nodes in the firewall or security group",
+                fail=bool(blocked), remedy="allow all TCP ports between the nodes in the firewall or security group",
             )
         ]  # fmt: skip
 
     def sums(self) -> list[Finding]:
-        """An all-reduce over one process a node: by gloo, and by NCCL where every node has a GPU to give."""
+        """Check an all-reduce over one process per node: by gloo, and by NCCL if every node has a free GPU."""
         findings = [self._sum("gloo", self._actors)] if len(self._actors) > 1 else []
         if self._actors and all(self.nodes[node].gpus >= 1 for node in self._actors):
             holders = {node: _place(self.nodes[node], gpus=1) for node in self._actors}
@@ -131,7 +131,7 @@ class Examiners:
 
     def _sum(self, backend: str, actors: dict[str, Any]) -> Finding:
         first = next(iter(actors))
-        port = self._wait("a port to meet at", {first: actors[first].free_port.remote()}).get(first)
+        port = self._wait("a port for the group", {first: actors[first].free_port.remote()}).get(first)
         address = f"tcp://{self.nodes[first].address}:{port}"
         size = len(actors)
         asked = {
@@ -143,7 +143,7 @@ class Examiners:
         )
 
     def close(self) -> None:
-        """Leaves the nodes."""
+        """Stop the examiners."""
         for actor in self._actors.values():
             ray.kill(actor)
 

@@ -1,4 +1,4 @@
-"""A real all-reduce over one process a node, or over two processes of this machine."""
+"""Real all-reduce over one process per node, or over two processes of this machine."""
 
 import socket
 import tempfile
@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class Summed:
-    """One process's sums: the number it got, seconds of a sum of 4 MiB; or what went wrong."""
+    """Result of one process: the sum it got, seconds of a sum of 4 MiB, or the error."""
 
     value: float = 0.0
     seconds: float = 0.0
@@ -30,7 +30,7 @@ class Summed:
 
 
 def free_port() -> int:
-    """A port of this node that nobody listens on now."""
+    """Find a free port of this node."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -38,13 +38,13 @@ def free_port() -> int:
 
 
 def join(address: str, rank: int, size: int, backend: str) -> Summed:
-    """Takes part in a sum of `rank + 1` over all processes.
+    """Take part in a sum of `rank + 1` over all processes.
 
     Args:
         address: `tcp://HOST:PORT` on the first process's node, or `file://PATH` on one machine.
         rank: number of this process.
         size: processes that take part.
-        backend: `gloo` or `nccl`; the latter uses the process's first GPU.
+        backend: `gloo` or `nccl`; `nccl` uses the process's first GPU.
     """
     device = torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else torch.device("cpu")
     try:
@@ -60,7 +60,7 @@ def join(address: str, rank: int, size: int, backend: str) -> Summed:
             dist.all_reduce(values)
         float(values[-1])  # waits for a GPU
         return Summed(value, (time.perf_counter() - begun) / _ROUNDS)
-    except (RuntimeError, ValueError, OSError) as error:  # torch's errors of communication are RuntimeErrors
+    except (RuntimeError, ValueError, OSError) as error:  # torch raises RuntimeError for communication errors
         return Summed(error=str(error).strip().splitlines()[0][:300])
     finally:
         if dist.is_initialized():
@@ -68,7 +68,7 @@ def join(address: str, rank: int, size: int, backend: str) -> Summed:
 
 
 def alone(processes: int = 2) -> dict[str, Summed]:
-    """The sum over processes of this machine: by NCCL where there is a GPU for each, else by gloo."""
+    """Sum over processes of this machine: by NCCL if each has a GPU, else by gloo."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = "nccl" if gpus else "gloo"
     size = min(processes, gpus) if gpus else processes
@@ -90,7 +90,7 @@ def _local(number: int, folder: str, size: int, backend: str) -> None:
 
 
 def judge(backend: str, found: Mapping[str, Summed]) -> Finding:
-    """Did all get the sum?"""
+    """Check that all processes got the sum."""
     name, size = f"all-reduce ({backend})", len(found)
     expected = size * (size + 1) / 2
     wrong = [f"{who}: {one.error or f'sum {one.value}'}" for who, one in found.items() if one.value != expected]
@@ -101,6 +101,6 @@ def judge(backend: str, found: Mapping[str, Summed]) -> Finding:
         "; ".join(wrong) or f"{size} processes, 4 MiB in {1000 * slowest:.1f} ms",
         limit=f"sum {expected:g}",
         fail=bool(wrong),
-        remedy="nodes must reach each other on all ports; where a host's name means 127.0.0.1 or the wrong network, "
+        remedy="nodes must reach each other on all ports; if a host's name resolves to 127.0.0.1 or the wrong network, "
         "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the nodes before `ray start`",
     )

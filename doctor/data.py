@@ -1,4 +1,4 @@
-"""Does every node find the prepared shards, and the same ones?"""
+"""Check that every node finds the same prepared shards."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from common.stores.folders import is_whole
 from doctor.finding import EVERYWHERE, Finding, judged
 from pipeline.shards.shards import MANIFEST, Manifest, ShardSet
 
-_TRIED = 16  # shards opened on each node, spread over all
+_TRIED = 16  # shards opened on each node, spread over all shards
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a node finds: hash of the manifest, documents; or why it cannot read."""
+    """View of one node: hash of the manifest, documents; or the error."""
 
     manifest: str = ""
     documents: int = 0
@@ -28,7 +28,7 @@ class Seen:
 
 
 def look(folder: str) -> Seen:
-    """Reads the manifest and a few documents, spread over the shards, as a run's reading tasks do."""
+    """Read the manifest and a few documents, spread over the shards, as the reading tasks of a run do."""
     path = expand(folder)
     try:
         if is_remote(folder):
@@ -42,10 +42,10 @@ def look(folder: str) -> Seen:
 
 
 def _look_from_afar(address: str) -> Seen:
-    """Shards in a store: a run fetches them, which is not the moment to try that."""
+    """Look at shards in a store, without fetching them as a run would."""
     raw = read_file(child(address, MANIFEST)) if is_whole(address) else None
     if raw is None:
-        return Seen(error=f"{address}: no whole folder of shards is there; send it: declutr push FOLDER {address}")
+        return Seen(error=f"{address}: no complete folder of shards found; send it: declutr push FOLDER {address}")
     return Seen(hashlib.sha256(raw).hexdigest()[:12], Manifest.model_validate_json(raw).totals["kept_train"])
 
 
@@ -54,15 +54,15 @@ def _short_hash(path: Path) -> str:
 
 
 def judge(folder: str, found: Mapping[str, Seen]) -> list[Finding]:
-    """The same shards for all nodes."""
+    """Check that all nodes see the same shards."""
     name = f"{folder} readable"
-    remedy = "mount the folder that all nodes share there, or prepare the corpus to its end"
+    remedy = "mount the shared folder on this node, or prepare the corpus to its end"
     broken = [judged(name, node, seen.error, fail=True, remedy=remedy) for node, seen in found.items() if seen.error]
     whole = {node: seen for node, seen in found.items() if not seen.error}
     kinds = {seen.manifest for seen in whole.values()}
     holders = {seen: ", ".join(n for n, other in whole.items() if other == seen) for seen in whole.values()}
     words = "; ".join(f"{s.documents} documents (manifest {s.manifest}) on {who}" for s, who in holders.items())
     if whole:
-        remedy = "each node has a copy of its own, and they differ: one shared folder, or the same copy everywhere"
+        remedy = "the nodes have copies that differ: use one shared folder, or the same copy everywhere"
         broken.append(judged(name, EVERYWHERE, words, fail=len(kinds) > 1, remedy=remedy))
     return broken

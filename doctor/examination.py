@@ -1,4 +1,4 @@
-"""Entry: `declutr doctor [CONFIG]`. Looks at this machine, or at every node of a cluster, and says what to mend."""
+"""Entry: `declutr doctor [CONFIG]`. Examines this machine, or every node of a cluster, and names remedies."""
 
 import argparse
 import json
@@ -29,12 +29,12 @@ _CONNECT_SECONDS = 5.0
 
 
 def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str]) -> list[Finding]:
-    """All findings on this machine, or on the cluster at `address`.
+    """Collect all findings on this machine, or on the cluster at `address`.
 
     Args:
-        config: a run that is to take place there, or None.
+        config: config of a planned run, or None.
         address: `auto` or `HOST:PORT`; None: this machine alone, without Ray.
-        paths: folders that a run is to write to, beside the config's.
+        paths: further folders that a run will write to.
     """
     needs, findings = _of_config(config) if config else (None, [])
     if address is None:
@@ -45,15 +45,15 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
 
 
 def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
-    """What can be said of the configuration itself: what `train` would refuse before it starts."""
-    remedy = "mend the setting; `declutr train` refuses it as well"
+    """Findings about the configuration itself: everything that `train` would refuse before it starts."""
+    remedy = "correct the setting; `declutr train` refuses it as well"
     wrong = problems(with_original_score(config, run_folder(config.run, config.cache)))
     found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
     try:
         needs = needs_of(config)
-    except (OSError, ValueError, KeyError, TypeError):  # among the problems already
+    except (OSError, ValueError, KeyError, TypeError):  # already among the problems
         return None, found
-    words = f"{needs.parameters / 1e6:.1f} million parameters, {needs.checkpoint_bytes / 2**30:.2f} GiB a checkpoint"
+    words = f"{needs.parameters / 1e6:.1f} million parameters, {needs.checkpoint_bytes / 2**30:.2f} GiB per checkpoint"
     return needs, found or [judged("configuration", EVERYWHERE, words)]
 
 
@@ -80,14 +80,14 @@ def _alone(config: TrainConfig | None, needs: Needs | None, paths: Sequence[str]
 
 
 def _unanswered(address: str) -> list[Finding]:
-    """Why there is no use in asking Ray at HOST:PORT: nobody listens there."""
+    """Finding if no process listens at HOST:PORT, so that asking Ray there is useless."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return []
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        remedy = "is Ray started there (`ray status`), is the port right, does a firewall lie between?"
+        remedy = "check that Ray runs there (`ray status`), the port is right, and no firewall blocks it"
         return [judged("cluster", EVERYWHERE, f"{address}: {error}", fail=True, remedy=remedy)]
     return []
 
@@ -122,7 +122,7 @@ def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, path
 
 
 def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]:
-    """All nodes write to one folder, then all look for what the others wrote."""
+    """Let all nodes write to one folder, then look for the files of the others."""
     folder, mark = storage.standing(storage.located(path)), _mark()
     try:
         written = examiners.ask("write", lambda _, actor: actor.write.remote(folder, mark))
@@ -137,7 +137,7 @@ def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]
 
 
 def of_facts(facts: dict[str, Facts], needs: Needs | None, store_mib: dict[str, int]) -> list[Finding]:
-    """What follows from the facts alone, of all nodes and of each."""
+    """Findings from the facts alone, about all nodes and about each."""
     findings = [*judgement.versions(facts), *judgement.settings(facts), *judgement.gpus(facts, needs)]
     for node, one in facts.items():
         findings.append(judgement.memory(node, one, needs, len(facts)))
@@ -159,15 +159,13 @@ def _mark() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `doctor [CONFIG] [--address ...] [--path ...] [--json]`; returns 1 when something has to be mended."""
-    parser = argparse.ArgumentParser(prog="declutr doctor", description="Is this machine or cluster fit for a run?")
-    parser.add_argument("config", nargs="?", help="YAML file with the `train` section of the run that is to take place")
+    """Run `doctor [CONFIG] [--address ...] [--path ...] [--json]`; return 1 if something must be fixed."""
+    parser = argparse.ArgumentParser(prog="declutr doctor", description="Check a machine or cluster before a run.")
+    parser.add_argument("config", nargs="?", help="YAML file with the `train` section of the planned run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
-    parser.add_argument(
-        "--address", help="a Ray cluster: auto or HOST:PORT (scaling.address, RAY_ADDRESS, this machine)"
-    )
-    parser.add_argument("--path", action="append", default=[], help="a folder that runs are to write to; repeatable")
-    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    parser.add_argument("--address", help="Ray cluster: auto or HOST:PORT (scaling.address, RAY_ADDRESS, this machine)")
+    parser.add_argument("--path", action="append", default=[], help="folder that runs will write to; repeatable")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     given = parser.parse_intermixed_args(argv)
     try:
         config = load_config(given.config, "train", TrainConfig, given.overrides) if given.config is not None else None

@@ -1,4 +1,4 @@
-"""The part of the doctor that sits on a node: one process, asked again and again."""
+"""The part of the doctor that runs on a node: one process that answers several questions."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ _CONNECT_SECONDS = 5.0
 
 
 class Examiner:
-    """Answers for the node that it runs on. On a cluster it is a Ray actor, one a node."""
+    """Source of answers about its node. On a cluster it is a Ray actor, one per node."""
 
     def __init__(self, node: str) -> None:
         self.node = node
@@ -25,19 +25,19 @@ class Examiner:
         return time.time()
 
     def look(self, folder: str) -> data.Seen:
-        """The prepared shards, as this node sees them."""
+        """Prepared shards as this node sees them."""
         return data.look(folder)
 
     def write(self, folder: str, mark: str) -> storage.Written:
-        """This node's try at a folder."""
+        """Try this node's access to a folder."""
         return storage.write(folder, mark, self.node)
 
     def seen(self, folder: str, mark: str, nodes: list[str]) -> tuple[list[str], float]:
-        """Which nodes' marks are not seen from here."""
+        """Names of nodes whose marks are not visible from this node."""
         return storage.seen(folder, mark, nodes)
 
     def clear(self, folder: str, mark: str) -> str:
-        """Removes what `write` left; answers why it could not, or nothing."""
+        """Remove the files of `write`; return the error, or nothing."""
         try:
             storage.clear(folder, mark, self.node)
         except (OSError, ValueError, ImportError) as error:
@@ -45,14 +45,14 @@ class Examiner:
         return ""
 
     def open_door(self) -> int:
-        """Listens for the other nodes until `close_door`; returns the port."""
+        """Listen for the other nodes until `close_door`; return the port."""
         self._door = socket.create_server(("", 0))
         threading.Thread(target=_welcome, args=(self._door,), daemon=True).start()
         port: int = self._door.getsockname()[1]
         return port
 
     def knock(self, doors: dict[str, tuple[str, int]]) -> dict[str, str]:
-        """Connects to other nodes' doors; answers why it could not, by node."""
+        """Connect to other nodes' ports; return the errors by node."""
         shut = {}
         for node, door in doors.items():
             try:
@@ -62,16 +62,16 @@ class Examiner:
         return shut
 
     def close_door(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         if self._door is not None:
             self._door.close()
 
     def free_port(self) -> int:
-        """A port for others to meet at."""
+        """Find a port on which a group can meet."""
         return collective.free_port()
 
     def join(self, address: str, rank: int, size: int, backend: str) -> collective.Summed:
-        """Takes part in a sum over the nodes."""
+        """Take part in a sum over the nodes."""
         return collective.join(address, rank, size, backend)
 
 

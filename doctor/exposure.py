@@ -1,4 +1,4 @@
-"""Who can reach Ray from outside: ports that listen, addresses of this machine, the token."""
+"""Exposure of Ray to other machines: listening ports, addresses of this machine, the token."""
 
 import ipaddress
 import os
@@ -13,7 +13,7 @@ from doctor.facts import ray_environment
 from doctor.finding import Finding, judged
 
 _WILDCARDS = ("0.0.0.0", "::")
-_KINDS = (  # kind of a Ray process, words of its command line
+_KINDS = (  # kind of a Ray process, parts of its command line
     *(("dashboard", ("dashboard/dashboard.py",)), ("Ray client", ("util.client.server",))),
     *(("gcs", ("gcs_server",)), ("raylet", ("raylet",)), ("agent", ("agent.py", "runtime_env/agent"))),
     ("worker", ("ray::", "default_worker.py")),
@@ -23,7 +23,7 @@ _RUN_CODE = ("dashboard", "Ray client")
 
 @dataclass(frozen=True)
 class Listener:
-    """A port of a Ray process: kind of process, address it listens on, port."""
+    """Port of a Ray process: kind of process, address it listens on, port."""
 
     kind: str
     address: str
@@ -32,15 +32,15 @@ class Listener:
 
 @dataclass(frozen=True)
 class Exposure:
-    """What of this node can be reached.
+    """Parts of this node that other machines can reach.
 
     Attributes:
-        listeners: ports of Ray's processes; None where this user may not see them.
-        addresses: of this node's interfaces.
+        listeners: ports of Ray's processes; None if this user may not see them.
+        addresses: addresses of this node's interfaces.
         auth_mode: RAY_AUTH_MODE of the node's Ray.
-        token: where the token comes from; empty where there is none.
-        token_mode: permissions of its file, None where it is no file.
-        token_owned: the file belongs to the user whose Ray this is.
+        token: source of the token; empty if there is none.
+        token_mode: permissions of its file; None if it is not a file.
+        token_owned: whether the file belongs to the user who runs Ray.
     """
 
     listeners: tuple[Listener, ...] | None
@@ -52,7 +52,7 @@ class Exposure:
 
 
 def gather() -> Exposure:
-    """The exposure of the node that this runs on."""
+    """Gather the exposure of this node."""
     environment = ray_environment()
     addresses = {
         entry.address.partition("%")[0]
@@ -66,7 +66,7 @@ def gather() -> Exposure:
 
 
 def find_token(environment: dict[str, str]) -> tuple[str, int | None, bool]:
-    """Where Ray would find its token, as Ray looks for it: value, path, home; its file's permissions and ownership."""
+    """Find the token in Ray's search order (value, path, home); return its source, permissions and ownership."""
     if environment.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN", None, True
     given = environment.get("RAY_AUTH_TOKEN_PATH")
@@ -98,15 +98,15 @@ def _kind(pid: int) -> str:
     except psutil.Error:
         return ""
     kind = next((kind for kind, marks in _KINDS if "ray" in command and any(m in command for m in marks)), "")
-    # A dashboard of this host alone still publishes its metrics to all; nobody can make it run anything there.
+    # A dashboard limited to this host still publishes metrics to all; code cannot be run through that port.
     return "metrics" if kind == "dashboard" and "--host=127.0.0.1" in command else kind
 
 
 def judge_ports(node: str, facts: Exposure) -> Finding:
-    """Does a Ray port listen where the world could come in?"""
+    """Check whether a Ray port listens on a public address."""
     name = "ports open to others"
     if facts.listeners is None:
-        return judged(name, node, "cannot be seen by this user", warn=True, remedy="run as the user who started Ray")
+        return judged(name, node, "not visible to this user", warn=True, remedy="run as the user who started Ray")
     public = {address for address in facts.addresses if ipaddress.ip_address(address).is_global}
     wide = [listener for listener in facts.listeners if listener.address in (*_WILDCARDS, *public)]
     guarded = facts.auth_mode == "token" and bool(facts.token)
@@ -117,12 +117,8 @@ def judge_ports(node: str, facts: Exposure) -> Finding:
     return judged(
         name,
         node,
-        f"{_shortened(ports)}{at}"
-        if public or open_code
-        else f"{len(wide)}, to this network alone"
-        if wide
-        else "none",
-        limit="no public address, and no dashboard beyond this host",
+        f"{_shortened(ports)}{at}" if public or open_code else f"{len(wide)}, to this network only" if wide else "none",
+        limit="no public address, and no dashboard reachable from other hosts",
         fail=bool(wide and public and not guarded),
         warn=bool((wide and public) or (open_code and not guarded)),
         remedy="start Ray with --dashboard-host=127.0.0.1 and --node-ip-address=<private address>, close these ports "
@@ -135,18 +131,18 @@ def _shortened(text: str, most: int = 160) -> str:
 
 
 def judge_token(node: str, facts: Exposure) -> Finding:
-    """Is the cluster closed to those who do not hold its token?"""
-    name, limit = "token authentication", "RAY_AUTH_MODE=token, token readable by its owner alone"
+    """Check that the cluster is closed to clients without its token."""
+    name, limit = "token authentication", "RAY_AUTH_MODE=token, token readable by its owner only"
     if facts.auth_mode != "token":
         return judged(
             name, node, f"RAY_AUTH_MODE={facts.auth_mode or '(not set)'}", limit=limit, fail=True,
-            remedy="whoever reaches a port runs code as this user: `ray get-auth-token --generate`, the same "
+            remedy="anyone who reaches a port can run code as this user: `ray get-auth-token --generate`, the same "
             "~/.ray/auth_token on every node, RAY_AUTH_MODE=token before every `ray start` and command",
         )  # fmt: skip
     if not facts.token:
         return judged(
             name, node, "no token", limit=limit, fail=True,
-            remedy="copy ~/.ray/auth_token of the head to this node; without it the node never joins and says nothing",
+            remedy="copy ~/.ray/auth_token of the head to this node; without it the node never joins, without an error",
         )  # fmt: skip
     loose = facts.token_mode is not None and bool(facts.token_mode & 0o077)
     value = facts.token if facts.token_mode is None else f"{facts.token}, mode {facts.token_mode:03o}"

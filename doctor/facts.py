@@ -1,4 +1,4 @@
-"""What a node is: versions, processors, memory, limits. Gathered where this runs, judged elsewhere."""
+"""Facts about a node: versions, processors, memory, limits. They are gathered here and judged elsewhere."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _SMI_FIELDS = "name,memory.total,memory.used,utilization.gpu,driver_version"
 _SMI_SECONDS = 20
 _PREFIXES = ("RAY_", "NCCL_", "GLOO_", "TORCH_", "OMP_NUM_THREADS", "CUBLAS_")
-# What Ray itself sets for each node or process, and what differs by right.
+# Settings of Ray for each node or process, which differ legitimately.
 _OWN_SETTINGS = (
     *("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_NODE_ID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING", "RAY_ADDRESS"),
     *("RAY_CLIENT_MODE", "RAY_HEAD_IP", "RAY_WORKER_ID", "RAY_SESSION_DIR", "RAY_GCS_PORT"),
@@ -28,7 +28,7 @@ _SECRETS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as its driver describes it; memory in MiB, `used_mib` and `busy_percent` by anybody."""
+    """One GPU as its driver describes it; memory in MiB. `used_mib` and `busy_percent` count all users."""
 
     name: str
     total_mib: int
@@ -38,20 +38,20 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """A node.
+    """Facts about a node.
 
     Attributes:
-        versions: of the interpreter, packages, the code of this project, CUDA and its driver.
-        gpus: what nvidia-smi lists; empty where there is none.
+        versions: versions of the interpreter, packages, the code of this project, CUDA and its driver.
+        gpus: GPUs listed by nvidia-smi; empty if there are none.
         cpus: processors that this process may use.
-        ram_mib: memory, all of it.
-        ram_free_mib: memory that can be had without swapping.
+        ram_mib: total memory.
+        ram_free_mib: memory available without swapping.
         shm_mib: size of the file system that holds Ray's object store.
-        session_folder: where Ray writes logs and spills objects.
+        session_folder: folder where Ray writes logs and spills objects.
         session_free_mib: free space there.
         session_used_share: used part of that disk, 0 to 1.
-        open_files: file descriptors that a process may have.
-        settings: environment of Ray's processes that changes how Ray and torch behave; secrets as a hash.
+        open_files: limit of file descriptors per process.
+        settings: environment of Ray's processes that changes the behaviour of Ray and torch; secrets as a hash.
     """
 
     versions: dict[str, str]
@@ -68,11 +68,11 @@ class Facts:
 
 
 def gather(session_folder: str | None = None, shm: str | None = None) -> Facts:
-    """The facts of this machine.
+    """Gather the facts of this machine.
 
     Args:
-        session_folder: Ray's; None: as this node's raylet says, else where Ray would make it.
-        shm: where Ray keeps its objects; None: likewise.
+        session_folder: Ray's session folder; None: from this node's raylet, else Ray's default.
+        shm: folder of Ray's objects; None: likewise.
     """
     own_session, own_shm = _folders()
     session_folder, shm = session_folder or own_session, shm or own_shm
@@ -95,33 +95,33 @@ def gather(session_folder: str | None = None, shm: str | None = None) -> Facts:
 
 
 def ray_environment() -> dict[str, str]:
-    """Environment that this node's Ray was started with; this process's own where there is no Ray.
+    """Environment with which this node's Ray was started; without Ray, this process's own.
 
-    A worker's environment is the driver's as far as a job sets it, hence the look at the raylet.
+    A worker's environment is that of the driver if a job sets it, so the raylet's is read.
     """
     raylet = os.environ.get("RAY_RAYLET_PID")
     if raylet is None:
         return dict(os.environ)
     try:
         return dict(psutil.Process(int(raylet)).environ())
-    except psutil.Error:  # another user's: our own is the next best
+    except psutil.Error:  # it belongs to another user: our own is the best substitute
         return dict(os.environ)
 
 
 def _folders() -> tuple[str, str]:
-    """Session folder and object store, as this node's raylet was told, else Ray's defaults."""
+    """Session folder and object store from this node's raylet, else Ray's defaults."""
     given = dict.fromkeys(("--session_dir", "--plasma_directory"), "")
     if "RAY_RAYLET_PID" in os.environ:
         try:
             words = psutil.Process(int(os.environ["RAY_RAYLET_PID"])).cmdline()
-        except psutil.Error:  # another user's
+        except psutil.Error:  # it belongs to another user
             words = []
         given |= {name: value for name, _, value in (word.partition("=") for word in words) if name in given}
     return given["--session_dir"] or "/tmp/ray", given["--plasma_directory"] or "/dev/shm"
 
 
 def settings(environment: dict[str, str]) -> dict[str, str]:
-    """The part of an environment that Ray, NCCL, gloo and torch read."""
+    """Part of an environment that Ray, NCCL, gloo and torch read."""
     return {
         name: _hidden(value) if any(secret in name for secret in _SECRETS) else value
         for name, value in sorted(environment.items())
@@ -134,7 +134,7 @@ def _hidden(value: str) -> str:
 
 
 def _standing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """Find the path, or its nearest existing parent."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
@@ -151,7 +151,7 @@ def _versions() -> dict[str, str]:
 
 
 def code_hash(root: Path) -> str:
-    """Hash of the source of this project: a checkout that differs has the same version."""
+    """Hash of the source of this project, because different checkouts can have the same version."""
     digest = hashlib.sha256()
     for package in _CODE:
         for path in sorted((root / package).rglob("*.py")):
@@ -160,7 +160,7 @@ def code_hash(root: Path) -> str:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    """GPUs and the driver's version, without touching a GPU."""
+    """List GPUs and the driver's version, without using a GPU."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return (), ""
@@ -175,7 +175,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
 
 
 def parse_smi(answer: str) -> tuple[tuple[Gpu, ...], str]:
-    """GPUs and driver version from nvidia-smi's lines; what a GPU does not tell ("[N/A]") counts as 0."""
+    """Parse GPUs and driver version from nvidia-smi's lines; missing values ("[N/A]") count as 0."""
     gpus, driver = [], ""
     for line in answer.splitlines():
         name, *numbers, driver = (part.strip() for part in line.split(","))

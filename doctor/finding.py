@@ -1,4 +1,4 @@
-"""What a check answers: one line for a person, the same for a program."""
+"""Result of a check: one line for a person, the same for a program."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -6,20 +6,20 @@ from typing import Any, Literal
 
 Status = Literal["ok", "warn", "FAIL"]
 EVERYWHERE = "all"
-"""Node of a finding that is not about one node."""
+"""Node name of a finding about all nodes."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check on one node.
+    """Result of one check on one node.
 
     Attributes:
-        name: what was looked at.
-        node: where; `all` for what concerns them together.
-        status: ok; warn: works, but slowly or not for long; FAIL: a run will stop, wait for ever or be open to others.
-        value: what was found.
-        limit: what it was compared with; empty where there is nothing to compare.
-        remedy: what to do; empty when it is ok.
+        name: subject of the check.
+        node: node of the check; `all` for all nodes together.
+        status: ok; warn: works, but slowly or not for long; FAIL: a run would stop, wait for ever or be open to others.
+        value: value that was found.
+        limit: limit for the value; empty if there is none.
+        remedy: suggested action; empty if ok.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Finding:
     remedy: str = ""
 
     def line(self, node_width: int = 0) -> str:
-        """The finding as a line, with its remedy below."""
+        """Format the finding as a line, with its remedy below."""
         limit = f" ({self.limit})" if self.limit else ""
         remedy = f"\n{'':8s}-> {self.remedy}" if self.remedy else ""
         return f"{self.status:4s}  {self.node:{node_width}s}  {self.name}: {self.value}{limit}{remedy}"
@@ -39,13 +39,13 @@ class Finding:
 def judged(
     name: str, node: str, value: str, *, limit: str = "", fail: bool = False, warn: bool = False, remedy: str = ""
 ) -> Finding:
-    """A finding whose remedy is said only where there is something to mend."""
+    """Make a finding; its remedy is kept only if something must be fixed."""
     status: Status = "FAIL" if fail else "warn" if warn else "ok"
     return Finding(name, node, status, value, limit, remedy if status != "ok" else "")
 
 
 def counts(findings: Iterable[Finding]) -> dict[str, int]:
-    """How many findings have each status."""
+    """Count findings by status."""
     number = {"ok": 0, "warn": 0, "FAIL": 0}
     for finding in findings:
         number[finding.status] += 1
@@ -53,13 +53,13 @@ def counts(findings: Iterable[Finding]) -> dict[str, int]:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """A line a finding, and a count."""
+    """Format a line per finding, and a count."""
     width = max((len(finding.node) for finding in findings), default=0)
     number = counts(findings)
-    summary = f"{number['ok']} ok, {number['warn']} to look at (warn), {number['FAIL']} to mend (FAIL)"
+    summary = f"{number['ok']} ok, {number['warn']} to check (warn), {number['FAIL']} to fix (FAIL)"
     return "\n".join([*(finding.line(width) for finding in findings), summary]) + "\n"
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The same for a program."""
+    """Return the findings and counts for a program."""
     return {"findings": [asdict(finding) for finding in findings], "counts": counts(findings)}

@@ -1,4 +1,4 @@
-"""What a run of a configuration asks of the machines, without its weights."""
+"""Needs of a run, computed from its configuration without loading weights."""
 
 from dataclasses import dataclass
 
@@ -14,21 +14,21 @@ from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
 _BYTES_SAVED = 12  # a parameter and AdamW's two moments, float32
-_BYTES_HELD = 16  # and its gradient
+_BYTES_HELD = 16  # and the gradient
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks for.
+    """Needs of a run.
 
     Attributes:
-        parameters: of the encoder and the projection, shared ones once.
-        checkpoints: most that are on the disk at one time: those that are kept, and the one being written.
+        parameters: parameters of encoder and projection; shared ones count once.
+        checkpoints: maximum number on the disk at one time: kept ones, and the one being written.
         workers: processes that train.
-        cpus_per_worker: CPUs each of them reserves.
-        storage_threads: CPUs for the tasks that read.
-        gpus: GPUs without which it does not start; 0: none, or it takes what there is.
-        wishes_gpus: it takes GPUs if there is one for every worker.
+        cpus_per_worker: CPUs that each worker reserves.
+        storage_threads: CPUs for reading tasks.
+        gpus: GPUs required to start; 0: none, or as available.
+        wishes_gpus: whether it uses GPUs if there is one for every worker.
     """
 
     parameters: int
@@ -41,7 +41,7 @@ class Needs:
 
     @property
     def cpus(self) -> int:
-        """CPUs without which workers and the tasks that read for them wait for each other, without a word."""
+        """CPUs required; with fewer, workers and reading tasks wait for each other without a message."""
         return self.workers * self.cpus_per_worker + self.storage_threads
 
     @property
@@ -51,7 +51,7 @@ class Needs:
 
     @property
     def disk_bytes(self) -> int:
-        """Most that the run's checkpoints take."""
+        """Maximum size of the run's checkpoints."""
         return self.checkpoint_bytes * self.checkpoints
 
     @property
@@ -61,10 +61,11 @@ class Needs:
 
 
 def needs_of(config: TrainConfig) -> Needs:
-    """What this run asks for.
+    """Compute the needs of a run.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: the encoder cannot be described; trainer/driver/checks.py says why.
+        OSError, ValueError, KeyError, TypeError: the encoder cannot be described; trainer/driver/checks.py gives
+        reasons.
     """
     scaling = config.scaling
     return Needs(
@@ -79,7 +80,7 @@ def needs_of(config: TrainConfig) -> Needs:
 
 
 def _checkpoints(config: TrainConfig) -> int:
-    """The last, milestones, the best, one that a follower is at, and the one being written."""
+    """Count the last checkpoints, milestones, the best, one that a follower is scoring, and the one being written."""
     saving, validation = config.checkpoint, config.validation
     number = saving.keep_last + 1
     if validation.score == "followed":

@@ -1,4 +1,4 @@
-"""Is a folder one that a run can live in: written by every node, seen by all, whole files, enough space?"""
+"""Check that a run can use a folder: writable by every node, visible to all, atomic renames, enough space."""
 
 import contextlib
 import shutil
@@ -23,14 +23,14 @@ _REPLACES = 50
 
 @dataclass(frozen=True)
 class Written:
-    """What one node could do in a folder.
+    """Result of one node's tests in a folder.
 
     Attributes:
-        folder: where it tried: the folder, or the nearest one above it that exists.
-        error: why it could not write; empty when it could.
-        free_bytes: space left; None for an address, which has no limit that could be asked.
+        folder: folder of the tests: the path, or its nearest existing parent.
+        error: reason why it could not write; empty if it could.
+        free_bytes: free space; None for an address, which has no known limit.
         sync_ms: median time to force 4 KiB to the disk, in milliseconds; None for an address.
-        torn: readers that found a file missing or half while it was replaced.
+        torn: reads that found a file missing or incomplete while it was replaced.
     """
 
     folder: str
@@ -41,7 +41,7 @@ class Written:
 
 
 def located(path: str) -> str:
-    """A path as a run would give it to its workers: absolute; variables that are unknown here are left to the nodes."""
+    """Path as a run passes it to its workers: absolute; variables unknown here are left to the nodes."""
     if is_remote(path):
         return path
     expanded = expand_known(path)
@@ -49,7 +49,7 @@ def located(path: str) -> str:
 
 
 def standing(path: str) -> str:
-    """The path, or the nearest folder above it that exists: a run makes what is missing."""
+    """Find the path, or its nearest existing parent, because a run creates missing folders."""
     here = expand_known(path)
     if is_remote(path) or str(here).startswith("$"):
         return path
@@ -57,11 +57,11 @@ def standing(path: str) -> str:
 
 
 def write(path: str, mark: str, node: str) -> Written:
-    """Leaves this node's mark in the folder, and tries there what checkpoints rely on.
+    """Write this node's mark into the folder, and test there what checkpoints rely on.
 
     Args:
-        path: from `standing` on one machine, so that all nodes try the same folder.
-        mark: name of the folder for the marks, one a check.
+        path: answer of `standing` on one machine, so that all nodes test the same folder.
+        mark: name of the folder for the marks, one per check.
         node: name of this node.
     """
     folder = path if is_remote(path) else str(expand(path))
@@ -80,7 +80,7 @@ def write(path: str, mark: str, node: str) -> Written:
 
 def _write_mark(folder: str, mark: str, node: str) -> None:
     if not is_remote(folder) and not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder} is not there")
+        raise FileNotFoundError(f"{folder} does not exist")
     files, root = _filesystem(folder)
     files.makedirs(f"{root}/{mark}", exist_ok=True)
     with files.open(f"{root}/{mark}/{_safe(node)}", "wb") as stream:
@@ -107,7 +107,7 @@ def _sync_ms(path: Path) -> float:
 
 
 def _torn(path: Path) -> int:
-    """How often a reader finds anything but a whole old or a whole new file while a writer replaces it by renaming."""
+    """Count reads that find neither the whole old nor the whole new file while a writer replaces it by renaming."""
     contents = (b"a" * 65536, b"b" * 65536)
     path.write_bytes(contents[0])
     done, torn = threading.Event(), 0
@@ -133,7 +133,7 @@ def _torn(path: Path) -> int:
 
 
 def seen(path: str, mark: str, nodes: list[str], seconds: float = SEEN_SECONDS) -> tuple[list[str], float]:
-    """Whose marks this node does not see, after looking for `seconds` at most; and how long it took to see all."""
+    """Names of nodes whose marks stay invisible for `seconds`, and the time until all were visible."""
     begun = time.monotonic()
     files, root = _filesystem(path if is_remote(path) else str(expand(path)))
     while True:
@@ -153,27 +153,27 @@ def _reads(files: Any, path: str, node: str) -> bool:
 
 
 def clear(path: str, mark: str, node: str) -> None:
-    """Removes what this node wrote, and the folder of the marks when it was the last: others do the same meanwhile."""
+    """Remove this node's files, and the folder of the marks if it is empty; other nodes do the same meanwhile."""
     files, root = _filesystem(path if is_remote(path) else str(expand(path)))
     for left in (f"{root}/{mark}/{_safe(node)}", f"{root}/{mark}/of-{_safe(node)}"):
         if files.exists(left):
             files.rm(left, recursive=True)
-    with contextlib.suppress(OSError):  # not empty yet, or gone
+    with contextlib.suppress(OSError):  # not empty yet, or removed already
         files.rmdir(f"{root}/{mark}")
 
 
 def judge(path: str, found: dict[str, Written], needed_bytes: int) -> list[Finding]:
-    """What the nodes' tries in a folder mean.
+    """Judge the nodes' tests in a folder.
 
     Args:
-        path: as the user wrote it.
-        found: by node.
-        needed_bytes: what a run will keep there at most; 0 where that is not known.
+        path: path as the user wrote it.
+        found: test results by node.
+        needed_bytes: maximum size of a run's files there; 0 if unknown.
     """
     findings = []
     for node, one in found.items():
         if one.error:
-            remedy = "mount it, or make it, on this node with the right to write for this user"
+            remedy = "mount or create it on this node, writable for this user"
             findings.append(judged(f"{path} writable", node, one.error, fail=True, remedy=remedy))
             continue
         findings.append(judged(f"{path} writable", node, one.folder))
@@ -182,13 +182,13 @@ def judge(path: str, found: dict[str, Written], needed_bytes: int) -> list[Findi
                 judged(
                     f"{path} fsync", node, f"{one.sync_ms:.1f} ms", limit=f"{_SYNC_LIMIT_MS:.0f} ms",
                     warn=one.sync_ms > _SYNC_LIMIT_MS,
-                    remedy="checkpoints and shards wait for the disk several times each; take a faster one for `run`",
+                    remedy="checkpoints and shards wait for the disk several times each; use a faster disk for `run`",
                 )
             )  # fmt: skip
             findings.append(
                 judged(
                     f"{path} rename", node, f"{one.torn} torn reads" if one.torn else "whole", fail=one.torn > 0,
-                    remedy="a checkpoint could be seen half: this file system's rename is not atomic; use another",
+                    remedy="renames are not atomic here, so half-written checkpoints could be read; use another disk",
                 )
             )  # fmt: skip
     return findings + _judge_space(path, found, needed_bytes)
@@ -201,7 +201,7 @@ def _judge_space(path: str, found: dict[str, Written], needed_bytes: int) -> lis
     node, least = min(free.items(), key=lambda item: item[1])
     needed = f"{needed_bytes / 2**30:.2f} GiB for the checkpoints" if needed_bytes else ""
     short = needed_bytes > 0 and least < needed_bytes
-    remedy = "free space there, name another folder, or lower checkpoint.keep_last, or raise keep_every_steps"
+    remedy = "free space there, use another folder, lower checkpoint.keep_last, or raise keep_every_steps"
     limit = needed and f"needs {needed}"
     value = f"{least / 2**30:.2f} GiB free"
     tight = needed_bytes > 0 and least < 2 * needed_bytes
@@ -209,19 +209,19 @@ def _judge_space(path: str, found: dict[str, Written], needed_bytes: int) -> lis
 
 
 def judge_shared(path: str, unseen: dict[str, tuple[list[str], float]]) -> Finding:
-    """Do all nodes see what each of them wrote?"""
+    """Check that all nodes see the files of every node."""
     name, limit = f"{path} shared", f"within {SEEN_SECONDS:.0f} s"
     blind = [f"{node} does not see {', '.join(missing)}" for node, (missing, _) in unseen.items() if missing]
     if blind:
         return judged(
             name, EVERYWHERE, "; ".join(blind), limit=limit, fail=True,
-            remedy="these are different disks under one name: mount one shared file system there on every node "
+            remedy="the nodes use different disks under one name: mount one shared file system there on every node "
             "(NFS, EFS, FSx, Lustre)",
         )  # fmt: skip
     slowest = max((seconds for _, seconds in unseen.values()), default=0.0)
     return judged(
         name, EVERYWHERE,
-        f"all {len(unseen)} see all, after {slowest:.1f} s at most" if len(unseen) > 1 else "one node",
+        f"all {len(unseen)} nodes see all files, after at most {slowest:.1f} s" if len(unseen) > 1 else "one node",
         limit=limit if len(unseen) > 1 else "", warn=slowest > _SLOW_SECONDS,
-        remedy="the mount caches folders for long (NFS: actimeo, lookupcache); a resume may miss the newest checkpoint",
+        remedy="the mount caches folders too long (NFS: actimeo, lookupcache); a resume may miss the newest checkpoint",
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Checkpoints to embeddings, scores and words; and the one console command over everything."""
+"""Use and evaluation of encoders: embeddings, indexes, scores and reports."""

@@ -1,4 +1,4 @@
-"""Tasks of MTEB, by name, for every encoder that can be named here; MTEB loads the data and computes the scores."""
+"""Tasks of MTEB, by name, for every encoder of this project; MTEB loads the data and computes the scores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ SCORES = "mteb.json"
 
 
 class MtebEncoder:
-    """One of our encoders as MTEB asks for it; similarity is the cosine.
+    """Adapter from an encoder of this project to MTEB's interface; similarity is the cosine.
 
     Args:
-        encoder: ours.
+        encoder: encoder to adapt.
     """
 
     def __init__(self, encoder: SentenceEncoder) -> None:
@@ -44,10 +44,10 @@ class MtebEncoder:
 
 
 def choose_mteb(names: Sequence[str]) -> list[Any]:
-    """The tasks of these names.
+    """Find the tasks of these names.
 
     Raises:
-        EncoderError: MTEB knows none of that name; its message brings the nearest one.
+        EncoderError: MTEB has no task of that name; the message includes the nearest one.
     """
     try:
         return list(mteb.get_tasks(tasks=list(names)))
@@ -58,11 +58,12 @@ def choose_mteb(names: Sequence[str]) -> list[Any]:
 def score_mteb(
     encoder: SentenceEncoder, tasks: Sequence[Any], output: Path, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Main scores by task, in percent where MTEB's are between 0 and 1; `OUTPUT/mteb` holds all of MTEB's figures.
+    """Compute main scores by task, in percent if MTEB's are between 0 and 1; `OUTPUT/mteb` holds all of MTEB's figures.
 
-    A task that has a result there for the same encoder is not computed again.
+    A task with a result there for the same encoder is not computed again.
 
     Raises:
+        EncoderError: the data of a task cannot be loaded.
         EncoderError: the data of a task cannot be loaded.
     """
     cache = mteb.ResultCache(output / "mteb")
@@ -72,12 +73,12 @@ def score_mteb(
         try:
             found = mteb.evaluate(MtebEncoder(encoder), task, cache=cache, co2_tracker=False, show_progress_bar=False)
         except (OSError, ValueError, KeyError) as error:
-            raise EncoderError(f"{encoder.name}: {name} of MTEB has no score: {error}") from error
+            raise EncoderError(f"{encoder.name}: MTEB's task {name} has no score: {error}") from error
         scores[name] = 100 * float(found.task_results[0].get_score())
         say(f"{encoder.name}: {name} {scores[name]:.2f} ({task.metadata.main_score})")
     return scores
 
 
 def write_mteb(scores: dict[str, dict[str, float]], output: Path) -> None:
-    """Writes `mteb.json`: main scores in percent by encoder and task."""
+    """Write `mteb.json`: main scores in percent by encoder and task."""
     write_json(output / SCORES, {"mteb": mteb.__version__, "encoders": scores})

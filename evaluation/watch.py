@@ -1,6 +1,6 @@
-"""Follows a run from outside: scores each new checkpoint on SentEval's tasks while the workers train on.
+"""Follower of a run: scores each new checkpoint on SentEval's tasks while the workers continue to train.
 
-The trainer writes checkpoints and knows nothing of this; it finds the scores in `scores.jsonl` (`common/scores.py`).
+The trainer does not know the follower; it reads the scores from `scores.jsonl` (`common/scores.py`).
 """
 
 import time
@@ -15,36 +15,36 @@ from common.storage import hash_json
 from evaluation.encoders.loading import EncoderError, load_encoder
 from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.runner.harness import evaluate
-from evaluation.senteval.runner.plan import Choice
+from evaluation.senteval.runner.plan import ScoringChoice
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.run import SUMMARY
 
 FOLDER = "scores"
-"""Folder of a run that holds the tasks' files."""
+"""Folder of a run with the tasks' result files."""
 
 
 class FollowError(ValueError):
-    """What is asked for cannot be scored at every checkpoint."""
+    """The requested tasks cannot be scored at every checkpoint."""
 
 
 @dataclass(frozen=True)
 class Follower:
-    """Scores the checkpoints of a run, the newest first: a slow machine is never behind, it leaves some out.
+    """Scorer of a run's checkpoints, newest first; a slow machine skips checkpoints instead of falling behind.
 
     Attributes:
-        run: its folder.
-        inspections: of the chosen tasks.
-        choice: tasks, one protocol, classifiers.
-        device: of the encoder; the workers have the GPUs.
-        session: where the classifiers run.
-        say: takes lines on the progress.
-        trust_remote_code: run code that the run's encoder brings along.
+        run: folder of the run.
+        inspections: checked data of the chosen tasks.
+        choice: tasks, one protocol, classifier settings.
+        device: device of the encoder; the workers use the GPUs.
+        session: Ray session that runs the classifiers.
+        say: receives progress lines.
+        trust_remote_code: run Python code that comes with the run's encoder.
     """
 
     run: Path
     inspections: Sequence[Inspection]
-    choice: Choice
+    choice: ScoringChoice
     device: str
     session: SessionConfig
     say: Callable[[str], None]
@@ -54,28 +54,28 @@ class Follower:
         unusable = [inspection for inspection in self.inspections if not inspection.usable]
         if unusable:
             told = "; ".join(f"{inspection.task.label}: {inspection.reason}" for inspection in unusable)
-            raise FollowError(f"a run can only be followed by tasks whose data are there; choose others: {told}")
+            raise FollowError(f"--follow needs usable data for every task; choose others with --tasks: {told}")
         if len(self.choice.protocols) != 1 or not self.inspections:
-            raise FollowError("a run is followed by tasks of one protocol: --protocol senteval or simcse, --tasks ...")
+            raise FollowError("--follow needs tasks of one protocol: --protocol senteval or simcse, --tasks ...")
 
     @property
     def identity(self) -> str:
-        """Of tasks, data and settings."""
+        """Hash of tasks, data and settings."""
         files = {found.task.name: dict(found.data.files) for found in self.inspections if found.data}
         return hash_json([self.choice.model_dump(mode="json"), files])
 
     def follow(self, wait_seconds: float = 10.0, once: bool = False) -> int:
-        """Scores until the run is finished and has nothing left to score; returns the number of new scores.
+        """Score checkpoints until the run is finished and all are scored; return the number of new scores.
 
         Args:
-            wait_seconds: between two looks at the run's folder.
-            once: score what is there and return.
+            wait_seconds: pause between two looks at the run's folder.
+            once: score the existing checkpoints and return.
         """
         number, passed_over = 0, set[tuple[int, str]]()
         if not (self.run / CHECKPOINTS).is_dir():
             self.say(f"{self.run}: no checkpoints yet{'' if once else '; waiting for them'}")
         while True:
-            # before looking: the last checkpoint is older than the summary, and a run that goes on holds its lock
+            # Read first: the last checkpoint is older than the summary, and a run that continues holds its lock.
             ended = (self.run / SUMMARY).is_file() and not (self.run / LOCK).exists()
             waiting = [key for key in self.pending() if key not in passed_over]
             if waiting:
@@ -90,13 +90,13 @@ class Follower:
                 time.sleep(wait_seconds)
 
     def pending(self) -> list[tuple[int, str]]:
-        """Steps and weights without a score of this choice, the newest first."""
+        """Steps and checkpoint identities without a score for this choice, newest first."""
         done = {(line.step, line.checkpoint) for line in read_scores(self.run) if line.choice == self.identity}
         found = [(step, state.identity) for step, state in checkpoint.states_in(self.run / CHECKPOINTS)]
         return [key for key in reversed(found) if key not in done]
 
     def score(self, step: int, identity: str) -> bool:
-        """Scores one checkpoint and appends its line; False where it is gone or damaged, which is said."""
+        """Score one checkpoint and append its line; if it is missing or damaged, report that and return False."""
         begun = time.monotonic()
         try:
             path = checkpoint.checkpoint_path(self.run / CHECKPOINTS, step)

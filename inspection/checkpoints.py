@@ -1,4 +1,4 @@
-"""`declutr checkpoints RUN`: every checkpoint of a run, whether it verifies, and why it is kept."""
+"""`declutr checkpoints RUN`: every checkpoint of a run, verified, with the reason to keep it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,24 +15,23 @@ from trainer.setup.config import TrainConfig
 
 
 class CheckpointsError(ValueError):
-    """No run with checkpoints lies there."""
+    """The folder is not a run with checkpoints."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A checkpoint.
+class CheckpointRow:
+    """Facts about one checkpoint.
 
     Attributes:
         step: optimizer steps done.
-        broken: why it cannot be used; None: all checksums were compared.
-        age_seconds: since it was written; None where that cannot be told.
-        size_bytes: of all its files.
-        documents: read so far; None, like what follows, where the state cannot be read.
+        broken: reason why it cannot be used; None if all checksums match.
+        age_seconds: seconds since it was written; None if unknown.
+        size_bytes: size of all its files.
+        documents: documents read so far; None, like the next fields, if the state cannot be read.
         world_size: workers that took the last step.
-        skipped: steps so far whose update was left out.
-        scores: held-out scores; empty when it was not validated. `followed`: what a follower has given it, if that is
-            what the run goes by.
-        kept: `last`, `best`, `every`, `scoring`; empty where it is deleted with the next checkpoint.
+        skipped: steps so far whose update was skipped.
+        scores: held-out scores; empty without validation. `followed`: the follower's score, if the run is rated by it.
+        kept: `last`, `best`, `every`, `scoring`; empty if it is deleted with the next checkpoint.
     """
 
     step: int
@@ -46,22 +45,22 @@ class Row:
     kept: list[str]
 
 
-def rows(run: Path, now: float | None = None) -> list[Row]:
-    """The checkpoints of a run, oldest first; reads all of their bytes.
+def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:
+    """List the checkpoints of a run, oldest first; reads all of their bytes.
 
     Args:
         run: folder of the run.
         now: seconds since the epoch.
 
     Raises:
-        CheckpointsError: there is no run, it has no checkpoint yet, or its settings cannot be read.
+        CheckpointsError: the run does not exist, has no checkpoint yet, or has unreadable settings.
     """
     if run.is_file():
         raise CheckpointsError(f"{run} is a file; name the folder of a run")
     folder = run / CHECKPOINTS
     steps = checkpoint.steps_in(folder)
     if not steps:
-        raise CheckpointsError(f"{run}: no checkpoint lies in {folder}")
+        raise CheckpointsError(f"{run}: {folder} has no checkpoint")
     try:
         config = TrainConfig.model_validate(read_yaml_file(run / "config.yaml"))
     except (OSError, ValueError, RecursionError) as error:
@@ -75,10 +74,10 @@ def rows(run: Path, now: float | None = None) -> list[Row]:
     return [replace(row, kept=why.get(row.step, [])) for row in found]
 
 
-def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState], float | None]) -> Row:
+def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState], float | None]) -> CheckpointRow:
     files = [file.stat() for file in path.iterdir() if file.is_file()]
     age = round(now - max(file.st_mtime for file in files), 1) if files else None
-    row = Row(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
+    row = CheckpointRow(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
     try:
         state = checkpoint.read_state(path)
     except checkpoint.CheckpointError as error:
@@ -88,8 +87,8 @@ def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState
     return replace(row, documents=state.documents, world_size=state.world_size, skipped=state.skipped, scores=scores)
 
 
-def table(found: list[Row]) -> Iterator[str]:
-    """Lines for a person."""
+def table(found: list[CheckpointRow]) -> Iterator[str]:
+    """Format the checkpoints as lines of text."""
     yield f"{'step':>8s} {'documents':>12s} {'age':>8s} {'MiB':>9s} {'workers':>8s}  {'kept':16s} state"
     for row in found:
         documents = "?" if row.documents is None else f"{row.documents:,}"

@@ -1,4 +1,4 @@
-"""`declutr inspect PATH`: what shards, a run, a checkpoint or an exported encoder hold, in words."""
+"""`declutr inspect PATH`: descriptions of shards, a run, a checkpoint or an exported encoder."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,20 +23,20 @@ _SHOWN_CHARACTERS = 160
 
 
 class DescribeError(ValueError):
-    """A path that holds nothing of ours."""
+    """A path without shards, run, checkpoint or exported encoder."""
 
 
 def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) -> Iterator[str]:
-    """Lines that describe what lies at `path`.
+    """Describe the content of `path` in lines of text.
 
     Args:
         path: a folder of shards, of a run, of a checkpoint, or of an exported encoder.
-        num_documents: documents of the shards that are shown with their spans.
+        num_documents: documents of the shards to show with their spans.
         seed: seed of the spans shown.
         epoch: epoch of the spans shown.
 
     Raises:
-        DescribeError: none of these lies there.
+        DescribeError: `path` holds none of these.
         ShardError: a manifest that cannot be read.
         CheckpointError: a checkpoint that is incomplete or altered.
     """
@@ -54,7 +54,7 @@ def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) 
     elif (path / CHECKPOINTS).is_dir():
         yield from _run(path)
     else:
-        raise DescribeError(f"{path}: no manifest of shards, no run, no checkpoint and no exported encoder lies there")
+        raise DescribeError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder")
 
 
 def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
 
 
 def default_spans(manifest: Manifest) -> SpanConfig:
-    """Spans for showing, where no run's settings are given."""
+    """Spans to show without a run's settings."""
     geometry = manifest.geometry
     shortest = max(1, geometry.max_tokens // 8)
     if manifest.short_documents == "shrink_spans":
@@ -96,22 +96,20 @@ def default_spans(manifest: Manifest) -> SpanConfig:
 
 
 def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
-    """Windows and anchors of the documents, in words."""
+    """Describe the windows and anchors of the documents."""
     tokens, anchors = geometry.max_tokens, geometry.num_anchors
     if short_documents == "fewer_anchors":
-        return f"windows of {tokens} tokens, room for {anchors} anchors in a document, for fewer in short ones"
+        return f"windows of {tokens} tokens, room for {anchors} anchors in a document, fewer in short ones"
     if short_documents == "shrink_spans":
         shortest = geometry.min_tokens
-        return (
-            f"windows of {tokens} tokens, of {shortest} and more in short documents, room for {anchors} anchors in all"
-        )
+        return f"windows of {tokens} tokens, {shortest} or more in short documents, room for {anchors} anchors in each"
     return f"windows of {tokens} tokens, room for {anchors} anchors in every document"
 
 
 def span_lines(
     path: Path, shards: ShardSet, config: SpanConfig, rows: Sequence[int], seed: int, epoch: int
 ) -> Iterator[str]:
-    """Documents of shards by number, with the spans that an epoch draws of them, as text."""
+    """Show documents of shards by number, with the spans that an epoch draws from them."""
     table = shards.take(np.array(rows, np.int64))
     tokenizer = AutoTokenizer.from_pretrained(path / TOKENIZER, trust_remote_code=False)
     tokens, offsets = ragged(table.column("tokens"))
@@ -137,7 +135,7 @@ def span_lines(
 
 
 def relation(anchor: list[int], positive: list[int]) -> str:
-    """How a positive lies to its anchor, in the paper's words."""
+    """Position of a positive relative to its anchor, in the paper's terms."""
     if positive[1] == anchor[0] or positive[0] == anchor[1]:
         return "adjacent"
     if anchor[0] <= positive[0] and positive[1] <= anchor[1]:

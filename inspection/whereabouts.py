@@ -1,4 +1,4 @@
-"""`declutr inspect SHARDS --document WHICH`: where a document is, why it was dropped, which spans of it are drawn."""
+"""`declutr inspect SHARDS --document WHICH`: place of a document, reason for dropping it, spans drawn from it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +18,17 @@ _SHOWN = 20
 
 
 def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch: int) -> Iterator[str]:
-    """Lines on every document of prepared shards that answers to a name.
+    """Describe every document of prepared shards that matches a name.
 
     Args:
         folder: output folder of `prepare`.
         wanted: an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
-        config: how spans are drawn.
+        config: settings for drawing spans.
         seed: seed of the run.
         epoch: epoch of the spans shown.
 
     Raises:
-        DescribeError: no document answers to the name.
+        DescribeError: no document matches the name.
         ShardError: a manifest that cannot be read.
     """
     manifest = load_manifest(folder)
@@ -63,6 +63,6 @@ def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch:
             yield from span_lines(folder, ShardSet(folder, entry.fate), config, [number], seed, epoch)
     if not found:
         raise DescribeError(
-            f"{folder}: no document answers to {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
-            "SOURCE:OFFSET as the ledger has them"
+            f"{folder}: no document matches {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
+            "SOURCE:OFFSET from the ledger"
         )

@@ -1,1 +1,1 @@
-"""The fault matrix: real runs, real faults, compared with the run that nobody disturbed."""
+"""Fault matrix: real runs with real faults, compared with an undisturbed run."""

@@ -1,6 +1,6 @@
 """python -m benchmarks.chaos [--json OUT] [--short] [--only NAME ...] [--seed N]: the fault matrix.
 
-Exit status 1 when a fault does not recover, or when something is left behind.
+The exit status is 1 if a run does not recover from a fault, or if something is left behind.
 """
 
 import os
@@ -11,40 +11,38 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.chaos.census import Census
-from benchmarks.chaos.fault import Row
+from benchmarks.chaos.fault import FaultRow
 from benchmarks.chaos.matrix import FAULTS, SHORT, STEPS, Bench, chains
 from benchmarks.chaos.place import environment, leave_mounts_to_ourselves, mounts_below, temporary
 from benchmarks.record import facts, parser, progress, publish
 
 _SHORT_AWAY_SECONDS = 4.0
-_AGENTS_SECONDS = 120  # after SIGKILL of their session Ray's agents look for it for a minute, then end by themselves
+_AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit
 
 
 def main() -> int:
-    """Runs the matrix."""
+    """Run the matrix."""
     options = parser("chaos", __doc__)
-    options.add_argument("--short", action="store_true", help="some faults, which share runs: at most 8 minutes")
-    options.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="these")
+    options.add_argument("--short", action="store_true", help="some faults, in shared runs: at most 8 minutes")
+    options.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="faults")
     options.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run ({STEPS})")
-    options.add_argument(
-        "--patience", type=float, default=1, help="multiplies every limit of waiting, for busy machines"
-    )
+    options.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
     given = options.parse_args()
     names = given.only or (SHORT if given.short else [fault.name for fault in FAULTS])
     chosen = [fault for fault in FAULTS if fault.name in names]
     begun = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
     leave_mounts_to_ourselves()
     record = facts("chaos", given.commit)
     with temporary() as top:
-        os.environ.update(environment(top))  # before Ray is imported: cluster nodes are started from here
+        os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
         os.environ.pop("RAY_ADDRESS", None)
         with Census() as census, census.nothing_outlives():
             bench = Bench(top, given.seed, census, progress, given.steps)
             bench.patience = given.patience
             if given.short:
                 bench.away_seconds = _SHORT_AWAY_SECONDS
-            rows = [Row(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
+            rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
             bench.prepare()
             bench.undisturbed()
             for group in chains([fault for fault in chosen if fault.possible], given.short):
@@ -69,14 +67,14 @@ def main() -> int:
 
 
 def left_behind(census: Census) -> list[str]:
-    """What of ours lives on though everything has ended; it is ended then."""
+    """Kill our processes that are still alive after everything has ended, and list them."""
     left = census.wait_gone(_AGENTS_SECONDS)
     census.end(left)
     return [f"process {process.pid} {process.title[:200]}" for process in left]
 
 
-def table(rows: list[Row]) -> str:
-    """The matrix for people."""
+def table(rows: list[FaultRow]) -> str:
+    """Format the matrix as a Markdown table."""
     lines = [
         "| fault | recovered | lost s | back after s | batches | parameters | commands | what the user saw |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""Every process that came of us, also those whose parents have died; and nobody else's."""
+"""Census of all processes that descend from this one, also of those whose parents have died."""
 
 import os
 import signal
@@ -19,10 +19,10 @@ class Process:
     """A process that was seen alive.
 
     Attributes:
-        pid: its number.
-        began: its start in clock ticks since boot; with the number it names one process for ever.
-        parent: the number of the process that started it.
-        state: one letter: Z is a zombie.
+        pid: process id.
+        began: start in clock ticks since boot; with the id it identifies the process for ever.
+        parent: id of the process that started it.
+        state: one letter; Z is a zombie.
     """
 
     pid: int
@@ -32,7 +32,7 @@ class Process:
 
     @property
     def title(self) -> str:
-        """Its command line, or the title it gave itself; empty when it is gone."""
+        """Command line, or the title it gave itself; empty if it has ended."""
         try:
             raw = Path(f"/proc/{self.pid}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
@@ -41,7 +41,7 @@ class Process:
 
 
 def running() -> dict[int, Process]:
-    """Everything that runs on this machine, by number, without titles."""
+    """All processes of this machine by id, without titles."""
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - hundreds of entries, once a second
         if not name.isdigit():
@@ -56,7 +56,7 @@ def running() -> dict[int, Process]:
 
 
 class Census(Watcher):
-    """Watches which processes descend from this one, in a thread, while its block runs."""
+    """Thread that tracks the descendants of this process while its block runs."""
 
     def __init__(self) -> None:
         super().__init__(_EVERY_SECONDS, "census")
@@ -65,7 +65,7 @@ class Census(Watcher):
 
     @contextmanager
     def nothing_outlives(self) -> Iterator[None]:
-        """Whatever of ours still lives after the block, also after an error in it, is ended."""
+        """Kill all our processes that are still alive after the block, also after an error in it."""
         try:
             yield
         finally:
@@ -78,7 +78,7 @@ class Census(Watcher):
         self.alive()
 
     def alive(self) -> list[Process]:
-        """Ours that live now: zombies are dead."""
+        """Our living processes, without zombies."""
         table = running()
         with self._lock:
             ours = {process.pid for process in table.values() if (process.pid, process.began) in self._known}
@@ -98,18 +98,18 @@ class Census(Watcher):
         return sorted(living, key=lambda process: process.pid)
 
     def titled(self, part: str) -> list[Process]:
-        """Ours that live and have this in their title."""
+        """Our living processes with this text in their title."""
         return [process for process in self.alive() if part in process.title]
 
     def wait_gone(self, seconds: float) -> list[Process]:
-        """Waits until none of ours lives; those that still do."""
+        """Wait until all our processes have ended; return those still alive at the timeout."""
         deadline = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.5)
         return left
 
     def end(self, left: list[Process]) -> None:
-        """Kills processes of ours; stopped ones too."""
+        """Kill our processes, stopped ones too."""
         for process in left:
             try:
                 os.kill(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Is a run that was disturbed the quiet run? Every step's documents and losses, the last parameters, no more files."""
+"""Comparison of a disturbed run with the quiet run: documents and losses of every step, last parameters, files."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +14,13 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class End:
-    """What a whole run came to.
+    """Final state of a run.
 
     Attributes:
-        digests: of documents, spans and masks, by step.
-        losses: by step.
+        digests: digests of documents, spans and masks, by step.
+        losses: losses by step.
         parameters: checksums of the files of the last checkpoint and of the encoder.
-        seconds: from the first step to the last.
+        seconds: time from the first step to the last.
     """
 
     digests: dict[int, int]
@@ -30,7 +30,7 @@ class End:
 
     @classmethod
     def of(cls, run: Run) -> "End":
-        """Of a run that has ended, or as far as it came."""
+        """Read the state of a run that has ended, or its state so far."""
         lines = run.lines()
         last = max(lines, default=0)
         return cls(
@@ -43,7 +43,7 @@ class End:
 
 @dataclass
 class Differences:
-    """What differs from the quiet run; None where it cannot be told."""
+    """Differences from the quiet run; None if unknown."""
 
     batches_identical: bool | None = None
     parameters_identical: bool | None = None
@@ -52,14 +52,14 @@ class Differences:
 
 
 def differences(run: Run, quiet: End, ended: bool, world_changes: bool, alters: bool = False) -> Differences:
-    """Compares a run with the quiet one.
+    """Compare a run with the quiet one.
 
     Args:
         run: the disturbed run.
-        quiet: the other.
-        ended: it came to its end; else only the steps that it took are compared.
-        world_changes: its number of workers changed, so sums were taken in another order.
-        alters: updates were left out on purpose: only documents, spans and masks are compared.
+        quiet: state of the quiet run.
+        ended: whether the run finished; otherwise only its steps so far are compared.
+        world_changes: whether the number of workers changed, which changes the order of sums.
+        alters: whether updates were skipped on purpose; then only documents, spans and masks are compared.
     """
     found = Differences()
     try:
@@ -77,7 +77,7 @@ def differences(run: Run, quiet: End, ended: bool, world_changes: bool, alters: 
     if alters:
         return found
     pairs = [pair for step in common for pair in zip(end.losses[step], quiet.losses[step], strict=True)]
-    apart = [abs(a - b) / max(1.0, abs(b)) for a, b in pairs]  # a float32 of 9 has no neighbour nearer than 1e-6
+    apart = [abs(a - b) / max(1.0, abs(b)) for a, b in pairs]  # the nearest neighbour of a float32 of 9 is 1e-6 away
     found.loss_difference = max(apart, default=0.0)
     if found.loss_difference > (_TOLERANCE if world_changes else 0):
         found.problems.append(f"losses differ by up to {found.loss_difference:.1e}")

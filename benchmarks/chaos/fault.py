@@ -1,4 +1,4 @@
-"""A fault: what is done to a run, what its user should see, and what it cost."""
+"""A fault: the action on a run, the message its user should see, and its cost."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from benchmarks.chaos.run import Mark, Run
 
-_WORDS_SECONDS = 5.0  # a worker's words reach the command's output by way of the channel
+_WORDS_SECONDS = 5.0  # a worker's message reaches the command's output through the control channel
 Setting = Literal["machine", "cluster", "elastic", "skip"]
 
 
@@ -18,16 +18,16 @@ class Fault:
     """One line of the matrix.
 
     Attributes:
-        name: of the fault.
-        inject: does it to a run that trains; answers the moment at which it happened. Where the user has to give the
-            command again, it gives it.
-        said: pattern of what the user must be told; None where nothing needs saying.
-        setting: where it is done: one machine, a cluster whose world is fixed, a cluster whose world may change, or a
+        name: name of the fault.
+        inject: causes the fault in a run that trains and returns the moment of the fault. It also repeats the command
+            if the user would have to.
+        said: pattern of the message that the user must see; None if none is needed.
+        setting: place of the fault: one machine, a cluster with a fixed world, a cluster whose world may change, or a
             run that skips bad losses.
-        restarts: the workers begin anew.
-        trains: there are new steps afterwards; False where the run was at its end.
-        needs_root: because of a mount.
-        alters: updates are left out, so only documents and spans are those of the quiet run.
+        restarts: whether the workers restart.
+        trains: whether new steps follow; False if the run was at its end.
+        needs_root: whether it needs a mount, and so root.
+        alters: whether updates are skipped, so that only documents and spans equal those of the quiet run.
         changes: settings of the run that the fault needs.
     """
 
@@ -43,11 +43,11 @@ class Fault:
 
     @property
     def possible(self) -> bool:
-        """Can it be done here?"""
+        """Return whether the fault can be caused here."""
         return not self.needs_root or os.geteuid() == 0
 
     def seen(self, run: Run, mark: Mark) -> tuple[str, str]:
-        """The line that told the user since, and what is wrong with what was said, if anything."""
+        """Find the line that informed the user, and a problem with the output, if any."""
         said, told = run.said(mark), ""
         until = time.monotonic() + _WORDS_SECONDS * run.patience
         while self.said is not None:
@@ -65,19 +65,21 @@ class Fault:
 
 
 @dataclass
-class Row:
-    """What became of a fault.
+class FaultRow:
+    """Result of a fault.
 
     Attributes:
-        name: of the fault.
-        recovered: the run went on as promised, told its user, and ended like the quiet one; None: could not be tried.
-        lost_seconds: between the last kept step and the fault.
-        recovery_seconds: between the fault and the first step after it.
-        batches_identical: documents, spans and masks of every step are those of the quiet run.
-        parameters_identical: so are parameters, moments, queue and encoder, bit for bit; None: another world size.
-        commands: how often the user had to give the command again.
-        seen_by_user: the line that says it.
-        problem: why it is not recovered.
+        name: name of the fault.
+        recovered: whether the run continued as promised, informed its user, and ended like the quiet one; None: not
+            tried.
+        lost_seconds: time between the last kept step and the fault.
+        recovery_seconds: time between the fault and the first step after it.
+        batches_identical: whether documents, spans and masks of every step equal those of the quiet run.
+        parameters_identical: whether parameters, moments, queue and encoder are equal, bit for bit; None: another world
+            size.
+        commands: times the user had to repeat the command.
+        seen_by_user: line that informed the user.
+        problem: reason why the run has not recovered.
         loss_difference: largest difference of a step's losses from the quiet run's, relative above 1.
     """
 
@@ -93,15 +95,15 @@ class Row:
     loss_difference: float | None = None
 
 
-def observe(run: Run, fault: Fault) -> tuple[Row, Mark]:
-    """Does it, waits for the first new step, and measures what was lost.
+def observe(run: Run, fault: Fault) -> tuple[FaultRow, Mark]:
+    """Cause the fault, wait for the first new step, and measure the loss.
 
     Raises:
-        ChaosError: the run did not go on.
+        ChaosError: the run did not continue.
     """
     starts = run.starts
     mark = fault.inject(run)
-    row = Row(fault.name, commands=run.starts - starts)
+    row = FaultRow(fault.name, commands=run.starts - starts)
     if not fault.trains:
         row.lost_seconds = 0.0
         row.recovery_seconds = run.ended - mark.seconds
@@ -109,14 +111,14 @@ def observe(run: Run, fault: Fault) -> tuple[Row, Mark]:
     line = run.wait_for(f"a step after {fault.name}", _first_new(run, mark, fault.restarts), 240, every_seconds=0.1)
     kept, begun = line["step"] - 1, min((line["time"] - line["seconds"] for line in mark.lines.values()), default=None)
     moment = mark.lines[kept]["time"] if kept in mark.lines else begun if kept == 0 else None
-    # a step that was kept and is not known from before the fault was still taken after it
+    # a kept step that was not seen before the fault was completed after it
     row.lost_seconds = 0.0 if moment is None or not fault.restarts else max(0.0, mark.seconds - moment)
     row.recovery_seconds = line["time"] - mark.seconds
     return row, mark
 
 
 def _first_new(run: Run, mark: Mark, restarts: bool) -> Callable[[], dict[str, Any] | None]:
-    """Looks for the line of the first step after a fault."""
+    """Return a function that finds the line of the first step after a fault."""
     seen_at: list[float] = []
 
     def look() -> dict[str, Any] | None:
@@ -129,14 +131,14 @@ def _first_new(run: Run, mark: Mark, restarts: bool) -> Callable[[], dict[str, A
         seen_at.append(now.seconds)
         if not any(line["time"] > seen_at[0] for line in after):
             return None
-        # Workers that are told to end still take a step or two: new are the steps behind the longest pause.
+        # Workers that were asked to stop may take one or two more steps: new steps come after the longest pause.
         pauses = {line["step"]: line["time"] - now.lines.get(line["step"] - 1, {"time": 0.0})["time"] for line in after}
         return now.lines[max(pauses, key=lambda step: pauses[step])]
 
     return look
 
 
-def fail(row: Row, problem: str) -> None:
-    """Notes that it is not recovered, and why."""
+def fail(row: FaultRow, problem: str) -> None:
+    """Mark a fault as not recovered, with the reason."""
     row.recovered = False
     row.problem = f"{row.problem}; {problem}" if row.problem else problem

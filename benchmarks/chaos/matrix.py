@@ -1,4 +1,4 @@
-"""The matrix: every fault once, alone or one after the other within a run, against the quiet run."""
+"""The matrix: every fault once, alone or in sequence within a run, against the quiet run."""
 
 import subprocess
 import sys
@@ -14,14 +14,14 @@ import yaml
 from benchmarks.chaos import workload
 from benchmarks.chaos.census import Census
 from benchmarks.chaos.compare import End, differences
-from benchmarks.chaos.fault import Fault, Row, fail, observe
+from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
 from benchmarks.chaos.faults import files, kills, nodes, skipping, workers
 from benchmarks.chaos.place import Nodes, environment, small_disks
 from benchmarks.chaos.run import ChaosError, Mark, Run
 from common import seeding
 
 FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *skipping.FAULTS, *nodes.FAULTS)
-# What the short form tries.
+# Faults of the short form.
 SHORT = (
     "worker_killed",
     "worker_hung",
@@ -34,25 +34,25 @@ SHORT = (
     "changed_shard",
 )
 STEPS = 900
-_CPUS_ON_NODES = 2  # of 3: one worker a node
+_CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
 _TAIL_LINES = 40
 _LAST_IN_CHAIN = ("driver_killed_exporting",)
 
 
 @dataclass
 class Bench:
-    """What all runs share: data, seed, the quiet run.
+    """State shared by all runs: data, seed, the quiet run.
 
     Attributes:
-        top: folder of everything.
-        seed: of corpus, weights and moments of the faults.
-        census: of all our processes.
-        say: tells the person who waits.
-        steps: of a run.
-        away_seconds: how long storage stays away.
-        patience: by which every limit of waiting is multiplied.
-        quiet: what the quiet run came to, by CPUs per worker: on a CPU these are threads, and threads decide the order
-            of sums.
+        top: folder of all files.
+        seed: seed of corpus, weights and moments of the faults.
+        census: census of all our processes.
+        say: receives progress lines.
+        steps: steps of a run.
+        away_seconds: time for which storage is unreachable.
+        patience: factor of every timeout.
+        quiet: state of the quiet run, by CPUs per worker. On a CPU these are threads, and threads decide the order of
+            sums.
     """
 
     top: Path
@@ -71,7 +71,7 @@ class Bench:
         return self.top / "data"
 
     def prepare(self) -> None:
-        """Makes the shards."""
+        """Make the shards."""
         workload.write_corpus(self.top / "corpus.jsonl", self.steps, self.seed)
         config = self.top / "prepare.yaml"
         values = workload.prepare_values(self.top / "corpus.jsonl", self.data)
@@ -80,17 +80,17 @@ class Bench:
         subprocess.run(made, env=environment(self.top), check=True, capture_output=True)
 
     def undisturbed(self, cpus_per_worker: int = 1) -> End:
-        """Makes the quiet run."""
+        """Train the quiet run."""
         run = self.new_run({"scaling": {"cpus_per_worker": cpus_per_worker}})
         run.start()
         if run.wait(3600):
-            raise ChaosError(f"the quiet run fails: {run.output.read_text()[-2000:]}")
+            raise ChaosError(f"the quiet run failed: {run.output.read_text()[-2000:]}")
         self.quiet[cpus_per_worker] = quiet = End.of(run)
-        self.say(f"quiet run, {cpus_per_worker} CPUs a worker: {self.steps} steps in {quiet.seconds:.1f} s")
+        self.say(f"quiet run, {cpus_per_worker} CPUs per worker: {self.steps} steps in {quiet.seconds:.1f} s")
         return quiet
 
     def new_run(self, changes: dict[str, Any] | None = None) -> Run:
-        """A run in a folder of its own."""
+        """Make a run in a new folder."""
         self._number += 1
         place = self.top / f"run{self._number}"
         values = workload.train_values(self.data, place / "run", self.steps, self.seed)
@@ -100,19 +100,19 @@ class Bench:
         return Run(place, values, self.census, environment(self.top) | away, patience=self.patience)
 
     def gap(self, fault: Fault) -> int:
-        """Steps to wait before a fault; drawn, so that it is not always the same place in a checkpoint's interval."""
+        """Steps to wait before a fault, drawn so that it hits different places of a checkpoint interval."""
         return 22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
 
-    def chain(self, faults: Sequence[Fault]) -> list[Row]:
-        """Does these faults to one run, one after the other; to a new one after a fault that was not survived."""
-        rows: list[Row] = []
+    def chain(self, faults: Sequence[Fault]) -> list[FaultRow]:
+        """Cause these faults in one run, in sequence; start a new run after a fault that was not survived."""
+        rows: list[FaultRow] = []
         while faults:
             some, faults = self._one_run(faults)
             rows += some
         return rows
 
-    def _one_run(self, faults: Sequence[Fault]) -> tuple[list[Row], Sequence[Fault]]:
-        rows: list[Row] = []
+    def _one_run(self, faults: Sequence[Fault]) -> tuple[list[FaultRow], Sequence[Fault]]:
+        rows: list[FaultRow] = []
         changes = {key: value for fault in faults for key, value in fault.changes.items()}
         run = self.new_run(changes)
         with self._setting(run, faults):
@@ -127,27 +127,27 @@ class Bench:
                     row, mark = observe(run, fault)
                     step = run.last_step()
                 except (ChaosError, LookupError, IndexError, OSError, ValueError, subprocess.SubprocessError) as error:
-                    row = Row(fault.name)
+                    row = FaultRow(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
                 if mark is not None:
                     row.seen_by_user, problem = fault.seen(run, mark)
                     if problem:
                         fail(row, problem)
                 rows.append(row)
-                self.say(f"{fault.name}: {row.problem or 'goes on'} ({time.monotonic() - begun:.0f} s)")
+                self.say(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - begun:.0f} s)")
                 if row.problem and mark is None:
                     run.end()
                     row.seen_by_user = row.seen_by_user or _last_line(run)
                     self.say("\n".join(run.said(Mark(0, 0, None, {})).splitlines()[-_TAIL_LINES:]))
-                    if rows[:-1]:  # what they left can only be judged at the end
+                    if rows[:-1]:  # the earlier faults can only be judged at the end
                         run.start()
                         self._finish(run, rows[:-1], faults[0])
                     return rows, faults[place + 1 :]
             self._finish(run, rows, faults[0])
         return rows, ()
 
-    def _finish(self, run: Run, rows: list[Row], fault: Fault) -> None:
-        """Waits for the end of the run, and compares."""
+    def _finish(self, run: Run, rows: list[FaultRow], fault: Fault) -> None:
+        """Wait for the end of the run, and compare."""
         status, problem = None, ""
         try:
             status = run.wait(600)
@@ -161,9 +161,9 @@ class Bench:
         run.end()
 
     def judge(
-        self, run: Run, rows: list[Row], ended: bool = True, world_changes: bool = False, alters: bool = False
+        self, run: Run, rows: list[FaultRow], ended: bool = True, world_changes: bool = False, alters: bool = False
     ) -> None:
-        """Compares with the quiet run: to the end, or as far as the run came."""
+        """Compare with the quiet run: completely, or as far as the run came."""
         quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]
         found = differences(run, quiet, ended, world_changes, alters)
         for row in rows:
@@ -199,7 +199,7 @@ class Bench:
 
 
 def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:
-    """Which faults share a run: in the short form those of one setting, else none."""
+    """Group faults that share a run: in the short form those of one setting, else none."""
     if not short:
         return [[fault] for fault in faults]
     groups: dict[tuple[str, bool], list[Fault]] = {}
@@ -212,5 +212,5 @@ def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:
 def _last_line(run: Run) -> str:
     lines = [
         line for line in run.said(Mark(0, 0, None, {})).splitlines() if "\x1b" not in line
-    ]  # Ray's own are coloured
+    ]  # Ray's own lines are coloured
     return (lines or [""])[-1][-300:]

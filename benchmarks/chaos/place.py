@@ -1,4 +1,4 @@
-"""Where the faults happen: one temporary folder, mounts in a namespace of our own, clusters of several nodes here."""
+"""Place of the faults: one temporary folder, mounts in a private namespace, clusters of several nodes."""
 
 import ctypes
 import os
@@ -15,9 +15,9 @@ from benchmarks.chaos.run import ATTACHED, ROOT, Run
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 
 _CLONE_NEWNS = 0x00020000
-_RUN_MIB = 256  # the lines of a soak of an hour
+_RUN_MIB = 256  # enough for the metrics of an hour of soak
 _CHECKPOINTS_MIB = 16
-# A dead node is noticed after two seconds instead of half a minute; a cluster's user would set this on every node.
+# A dead node is noticed after two seconds instead of half a minute; users would set this on every node.
 _QUICK = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -28,7 +28,7 @@ _QUICK = {
 
 
 def environment(top: Path) -> dict[str, str]:
-    """For everything that is started: this checkout's code, Ray's files below `top`, no foreign cluster."""
+    """Environment of all started processes: this checkout's code, Ray's files below `top`, no foreign cluster."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "DECLUTR_LOG")}
     return kept | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ATTACHED}",
@@ -38,13 +38,13 @@ def environment(top: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_WAIT_POLICY": "passive",  # more threads than cores: none may spin
+        "OMP_WAIT_POLICY": "passive",  # there are more threads than cores, so none may spin
         **_QUICK,
     }
 
 
 def leave_mounts_to_ourselves() -> None:
-    """As root: mounts made from here on are seen by this process and its children alone, and end with them.
+    """As root, make mounts visible only to this process and its children; they end with these processes.
 
     Raises:
         OSError: the kernel refuses.
@@ -53,13 +53,13 @@ def leave_mounts_to_ourselves() -> None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS):
-        raise OSError(ctypes.get_errno(), "no mount namespace of our own")
+        raise OSError(ctypes.get_errno(), "cannot create a private mount namespace")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 @contextmanager
 def temporary() -> Iterator[Path]:
-    """A folder with a short name (Ray's sockets lie below it), gone afterwards."""
+    """Make a folder with a short name, because Ray's sockets are below it; remove it afterwards."""
     top = Path(tempfile.mkdtemp(prefix="chaos-"))
     (top / "attach").mkdir()
     (top / "ray").mkdir()
@@ -72,7 +72,7 @@ def temporary() -> Iterator[Path]:
 
 
 def mounts_below(top: Path) -> list[Path]:
-    """Mounts below a folder, the innermost first."""
+    """Mounts below a folder, innermost first."""
     with Path("/proc/mounts").open(encoding="utf-8") as stream:
         found = [Path(line.split()[1]) for line in stream]
     return sorted((path for path in found if path.is_relative_to(top)), key=lambda path: -len(path.parts))
@@ -80,7 +80,7 @@ def mounts_below(top: Path) -> list[Path]:
 
 @contextmanager
 def small_disks(run: Run) -> Iterator[None]:
-    """The run's folder on a small disk of its own, its checkpoints on another."""
+    """Mount one small disk for the run's folder and another for its checkpoints."""
     disks = [(run.folder, _RUN_MIB), (run.folder / CHECKPOINTS, _CHECKPOINTS_MIB)]
     for path, mib in disks:
         path.mkdir(parents=True, exist_ok=True)
@@ -94,10 +94,10 @@ def small_disks(run: Run) -> Iterator[None]:
 
 
 class Nodes:
-    """A Ray cluster of several nodes on this machine: a head without room for workers, and nodes for one worker each.
+    """Ray cluster of several nodes on this machine: a head without room for workers, and nodes for one worker each.
 
     Attributes:
-        address: of the cluster.
+        address: address of the cluster.
     """
 
     def __init__(self, census: Census) -> None:
@@ -112,14 +112,14 @@ class Nodes:
         self.nodes: list[Any] = []
 
     def add(self, number: int = 1) -> None:
-        """Starts nodes, side by side; all have joined when this returns."""
+        """Start nodes in parallel; return when all have joined."""
         self.nodes += [
             self._cluster.add_node(num_cpus=3, object_store_memory=80 * 2**20, wait=False) for _ in range(number)
         ]
         self._cluster.wait_for_nodes()
 
     def holder(self, pid: int) -> Any:
-        """The node on which a process runs."""
+        """Find the node on which a process runs."""
         table = {process.pid: process for process in self.census.alive()}
         while pid in table:
             for node in self.nodes:
@@ -129,7 +129,7 @@ class Nodes:
         raise LookupError(f"process {pid} belongs to no node")
 
     def remove(self, node: Any) -> None:
-        """All of a node's processes die at once, as when its machine does."""
+        """Kill all processes of a node at once, as if its machine failed."""
         below = self._below(node)
         self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
@@ -144,6 +144,6 @@ class Nodes:
             found |= more
 
     def close(self) -> None:
-        """Ends the cluster."""
+        """Stop the cluster."""
         with suppress(Exception):
             self._cluster.shutdown()

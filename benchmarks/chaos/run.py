@@ -1,4 +1,4 @@
-"""A run as its user has it: the command in a process of its own, its output, its folder."""
+"""A run as its user sees it: the command in a separate process, its output, its folder."""
 
 import json
 import os
@@ -20,24 +20,22 @@ from trainer.metrics.metrics import METRICS, read_last_step
 ROOT = Path(__file__).resolve().parents[2]
 ATTACHED = Path(__file__).with_name("attached")
 _POLL_SECONDS = 0.02
-_BAR = re.compile(
-    r"^train:\s.*?(?=\d\d:\d\d:\d\d \S+ [A-Z]+ |$)"
-)  # the progress bar, up to a line of the log behind it
+_BAR = re.compile(r"^train:\s.*?(?=\d\d:\d\d:\d\d \S+ [A-Z]+ |$)")  # the progress bar, up to a log line after it
 
 
 class ChaosError(RuntimeError):
-    """Something did not come about in time, or the command ended when it should not have."""
+    """An event did not happen in time, or the command ended too early."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a run, to compare with.
+    """Moment of a run, for comparisons.
 
     Attributes:
         seconds: wall clock.
-        characters: of the command's output so far.
-        inode: of the metrics file.
-        lines: of the steps so far.
+        characters: length of the command's output so far.
+        inode: inode of the metrics file.
+        lines: metrics lines of the steps so far.
     """
 
     seconds: float
@@ -58,12 +56,12 @@ class Run:
     Attributes:
         place: folder of the configuration, the output and the run.
         values: the `train` section.
-        census: of all our processes.
-        environment: of the command.
-        nodes: of the cluster it runs on, if it is one of ours.
-        patience: by which every limit of waiting is multiplied, for busy machines.
-        starts: how often the command was started.
-        ended: when its end was seen, wall clock.
+        census: census of all our processes.
+        environment: environment of the command.
+        nodes: nodes of the cluster it runs on, if this benchmark made it.
+        patience: factor of every timeout, for busy machines.
+        starts: number of starts of the command.
+        ended: wall clock time at which its end was seen.
     """
 
     place: Path
@@ -79,16 +77,16 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's own folder."""
+        """Folder of the run."""
         return Path(self.values["run"])
 
     @property
     def output(self) -> Path:
-        """What the command said, over all its starts."""
+        """Output of the command, over all its starts."""
         return self.place / "output.txt"
 
     def start(self, *overrides: str) -> None:
-        """Starts the command; the same one every time."""
+        """Start the command, the same one every time."""
         self.place.mkdir(parents=True, exist_ok=True)
         config = self.place / "train.yaml"
         config.write_text(yaml.safe_dump({"train": self.values}), encoding="utf-8")
@@ -105,7 +103,7 @@ class Run:
             )
 
     def wait(self, seconds: float = 300) -> int:
-        """The command's exit status."""
+        """Wait for the command; return its exit status."""
         assert self.driver is not None
         try:
             return self.driver.wait(seconds * self.patience)
@@ -113,7 +111,7 @@ class Run:
             raise ChaosError(f"the command has not ended after {seconds:.0f} s") from error
 
     def end(self) -> None:
-        """Ends the command if it still runs, and all that came of it."""
+        """Stop the command if it still runs."""
         if self.driver is not None and self.driver.poll() is None:
             self.driver.terminate()
             try:
@@ -123,7 +121,7 @@ class Run:
                 self.driver.wait()
 
     def lines(self) -> dict[int, dict[str, Any]]:
-        """The line of every step in the metrics, by step."""
+        """Metrics lines of all steps, by step."""
         try:
             raw = (self.folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]
         except FileNotFoundError:
@@ -132,22 +130,22 @@ class Run:
         steps = [line for line in lines if line["kind"] == "step"]
         found = {line["step"]: line for line in steps}
         if len(found) != len(steps):
-            raise ChaosError(f"{self.folder / METRICS}: a step is there twice")
+            raise ChaosError(f"{self.folder / METRICS}: contains a step twice")
         return found
 
     def last_step(self) -> int:
-        """The last step in the metrics."""
+        """Last step in the metrics."""
         line = read_last_step(self.folder / METRICS)
         return 0 if line is None else int(line["step"])
 
     def mark(self) -> Mark:
-        """This moment."""
+        """Record this moment."""
         path = self.folder / METRICS
         inode = path.stat().st_ino if path.is_file() else None
         return Mark(time.time(), self.output.stat().st_size, inode, self.lines())
 
     def said(self, mark: Mark) -> str:
-        """What the command said since, without the progress bar."""
+        """Output of the command since a moment, without the progress bar."""
         with self.output.open("rb") as stream:
             stream.seek(mark.characters)
             text = stream.read().decode(errors="replace")
@@ -157,7 +155,7 @@ class Run:
     def wait_for(
         self, what: str, check: Any, seconds: float = 120, ended: bool = False, every_seconds: float = _POLL_SECONDS
     ) -> Any:
-        """Polls until `check` answers something true; `ended`: the command may end meanwhile."""
+        """Poll until `check` returns something true; `ended`: the command may end meanwhile."""
         deadline = time.monotonic() + seconds * self.patience
         while True:
             found = check()
@@ -173,7 +171,7 @@ class Run:
             time.sleep(every_seconds)
 
     def wait_step(self, step: int, since: Mark | None = None, seconds: float = 120) -> None:
-        """Waits until that step is done; with `since`, by workers that began after it."""
+        """Wait until a step is done; with `since`, by workers that started after that moment."""
 
         def reached() -> bool:
             path = self.folder / METRICS
@@ -184,11 +182,11 @@ class Run:
         self.wait_for(f"step {step}", reached, seconds)
 
     def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint, whole or not; 0 before the first."""
+        """Step of the newest checkpoint, complete or not; 0 before the first."""
         return max(steps_in(self.folder / CHECKPOINTS), default=0)
 
     def workers(self) -> list[Process]:
-        """The processes that train, in the order of their ranks."""
+        """Training processes, in the order of their ranks."""
 
         def found() -> list[Process]:
             ranks = {self._rank(worker): worker for worker in self.census.titled("RayTrainWorker")}
@@ -215,12 +213,12 @@ class Run:
         return self._ranks[worker.pid]
 
     def kill(self, process: Process, number: int = signal.SIGKILL) -> float:
-        """Sends a signal to one of our processes; the time at which it was sent."""
+        """Send a signal to one of our processes; return the time."""
         os.kill(process.pid, number)
         return time.time()
 
     def execute(self, process: Process, code: str) -> None:
-        """Has a worker run a piece of Python, as a debugger would (attached/sitecustomize.py)."""
+        """Make a worker run a piece of Python, like a debugger (attached/sitecustomize.py)."""
         folder = Path(self.environment["DECLUTR_CHAOS"])
         aside = folder / f"{process.pid}.tmp"
         aside.write_text(code, encoding="utf-8")

@@ -1,6 +1,7 @@
 """python -m benchmarks.chaos.soak --minutes 30 --seed N --json OUT: training with a random fault every minute.
 
-Which fault comes n-th is drawn from (seed, "chaos", n). It ends with the parameters of the quiet run, or with status 1.
+The n-th fault is drawn from (seed, "chaos", n). The run must end with the parameters of the quiet run, else the status
+is 1.
 """
 
 import os
@@ -12,7 +13,7 @@ from dataclasses import asdict
 
 from benchmarks.chaos.__main__ import left_behind, table
 from benchmarks.chaos.census import Census
-from benchmarks.chaos.fault import Fault, Row, fail, observe
+from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
 from benchmarks.chaos.faults import files, kills, workers
 from benchmarks.chaos.matrix import Bench
 from benchmarks.chaos.place import environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
@@ -23,17 +24,17 @@ from common import seeding
 _EVERY_SECONDS = 60.0
 _MEASURED_STEPS = 300
 _AWAY_SECONDS = 10.0
-_SHARE_TRAINING = 0.6  # of a minute with a fault, about; the rest goes by with starts
+_SHARE_TRAINING = 0.6  # approximate share of a minute with a fault spent in training; starts take the rest
 _KINDS = tuple(fault for fault in (*kills.FAULTS, *workers.FAULTS, *files.FAULTS) if fault.trains)
 
 
 def drawn(seed: int, number: int, kinds: tuple[Fault, ...]) -> Fault:
-    """The fault that comes as this number."""
+    """Fault with this number."""
     return kinds[seeding.torch_seed(seed, "chaos", number) % len(kinds)]
 
 
-def soak(bench: Bench, run: Run, seed: int, rows: list[Row]) -> None:
-    """Trains to the end, with a fault every minute, each of which becomes a row."""
+def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:
+    """Train to the end, with a fault every minute, and record a row for each."""
     kinds = tuple(fault for fault in _KINDS if fault.possible)
     run.start()
     run.wait_step(1, seconds=300)
@@ -41,7 +42,7 @@ def soak(bench: Bench, run: Run, seed: int, rows: list[Row]) -> None:
     while True:
         while time.monotonic() < due and run.driver is not None and run.driver.poll() is None:
             time.sleep(0.5)
-        # a fault takes steps to be noticed and to recover from: none is begun just before the end
+        # a fault needs steps to be noticed and to recover from, so none is caused just before the end
         if run.last_step() > bench.steps - 500 or (run.driver is not None and run.driver.poll() is not None):
             break
         fault = drawn(seed, len(rows), kinds)
@@ -51,23 +52,21 @@ def soak(bench: Bench, run: Run, seed: int, rows: list[Row]) -> None:
         if problem:
             fail(row, problem)
         rows.append(row)
-        progress(f"{len(rows)}: {fault.name}: {row.problem or 'goes on'}, step {run.last_step()}")
+        progress(f"{len(rows)}: {fault.name}: {row.problem or 'continues'}, step {run.last_step()}")
     if status := run.wait(900):
         raise ChaosError(f"the command ended with status {status}: {run.output.read_text(errors='replace')[-1000:]}")
 
 
 def main() -> int:
-    """Runs the soak."""
+    """Run the soak."""
     options = parser("chaos.soak", __doc__)
-    options.add_argument(
-        "--patience", type=float, default=1, help="multiplies every limit of waiting, for busy machines"
-    )
-    options.add_argument("--minutes", type=float, default=30, help="of training with faults, about (30)")
+    options.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
+    options.add_argument("--minutes", type=float, default=30, help="approximate time of training with faults (30)")
     given = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     leave_mounts_to_ourselves()
     record = facts("chaos.soak", given.commit)
-    rows: list[Row] = []
+    rows: list[FaultRow] = []
     problem = ""
     begun = time.monotonic()
     with temporary() as top:
@@ -78,7 +77,7 @@ def main() -> int:
             progress(f"seed {given.seed}")
             bench.prepare()
             a_step = bench.undisturbed().seconds / _MEASURED_STEPS
-            # several epochs then: the corpus was made for the first run
+            # this means several epochs, because the corpus was made for the first run
             bench.steps = max(1000, round(given.minutes * 60 * _SHARE_TRAINING / a_step / 100) * 100)
             quiet = bench.undisturbed()
             run = bench.new_run()

@@ -1,4 +1,4 @@
-"""What is trained while faults happen: a tiny corpus and an encoder of thirty thousand parameters."""
+"""Workload of the fault matrix: a tiny corpus and an encoder of thirty thousand parameters."""
 
 import json
 from pathlib import Path
@@ -23,9 +23,9 @@ _SCRATCH = {
 
 
 def write_corpus(path: Path, steps: int, seed: int) -> None:
-    """JSON lines of random words: enough for one epoch of so many steps, and a few to hold out.
+    """Write JSON lines of random words, enough for one epoch of this many steps and a few held-out documents.
 
-    A document's words are few, so that its spans resemble each other.
+    A document uses few words, so that its spans resemble each other.
     """
     rng = np.random.default_rng(seeding.torch_seed(seed, "chaos corpus"))
     letters = np.array(list("abcdefghijklmnop"))
@@ -37,7 +37,7 @@ def write_corpus(path: Path, steps: int, seed: int) -> None:
 
 
 def prepare_values(corpus: Path, output: Path) -> dict[str, Any]:
-    """The `prepare` section for that corpus."""
+    """The `prepare` section for this corpus."""
     return {
         "output": str(output),
         "corpus": {"kind": "files", "paths": [str(corpus)]},
@@ -50,7 +50,7 @@ def prepare_values(corpus: Path, output: Path) -> dict[str, Any]:
 
 
 def train_values(data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]:
-    """The `train` section: within one epoch, with dropout and a queue, so that there is state to lose."""
+    """The `train` section: within one epoch, with dropout and a queue, so that state can be lost."""
     return {
         "run": str(run),
         "data": str(data),

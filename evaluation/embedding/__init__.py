@@ -1,1 +1,1 @@
-"""Files of texts to files of embeddings, to an index, and the encoder to ONNX."""
+"""Embedding of text files, indexes of the embeddings, and export to ONNX."""

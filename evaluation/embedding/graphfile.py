@@ -1,11 +1,11 @@
-"""A graph as usearch writes it, read and checked with NumPy before usearch maps it.
+"""Graph files of usearch, read and checked with NumPy before usearch maps them.
 
-usearch believes what a file says: a neighbour beyond the last vector makes it read beyond its memory. So everything by
-which it finds its way is compared here with what it may be: after that no byte of the file leads out of the file.
+usearch trusts a file: a neighbour beyond the last vector makes it read outside its memory. So every number that usearch
+follows is compared here with its valid range. After that, no byte of the file can lead outside the file.
 
-The layout, little-endian, of n vectors of d numbers: n and 4d as 32-bit numbers; the vectors; a head of 64 bytes; n,
+The layout, little-endian, for n vectors of d numbers: n and 4d as 32-bit numbers; the vectors; a head of 64 bytes; n,
 the two connectivities, the highest level and the first node as 64-bit numbers; n levels of 16 bits; n nodes. A node is
-its key (64 bits), its level l (16 bits) and l + 1 lists of neighbours: their number (32 bits), then room for places.
+its key (64 bits), its level l (16 bits) and l + 1 lists of neighbours: their number (32 bits), then slots for them.
 """
 
 import struct
@@ -20,27 +20,27 @@ CONNECTIVITY = 32
 _BASE_CONNECTIVITY = 2 * CONNECTIVITY
 _SIZES, _HEAD, _START = struct.Struct("<II"), struct.Struct("<7sH4x4sQQQB22s"), struct.Struct("<5Q")
 _KINDS = b"i\x0b\x0e\x0f"
-"""Inner product, float32, keys of 64 bits, places of 32 bits."""
+"""Inner product, float32, keys of 64 bits, slots of 32 bits."""
 _KEY_BYTES, _LEVEL_BYTES, _PLACE_BYTES = 8, 2, 4
 _LIST_BYTES = _PLACE_BYTES * (1 + CONNECTIVITY)
 _BASE_BYTES = _PLACE_BYTES * (1 + _BASE_CONNECTIVITY)
-_NODE_BYTES = _KEY_BYTES + _LEVEL_BYTES + _BASE_BYTES  # of the lowest level
+_NODE_BYTES = _KEY_BYTES + _LEVEL_BYTES + _BASE_BYTES  # without higher levels
 _CHUNK_NODES = 8192
 
 Bytes = NDArray[np.uint8]
 
 
 def graph_vectors(path: Path, size: int) -> NDArray[np.float32]:
-    """The vectors `(rows, size)` of a graph, mapped, after every way through the graph was checked.
+    """Map the vectors `(rows, size)` of a graph, after checking every link in the graph.
 
     Args:
-        path: of the file.
+        path: path of the file.
         size: numbers of a vector.
 
     Raises:
         EmbedError: the file is cut off, altered, or not a graph that `write_graphs` writes.
     """
-    wrong = EmbedError(f"{path} is cut off, altered, or no graph of `declutr index`; build the index again")
+    wrong = EmbedError(f"{path} is cut off, altered, or not a graph of `declutr index`; build the index again")
     try:
         raw: Bytes = np.memmap(path, np.uint8, "r")
         rows, row_bytes = _SIZES.unpack(raw[: _SIZES.size].tobytes())
@@ -71,7 +71,7 @@ def graph_vectors(path: Path, size: int) -> NDArray[np.float32]:
 
 
 def _lead_inside(raw: Bytes, offsets: NDArray[np.int64], levels: NDArray[np.int64]) -> bool:
-    """Whether each node has its own number as key, its level, and neighbours that reach the level of the list."""
+    """Check that each node has its number as key, its level, and neighbours that reach the level of the list."""
     for begin in range(0, len(offsets), _CHUNK_NODES):
         at = offsets[begin : begin + _CHUNK_NODES]
         keys = _at(raw, at, _KEY_BYTES).view("<u8")[:, 0]
@@ -88,12 +88,12 @@ def _lead_inside(raw: Bytes, offsets: NDArray[np.int64], levels: NDArray[np.int6
 
 
 def _at(raw: Bytes, offsets: NDArray[np.int64], num_bytes: int) -> Bytes:
-    """`(len(offsets), num_bytes)`."""
+    """Bytes at each offset, `(len(offsets), num_bytes)`."""
     return np.lib.stride_tricks.sliding_window_view(raw, num_bytes)[offsets]
 
 
 def _are_nodes(lists: Bytes, levels: NDArray[np.int64], level: int) -> bool:
-    """Whether lists `(n, bytes)` hold no more than their room, and only nodes that reach that level."""
+    """Check that lists `(n, bytes)` fit their slots and name only nodes that reach that level."""
     values = lists.view("<u4")
     counts, places = values[:, :1], values[:, 1:]
     if (counts > places.shape[1]).any():

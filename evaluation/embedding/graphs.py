@@ -1,8 +1,8 @@
-"""Nearest neighbours by graphs (HNSW: Malkov and Yashunin, 2016), each of a fixed number of rows, built by one thread.
+"""Nearest neighbours by graphs (HNSW: Malkov and Yashunin, 2016) of a fixed number of rows, each built by one thread.
 
-usearch adds to one graph with several threads as well. That graph is another one every time, and where many vectors are
-nearly equal some are lost to it, which not even they themselves find (docs/log.md). So threads have graphs of their
-own; which rows are in which does not depend on how many threads there are.
+usearch can also add to one graph with several threads. Such a graph differs every time, and among many nearly equal
+vectors some cannot be found, not even by themselves (docs/log.md). So each thread builds separate graphs; the split of
+rows into graphs does not depend on the number of threads.
 """
 
 import os
@@ -22,7 +22,7 @@ from evaluation.embedding.graphfile import CONNECTIVITY, graph_vectors
 _PART_ROWS = 100_000
 _TOLD_ROWS = 1000
 _EXPANSION = 256
-_MOST_THREADS = 8  # each holds a part twice: its vectors, and its graph, which has them too
+_MOST_THREADS = 8  # each holds a part twice: as vectors, and inside its graph
 
 
 def write_graphs(
@@ -33,15 +33,15 @@ def write_graphs(
     part_rows: int = _PART_ROWS,
     threads: int | None = None,
 ) -> None:
-    """Writes `graph-00000.usearch` and so on.
+    """Write `graph-00000.usearch` and so on.
 
     Args:
-        folder: that holds no graph yet.
+        folder: folder without graphs.
         size: numbers of a vector.
-        chunks: `(rows, size)` vectors of length 1, in the order of their rows.
-        told: called, from any thread, with how many rows more are done.
-        part_rows: rows of a graph.
-        threads: graphs that are built at once; None: one for each core, up to eight.
+        chunks: `(rows, size)` vectors of length 1, in row order.
+        told: called from any thread with the number of newly added rows.
+        part_rows: rows per graph.
+        threads: graphs built at once; None: one per core, up to eight.
     """
     threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
     stopped = threading.Event()
@@ -56,7 +56,7 @@ def write_graphs(
             for future in pending:
                 future.result()
         finally:
-            stopped.set()  # after an error or Ctrl-C, threads end with the rows they are at
+            stopped.set()  # after an error or Ctrl-C, threads stop at their current rows
 
 
 def _parts(chunks: Iterable[NDArray[np.float32]], part_rows: int) -> Iterator[NDArray[np.float32]]:
@@ -103,10 +103,10 @@ def _empty(size: int) -> Index:
 
 
 class Graphs:
-    """The graphs of a folder, mapped rather than read: they may be larger than the memory.
+    """Graphs of a folder, mapped instead of read, because they may be larger than the memory.
 
     Args:
-        paths: in the order in which they were written.
+        paths: files in writing order.
         size: numbers of a vector.
 
     Raises:
@@ -122,17 +122,17 @@ class Graphs:
         self._part_rows = len(self._graphs[0]) if self._graphs else 1
         rows = [len(graph) for graph in self._graphs]
         if any(number != self._part_rows for number in rows[:-1]) or max(rows, default=0) > self._part_rows:
-            raise EmbedError("the graphs of the index do not belong together; build the index again")
+            raise EmbedError("the graphs of the index have different sizes; build the index again")
 
     def __len__(self) -> int:
         return sum(map(len, self._graphs))
 
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Rows and cosines, each `(queries, top)`, the nearest first.
+        """Rows and cosines, each `(queries, top)`, nearest first.
 
         Args:
             queries: `(queries, size)`, of length 1.
-            top: at most as many as there are rows.
+            top: number of neighbours, at most the number of rows.
         """
         rows, scores = [], []
         for number, graph in enumerate(self._graphs):
@@ -145,7 +145,7 @@ class Graphs:
         return np.take_along_axis(every_row, best, axis=1), np.take_along_axis(every_score, best, axis=1)
 
     def vectors(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """`(len(rows), size)`, of length 1."""
+        """Vectors `(len(rows), size)`, of length 1."""
         places = [divmod(row, self._part_rows) for row in rows]
         found = [self._vectors[part][row] for part, row in places]
         return np.stack(found) if found else np.empty((0, self._size), np.float32)

@@ -1,7 +1,7 @@
-"""An index of embeddings: a folder with the vectors or their graph, the texts, and which encoder queries need.
+"""Index of embeddings: a folder with the vectors or their graphs, the texts, and the encoder that queries need.
 
-Similarity is the cosine: vectors are brought to length 1. Up to `EXACT_ROWS` every vector is looked at; beyond, graphs
-(evaluation/embedding/graphs.py) are followed, which finds nearly all of the nearest in a fraction of the time.
+Similarity is the cosine of vectors scaled to length 1. Up to `EXACT_ROWS`, a search compares every vector. Above, it
+follows graphs (evaluation/embedding/graphs.py), which find nearly all nearest vectors in a fraction of the time.
 """
 
 import itertools
@@ -20,12 +20,13 @@ from pydantic import ValidationError
 from common.config import Strict, first_problem
 from common.console.bars import bar
 from common.storage import folder_aside, hash_file, write_json
-from evaluation.embedding.config import Choice, EmbedConfig, EmbedError, Shape
+from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
-from evaluation.embedding.job import jobs, plan
 from evaluation.embedding.output import Note, read_note
+from evaluation.embedding.plan import jobs, plan
 from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, mapped, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
+from evaluation.encoders.choice import EncoderChoice
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit, plan_units, read_unit
 from pipeline.readers.corpus import Document
@@ -34,18 +35,18 @@ EXACT_ROWS = 20_000
 INDEX = "index.json"
 _VECTORS, _TEXTS = "vectors.npy", "texts.arrow"
 _FILE = re.compile(r"[a-z0-9-]+\.[a-z]+")
-NO_WORD = "the encoder knows no word of the query: its embedding is null, and near to nothing"
+NO_WORD = "the encoder knows no word of the query, so its embedding is null and nothing is near it"
 
 Kind = Literal["exact", "graph"]
 
 
 class IndexFacts(Strict):
-    """What an index says of itself."""
+    """Facts about an index, stored in it."""
 
     version: Literal[3] = 3
     kind: Kind
     rows: int
-    choice: Choice
+    choice: EncoderChoice
     """The encoder that made the embeddings."""
     shape: Shape
     size: int
@@ -56,7 +57,7 @@ class IndexFacts(Strict):
 
 @dataclass(frozen=True)
 class Hit(Stored):
-    """One text that was found, and its cosine in [-1, 1]."""
+    """A text that was found, and its cosine in [-1, 1]."""
 
     score: float
 
@@ -64,17 +65,17 @@ class Hit(Stored):
 def build_index(
     embeddings: Path, output: Path, kind: Kind | None = None, source_field: str | None = None
 ) -> IndexFacts:
-    """Builds an index of a file that `declutr embed` wrote, with the texts of its inputs.
+    """Build an index from a file of `declutr embed` and the texts of its inputs.
 
     Args:
-        embeddings: .npy or .parquet, with its note.
-        output: folder to make.
-        kind: None: exact up to `EXACT_ROWS` embeddings, a graph beyond.
-        source_field: key or column that says what a text came from; None, or where it is missing: its file.
+        embeddings: .npy or .parquet file with its note.
+        output: folder to create.
+        kind: None: exact up to `EXACT_ROWS` embeddings, graphs above.
+        source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
 
     Raises:
-        EmbedError: no note, or inputs that have changed since.
-        FileExistsError: `output` is there already.
+        EmbedError: the note is missing, or the inputs have changed since.
+        FileExistsError: `output` exists.
     """
     note = read_note(embeddings)
     config = note.config.model_copy(update={"output": embeddings.absolute()})
@@ -86,10 +87,12 @@ def build_index(
     kind = kind or ("exact" if note.rows <= EXACT_ROWS else "graph")
     with folder_aside(output) as aside:
         if _write_texts(aside / _TEXTS, config, source_field) != note.rows:
-            raise EmbedError(f"{embeddings}: its inputs do not hold as many texts as it has embeddings")
+            raise EmbedError(
+                f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
+            )
         if kind == "exact":
             header = {"descr": "<f4", "fortran_order": False, "shape": (note.rows, note.size)}
-            with (aside / _VECTORS).open("wb") as stream:  # not mapped: on a full disk that would end the process
+            with (aside / _VECTORS).open("wb") as stream:  # not mapped: on a full disk, that would end the process
                 np.lib.format.write_array_header_1_0(stream, header)
                 for _, chunk in _vectors(embeddings, note):
                     stream.write(chunk.tobytes())
@@ -110,21 +113,21 @@ def build_index(
 
 
 class SearchIndex:
-    """An index as it lies on a disk; nothing in it is run, and altered files are refused.
+    """Index in a folder; opening it runs no code from the folder, and altered files are refused.
 
     Raises:
-        EmbedError: no index, or one that is incomplete, altered, or of another version.
+        EmbedError: the folder holds no index, or one that is incomplete, altered, or of another version.
     """
 
     def __init__(self, folder: Path) -> None:
         if not (folder / INDEX).is_file():
-            raise EmbedError(f"{folder} holds no index; make one with `declutr index EMBEDDINGS --output FOLDER`")
+            raise EmbedError(f"{folder} is not an index; make one with `declutr index EMBEDDINGS --output FOLDER`")
         try:
             self.facts = IndexFacts.model_validate_json((folder / INDEX).read_bytes())
         except (OSError, ValidationError) as error:
             why = error.strerror if isinstance(error, OSError) else first_problem(error, IndexFacts)
             raise EmbedError(
-                f"{folder / INDEX} is no index of this version of `declutr index` ({why}); build the index again"
+                f"{folder / INDEX} is not an index of this version of `declutr index` ({why}); build the index again"
             ) from error
         for name, digest in self.facts.files.items():
             if not _FILE.fullmatch(name) or not (folder / name).is_file() or hash_file(folder / name) != digest:
@@ -139,10 +142,10 @@ class SearchIndex:
                 raise EmbedError(f"{folder}: its graphs hold {len(self._graphs):,} rows, not {self.facts.rows:,}")
 
     def search(self, encoder: SentenceEncoder, query: str, top: int = 10) -> list[Hit]:
-        """The nearest texts, the nearest first.
+        """Find the nearest texts, nearest first.
 
         Raises:
-            EmbedError: the encoder is not the one that made the index, or knows no word of the query.
+            EmbedError: the encoder did not make the index, or knows no word of the query.
         """
         self.check(encoder)
         vector = self.embed(encoder, query)
@@ -151,34 +154,34 @@ class SearchIndex:
         return self.hits(vector, top)
 
     def check(self, encoder: SentenceEncoder) -> None:
-        """Whether the vectors of an encoder mean anything to this index.
+        """Check that an encoder made this index.
 
         Raises:
-            EmbedError: the encoder is not the one that made the index.
+            EmbedError: another encoder made the index.
         """
         if encoder.fingerprint != self.facts.fingerprint:
             raise EmbedError(
                 f"the index was made with {self.facts.choice.model} ({self.facts.fingerprint[:12]}); {encoder.name} "
-                f"({encoder.fingerprint[:12]}) gives other vectors, which mean nothing to it"
+                f"({encoder.fingerprint[:12]}) gives different vectors; use the encoder of the index, or build it again"
             )
 
     def embed(self, encoder: SentenceEncoder, query: str) -> NDArray[np.float32]:
-        """The vector of a query, `(size,)`, of length 1; a null vector stays."""
+        """Vector of a query, `(size,)`, of length 1; a null vector stays null."""
         shape = self.facts.shape.model_copy(update={"normalise": True})
         vector: NDArray[np.float32] = shaped(encoder.encode([query]), shape)[0].astype(np.float32)
         return vector
 
     def hits(self, vector: NDArray[np.float32], top: int) -> list[Hit]:
-        """The texts nearest to a vector `(size,)` of length 1, the nearest first."""
+        """Texts nearest to a vector `(size,)` of length 1, nearest first."""
         rows, scores = (found[0].tolist() for found in self.nearest(vector[None], top))
         return [Hit(**vars(text), score=score) for text, score in zip(self.texts(rows), scores, strict=True)]
 
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Rows and cosines, each `(queries, top)`, the nearest first.
+        """Rows and cosines, each `(queries, top)`, nearest first.
 
         Args:
             queries: `(queries, size)`, of length 1.
-            top: how many; all of the index when it holds fewer.
+            top: number of texts; the whole index if it holds fewer.
         """
         top = min(top, self.facts.rows)
         if not top:
@@ -190,18 +193,18 @@ class SearchIndex:
         return rows, np.take_along_axis(scores, rows, axis=1)
 
     def vectors(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """`(len(rows), size)`, of length 1."""
+        """Vectors `(len(rows), size)`, of length 1."""
         if self.facts.kind == "exact":
             return np.asarray(self._vectors[np.asarray(rows, np.int64)])
         return self._graphs.vectors(rows)
 
     def texts(self, rows: Sequence[int]) -> list[Stored]:
-        """What is stored in these rows."""
+        """Stored texts of these rows."""
         return [self._texts.at(row) for row in rows]
 
 
 def _vectors(embeddings: Path, note: Note) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Embeddings of length 1 with the row of the first, some at a time."""
+    """Yield chunks of embeddings of length 1, each with the row of its first."""
     start = 0
     unit = Shape(normalise=True)
     for chunk in _stored(embeddings, note):
@@ -224,13 +227,13 @@ def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
                 yield column.flatten().to_numpy().reshape(len(column), note.size)
                 rows += len(column)
     except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
-        raise EmbedError(f"{embeddings}: {note.rows:,} embeddings cannot be read of it ({error})") from error
+        raise EmbedError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
     if rows != note.rows:
-        raise EmbedError(f"{embeddings}: holds {rows:,} embeddings, not the {note.rows:,} of its note")
+        raise EmbedError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")
 
 
 def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> int:
-    """Writes texts, ids and sources in the order of the embeddings; returns their number."""
+    """Write texts, ids and sources in the order of the embeddings; return their number."""
     rows: list[dict[str, str | None]] = []
     total = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
@@ -238,7 +241,7 @@ def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> i
             records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
             for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
                 if source and (source.source, source.offset) != (record.source, record.offset):
-                    raise EmbedError(f"{record.source} at {record.offset}: texts and {source_field} do not pair")
+                    raise EmbedError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document) and (key is None or isinstance(key, Document)):
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
                     rows.append({"text": text, "id": key.text if key else None, "source": origin})
@@ -252,6 +255,6 @@ def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> i
 
 
 def _sources(unit: Unit, config: EmbedConfig, field: str | None) -> Iterator[Document | None]:
-    """What that field says of each record of a unit; None where it says nothing."""
+    """Value of that field for each record of a unit, or None."""
     records = read_unit(unit, corpus_of(config, field)) if field else itertools.repeat(None)
     return (record if isinstance(record, Document) and record.text else None for record in records)

@@ -1,78 +1,51 @@
-"""`declutr embed`: units of work, in this process or on Ray, to one file. Killed at any moment, it goes on.
+"""`declutr embed`: units of work, in this process or on Ray, to one file; resumes after a kill at any moment.
 
-What is finished lies in a hidden folder beside the output, a part and a sidecar a unit, until the output is whole.
+Until the output is complete, a hidden folder next to it holds a part and a sidecar for each finished unit.
 """
 
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from common.console.bars import bar
 from common.console.logs import get_logger
-from common.paths import expand
 from common.storage import hash_json
-from evaluation.embedding.config import Choice, EmbedConfig, EmbedError
+from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.output import Note, assemble, note_path, read_note, write_note
-from evaluation.embedding.units import UnitSidecar, corpus_of, embed_unit, finished
-from evaluation.encoders.loading import load_encoder
+from evaluation.embedding.plan import identify, jobs, located, plan
+from evaluation.embedding.units import EmbeddingSidecar, finished
+from evaluation.embedding.workers import Progress, embed_here, embed_on_ray
+from evaluation.encoders.choice import encoder_of
 from evaluation.encoders.protocol import SentenceEncoder
-from pipeline.job.units import Unit, hash_unit, mark_units, plan_units
-from pipeline.readers.skipped import Skipped, describe_skipped
+from pipeline.job.units import Unit
 
 SMALL_MIB = 16
-"""Less than this is embedded in this process: Ray's start would take longer than it saves."""
+"""Input below which this process embeds, because Ray's start would take longer than it saves."""
 _MIB = 2**20
-_MAX_UNITS = 4096
-_CPUS_PER_WORKER = 4
-_RESTARTS = 10
-"""How often a worker that dies begins anew. An input that crashes a library would do so for ever."""
-VERSIONS = (2, 1)
-"""Of identities, the current one first. A note may have the older one, which knows local files by their times alone."""
 _LOCK = ".lock"
 
 
-def encoder_of(choice: Choice, *, trust_remote_code: bool) -> SentenceEncoder:
-    """The encoder of a job or an index.
-
-    Args:
-        choice: the encoder and its treatment of long texts. It may have been read from a file of someone else, so
-            whether that file trusts the model is not looked at.
-        trust_remote_code: whether the current command trusts the model.
-
-    Raises:
-        EncoderError: it cannot be loaded.
-    """
-    return load_encoder(
-        choice.model,
-        choice.pooling,
-        max_tokens=choice.max_tokens,
-        long_texts=choice.long_texts,
-        trust_remote_code=trust_remote_code,
-    )
-
-
 def embed(config: EmbedConfig) -> Note:
-    """Embeds every text of the inputs, or the rest of them when an earlier run was stopped.
+    """Embed every text of the inputs, or the rest if an earlier run was stopped.
 
     Returns:
-        The note, which is also written beside the output.
+        The note, which is also written next to the output.
 
     Raises:
-        EmbedError: inputs that cannot be read, settings that do not go together, a worker that keeps dying.
+        EmbedError: inputs that cannot be read, settings that contradict each other, or a worker that keeps dying.
         EncoderError: the model cannot be loaded.
     """
     config = located(config)
     units = plan(config)
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
-        raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has {encoder.size}")
+        raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     identities = identify(config, units, encoder.fingerprint)
     if done := _done(config.output, jobs(config, units, encoder.fingerprint)):
-        get_logger().info("%s is embedded already", config.output)
+        get_logger().info("%s is already complete; nothing to embed", config.output)
         return done
     folder = config.output.absolute().with_name(f".{config.output.name}.parts")
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,10 +55,10 @@ def embed(config: EmbedConfig) -> Note:
 
 @contextmanager
 def _alone(folder: Path, output: Path) -> Iterator[None]:
-    """Holds the folder of the parts for this command, until it or its process ends.
+    """Lock the folder of the parts for this command, until it or its process ends.
 
     Raises:
-        EmbedError: another command holds it.
+        EmbedError: another command holds the lock.
     """
     path = folder / _LOCK
     with path.open("w") as stream:
@@ -95,14 +68,14 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
         except BlockingIOError:
             held = False
         if not held:
-            raise EmbedError(f"--output {output}: another `declutr embed` writes it; wait for it, or name another file")
+            raise EmbedError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
         yield
 
 
 def _embedded(
     config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
 ) -> Note:
-    """Embeds what is left, puts the parts together and writes the note; the parts are gone afterwards."""
+    """Embed what is left, assemble the parts, write the note, and remove the parts."""
     sidecars = _run(config, units, identities, folder, encoder)
     num_rows = assemble(folder, sidecars, config, encoder.size)
     note = Note(
@@ -122,88 +95,26 @@ def _embedded(
     return note
 
 
-def located(config: EmbedConfig) -> EmbedConfig:
-    """The job with absolute paths: workers run in a folder of their own, and the note is read from anywhere."""
-    inputs = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
-    choice = config.choice
-    if Path(choice.model).exists():
-        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
-    return config.model_copy(update={"inputs": inputs, "choice": choice, "output": config.output.absolute()})
-
-
-def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, version: int = VERSIONS[0]) -> list[str]:
-    """For each unit SHA-256 of its input, the encoder and the settings that decide its embeddings."""
-    settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
-    settings |= {"version": version, "fingerprint": fingerprint, "suffix": config.output.suffix}
-    seen = _times if version == 1 else _contents
-    return [hash_json([settings, hash_unit(unit), seen(unit)]) for unit in units]
-
-
-def jobs(config: EmbedConfig, units: list[Unit], fingerprint: str) -> set[str]:
-    """What a note of this very job may say of it, in any version."""
-    return {hash_json(identify(config, units, fingerprint, version)) for version in VERSIONS}
-
-
-def _times(unit: Unit) -> list[int]:
-    paths = [Path(part.path) for part in unit.parts]
-    return [path.stat().st_mtime_ns for path in paths if path.is_file()]
-
-
-def _contents(unit: Unit) -> dict[str, str | None] | None:
-    """Sizes, times, tags and samples of the unit's files."""
-    return unit.stamp.model_dump() if unit.stamp else None
-
-
-def plan(config: EmbedConfig) -> list[Unit]:
-    """The units of the inputs, with the marks of their files.
-
-    Raises:
-        EmbedError: everything that can be seen to be wrong before any work.
-    """
-    problems = []
-    if config.output.suffix not in (".npy", ".parquet"):
-        problems.append(f"--output {config.output}: must end in .npy or .parquet")
-    if config.output.suffix == ".npy" and (config.id_field or config.skip_bad):
-        problems.append("ids and left-out rows need an --output that ends in .parquet: an .npy has only places")
-    skipped = Skipped()
-    units, found = plan_units(corpus_of(config, config.text_field), config.unit_mib or 1, skipped)
-    if config.unit_mib is None and len(units) > _MAX_UNITS:
-        mib = sum(unit.weight for unit in units) / _MIB / _MAX_UNITS
-        units, found = plan_units(corpus_of(config, config.text_field), mib)
-    if config.id_field and not found:
-        found = plan_units(corpus_of(config, config.id_field), 1)[1]
-    words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}
-    for problem in found:
-        for ours, theirs in words.items():
-            problem = problem.replace(ours, theirs)
-        problems.append(problem)
-    if problems:
-        raise EmbedError("\n".join(problems))
-    for line in describe_skipped(skipped.kinds()):
-        get_logger().warning(line)
-    return mark_units(units)
-
-
 def _done(output: Path, jobs: set[str]) -> Note | None:
-    """The note of a finished output of this very job."""
+    """Note of a finished output of this job, or None."""
     if not note_path(output).is_file():
         return None
     try:
         note = read_note(output)
-    except EmbedError:  # of another version, or its output is gone
+    except EmbedError:  # the note is of another version, or its output is missing
         return None
     return note if note.job in jobs else None
 
 
 def _run(
     config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
-) -> list[UnitSidecar]:
-    """Sidecars of the units in order: the finished ones as they are, the others made now."""
+) -> list[EmbeddingSidecar]:
+    """Sidecars of the units in order: existing ones, and new ones from embedding the rest."""
     found = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
     todo = [(unit, identity) for unit, identity, one in zip(units, identities, found, strict=True) if one is None]
     sidecars = {sidecar.unit: sidecar for sidecar in found if sidecar}
     if sidecars:
-        get_logger().info("%d of %d units are finished already", len(sidecars), len(units))
+        get_logger().info("reusing %d of %d finished units", len(sidecars), len(units))
     total = sum(unit.num_bytes for unit in units)
     left = sum(unit.num_bytes for unit, _ in todo)
     here = config.workers == 0 or (config.workers is None and sum(unit.weight for unit in units) < SMALL_MIB * _MIB)
@@ -216,89 +127,11 @@ def _run(
         unit_divisor=1024,
         bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
     ) as shown:
-        progress = _Progress(shown)
-        made = _here(config, todo, folder, encoder, progress) if here else _on_ray(config, todo, folder, progress)
+        progress = Progress(shown)
+        made = (
+            embed_here(config, todo, folder, encoder, progress)
+            if here
+            else embed_on_ray(config, todo, folder, progress)
+        )
         sidecars |= {sidecar.unit: sidecar for sidecar in made}
     return [sidecars[unit.name] for unit in units]
-
-
-class _Progress:
-    """Texts a second beside the bar of input bytes."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar, self._texts = bar, 0
-
-    def add(self, texts: int, num_bytes: int) -> None:
-        """So much more is done."""
-        self._texts += texts
-        seconds = max(1e-9, float(self._bar.format_dict["elapsed"]))
-        self._bar.set_postfix_str(f"{self._texts:,} texts, {self._texts / seconds:,.0f} a second", refresh=False)
-        self._bar.update(num_bytes)
-
-
-def _here(
-    config: EmbedConfig,
-    todo: Sequence[tuple[Unit, str]],
-    folder: Path,
-    encoder: SentenceEncoder,
-    progress: _Progress,
-) -> Iterator[UnitSidecar]:
-    for unit, identity in todo:
-        yield embed_unit(unit, folder, config, identity, encoder, progress.add)
-
-
-class UnitEmbedder:
-    """What a Ray worker is: an encoder that embeds one unit after the other."""
-
-    def __init__(self, config: EmbedConfig, folder: str) -> None:
-        self._config, self._folder = config, Path(folder)
-        self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
-
-    def __call__(self, row: dict[str, str]) -> dict[str, str]:
-        """`{"unit": JSON, "identity": hash}` in, `{"sidecar": JSON, "problem": words}` out."""
-        unit = Unit.model_validate_json(row["unit"])
-        try:
-            sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
-        except (OSError, EmbedError) as error:  # raised here, it would reach people as a traceback of Ray's
-            return {"sidecar": "", "problem": str(error)}
-        return {"sidecar": sidecar.model_dump_json(), "problem": ""}
-
-
-def _on_ray(
-    config: EmbedConfig, todo: Sequence[tuple[Unit, str]], folder: Path, progress: _Progress
-) -> Iterator[UnitSidecar]:
-    if not todo:
-        return
-    from common.session import start_ray
-    from common.session_config import SessionError
-
-    try:
-        start_ray()
-    except SessionError as error:
-        raise EmbedError(str(error)) from error
-    import ray  # after the session, which keeps it quiet
-    from ray.exceptions import RayActorError, WorkerCrashedError
-
-    resources = ray.cluster_resources()
-    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-    workers = min(config.workers or gpus or max(1, cpus // _CPUS_PER_WORKER), gpus or cpus)
-    share: dict[str, int] = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(_CPUS_PER_WORKER, cpus // workers))}
-    items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
-    sizes = {unit.name: unit.num_bytes for unit, _ in todo}
-    rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
-        UnitEmbedder,
-        fn_constructor_kwargs={"config": config, "folder": str(folder)},
-        concurrency=min(workers, len(items)),
-        max_restarts=_RESTARTS,
-        max_task_retries=_RESTARTS,
-        **share,
-    )
-    try:
-        for row in rows.iter_rows():
-            if row["problem"]:
-                raise EmbedError(f"{row['problem']}. What is finished stays; the same command continues")
-            sidecar = UnitSidecar.model_validate_json(row["sidecar"])
-            progress.add(sidecar.written, sizes[sidecar.unit])
-            yield sidecar
-    except (RayActorError, WorkerCrashedError) as error:
-        raise EmbedError(f"workers keep dying ({error}); what is finished stays, the same command continues") from error

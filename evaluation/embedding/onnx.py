@@ -1,4 +1,4 @@
-"""An encoder as ONNX: a folder with `model.onnx`, its `tokenizer.json`, and what else is needed to use them.
+"""Export of an encoder to ONNX: a folder with `model.onnx`, its `tokenizer.json`, and the settings for their use.
 
 Inputs `input_ids` and `attention_mask`, int64 `(texts, tokens)`, padded on the right; output `sentence_embedding`,
 float32 `(texts, size)`. Pooling, dense layers and normalisation are inside the graph.
@@ -21,10 +21,10 @@ SETTINGS = "declutr_onnx.json"
 
 
 def require_onnx() -> None:
-    """Checks that the libraries are installed that write a graph, before an encoder is loaded for it.
+    """Check, before an encoder is loaded, that the libraries for writing a graph are installed.
 
     Raises:
-        EncoderError: one is not.
+        EncoderError: a library is missing.
     """
     for name in ("onnx", "onnxscript"):
         try:
@@ -36,7 +36,7 @@ def require_onnx() -> None:
 
 
 class _Graph(nn.Module):
-    """From padded ids to embeddings, in operations that ONNX has."""
+    """Map padded ids to embeddings, in operations that ONNX supports."""
 
     def __init__(self, encoder: TransformerEncoder) -> None:
         super().__init__()
@@ -58,16 +58,18 @@ class _Graph(nn.Module):
 
 
 def export_onnx(encoder: SentenceEncoder, output: Path) -> None:
-    """Writes the folder.
+    """Write the folder.
 
     Raises:
-        EncoderError: not a transformer, or texts are to be read in windows, which a graph cannot do.
-        FileExistsError: `output` is there already.
+        EncoderError: the encoder is not a transformer, or reads long texts in windows, which a graph cannot do.
+        FileExistsError: `output` exists.
     """
     if not isinstance(encoder, TransformerEncoder):
-        raise EncoderError(f"{encoder.name}: only transformers become ONNX")
+        raise EncoderError(f"{encoder.name}: only transformers can be exported to ONNX")
     if encoder.long_texts != "cut":
-        raise EncoderError("--long-texts windows is no part of a graph; export with cut and average windows outside")
+        raise EncoderError(
+            "--long-texts windows cannot be exported; export with cut and average windows outside the graph"
+        )
     before = encoder.encoder.config
     encoder.encoder.set_layout(before.model_copy(update={"layout": "padded"}))
     try:
@@ -90,13 +92,13 @@ def export_onnx(encoder: SentenceEncoder, output: Path) -> None:
 
 
 def _write_graph(graph: nn.Module, path: Path, device: torch.device) -> None:
-    # Neither dimension is 1 or equal to the other: the exporter would take them for constants or for one another.
+    # Neither dimension is 1 or equals the other, because the exporter would merge them or take them for constants.
     mask = torch.ones(3, 7, dtype=torch.int64, device=device)
     mask[1, 4:] = 0
     texts, tokens = torch.export.Dim("texts"), torch.export.Dim("tokens", min=2)
     shape: dict[int, Any] = {0: texts, 1: tokens}
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the exporter's own, on its internals
+        warnings.simplefilter("ignore")  # the exporter warns about its internals
         torch.onnx.export(
             graph,
             (torch.ones_like(mask), mask),
@@ -112,7 +114,7 @@ def _write_graph(graph: nn.Module, path: Path, device: torch.device) -> None:
 
 
 def _tokenizer(encoder: TransformerEncoder) -> str:
-    """The tokenizer with truncation and padding set, so that `tokenizers` alone gives the graph its inputs."""
+    """Tokenizer with truncation and padding set, so that `tokenizers` alone prepares the graph's inputs."""
     tokenizer = encoder.engine()
     special = encoder.tokenizer
     tokenizer.enable_padding(pad_id=special.pad_token_id or 0, pad_token=special.pad_token or "[PAD]")

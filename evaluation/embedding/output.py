@@ -1,4 +1,4 @@
-"""The finished file, put together from the units' parts, and the note beside it that says what made it."""
+"""Assembly of the output from the units' parts, and the note next to it that records its origin."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,51 +11,51 @@ from pydantic import ValidationError
 from common.config import Strict, first_problem
 from common.storage import write_aside, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError
-from evaluation.embedding.units import UnitSidecar, part_schema
+from evaluation.embedding.units import EmbeddingSidecar, part_schema
 
 
 class Note(Strict):
-    """What made a file of embeddings; lies beside it as OUT.json."""
+    """Origin of a file of embeddings, stored next to it as OUT.json."""
 
     config: EmbedConfig
     fingerprint: str
-    """Of the encoder and its treatment of long texts."""
+    """Fingerprint of the encoder and its treatment of long texts."""
     size: int
-    """Numbers in a written embedding."""
+    """Numbers in an embedding of the file."""
     rows: int
     """Embeddings in the file."""
     skipped: dict[str, int]
-    """Records that could not be read and were left out, by reason."""
+    """Skipped records that could not be read, by reason."""
     job: str
     """SHA-256 of inputs, encoder and settings."""
     num_bytes: int
-    """Of the file of embeddings."""
+    """Size of the file of embeddings."""
 
 
 def note_path(output: Path) -> Path:
-    """Where the note of a file of embeddings lies."""
+    """Path of the note of a file of embeddings."""
     return output.with_name(f"{output.name}.json")
 
 
 def read_note(output: Path) -> Note:
-    """The note of a file of embeddings.
+    """Read the note of a file of embeddings.
 
     Raises:
-        EmbedError: there is none, or the file is not the one it was written for.
+        EmbedError: the note is missing, or was written for another file.
     """
     path = note_path(output)
     try:
         note = Note.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
-        raise EmbedError(f"{output}: has no note {path.name} of `declutr embed` beside it ({why})") from error
+        raise EmbedError(f"{output}: has no note {path.name} of `declutr embed` next to it ({why})") from error
     if not output.is_file() or output.stat().st_size != note.num_bytes:
-        raise EmbedError(f"{output}: is missing or of another size than its note {path.name} says; embed again")
+        raise EmbedError(f"{output}: is missing, or its size differs from its note {path.name}; embed again")
     return note
 
 
-def assemble(folder: Path, sidecars: list[UnitSidecar], config: EmbedConfig, size: int) -> int:
-    """Writes the output from the parts, in the order of the inputs; returns its number of rows."""
+def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig, size: int) -> int:
+    """Write the output from the parts, in the order of the inputs; return its number of rows."""
     schema = part_schema(size, config)
     rows = sum(sidecar.written for sidecar in sidecars)
     with write_aside(config.output) as aside:
@@ -68,7 +68,7 @@ def assemble(folder: Path, sidecars: list[UnitSidecar], config: EmbedConfig, siz
     return rows
 
 
-def _write_npy(aside: Path, folder: Path, sidecars: list[UnitSidecar], rows: int, schema: pa.Schema) -> None:
+def _write_npy(aside: Path, folder: Path, sidecars: list[EmbeddingSidecar], rows: int, schema: pa.Schema) -> None:
     kind = schema.field("embedding").type
     header = {
         "descr": np.lib.format.dtype_to_descr(np.dtype(kind.value_type.to_pandas_dtype())),
@@ -81,8 +81,8 @@ def _write_npy(aside: Path, folder: Path, sidecars: list[UnitSidecar], rows: int
             stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
 
 
-def _batches(folder: Path, sidecars: list[UnitSidecar]) -> Iterator[pa.RecordBatch]:
-    """Record batches of all parts, their rows counted through all units."""
+def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.RecordBatch]:
+    """Record batches of all parts, with rows counted across units."""
     first = 0
     for sidecar in sidecars:
         with pa.memory_map(str(folder / f"{sidecar.unit}.arrow")) as source:
@@ -95,5 +95,5 @@ def _batches(folder: Path, sidecars: list[UnitSidecar]) -> Iterator[pa.RecordBat
 
 
 def write_note(note: Note, output: Path) -> None:
-    """Writes the note: the job is finished."""
+    """Write the note, which marks the job as finished."""
     write_text(note_path(output), note.model_dump_json(indent=1) + "\n")

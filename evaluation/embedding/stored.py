@@ -1,4 +1,4 @@
-"""The texts and vectors of an index, checked before they are used: the folder may come from someone else."""
+"""Texts and vectors of an index, checked before use because the folder may come from somebody else."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.st
 
 @dataclass(frozen=True)
 class Stored:
-    """One text of an index: its row, its id where there is one, what it came from, the text."""
+    """One text of an index: row, id if any, origin, text."""
 
     row: int
     id: str | None
@@ -25,14 +25,14 @@ class Stored:
 
 
 class StoredTexts:
-    """The file of texts, mapped.
+    """Memory-mapped file of texts.
 
     Args:
-        path: of the file.
-        rows: that it has to hold.
+        path: path of the file.
+        rows: expected number of rows.
 
     Raises:
-        EmbedError: it is cut off, altered, or holds something else.
+        EmbedError: the file is cut off, altered, or holds something else.
     """
 
     def __init__(self, path: Path, rows: int) -> None:
@@ -47,17 +47,17 @@ class StoredTexts:
             raise self._wrong(f"not {rows:,} rows of text, id and source")
 
     def at(self, row: int) -> Stored:
-        """The text of a row.
+        """Text of a row.
 
         Raises:
-            EmbedError: the part of the file that has it is altered.
+            EmbedError: the part of the file with this row is altered.
         """
         batch, place = divmod(row, CHUNK_ROWS)
         found: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
         return Stored(row, found["id"], found["source"] or "", found["text"] or "")
 
     def _batch(self, number: int) -> pa.RecordBatch:
-        """A batch whose offsets lead nowhere else and whose texts are UTF-8; otherwise reading it ends the process."""
+        """Batch with checked offsets and UTF-8 texts; an unchecked one could end the process."""
         if number not in self._checked:
             batch = self._file.get_batch(number)
             try:
@@ -72,25 +72,25 @@ class StoredTexts:
 
 
 def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
-    """The vectors `(rows, size)` of an .npy file, mapped; pickled objects are never read.
+    """Map the vectors `(rows, size)` of an .npy file; pickled objects are never read.
 
     Raises:
-        EmbedError: it is cut off, altered, or of another shape or type.
+        EmbedError: the file is cut off, altered, or of another shape or type.
     """
     try:
         found: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError, EOFError, SyntaxError, TypeError, OverflowError) as error:
         raise EmbedError(f"{path} cannot be read as vectors ({error})") from error
     if found.shape != (rows, size) or found.dtype != np.dtype(dtype):
-        raise EmbedError(f"{path} holds {found.shape} of {found.dtype}, not {(rows, size)} of {dtype}")
+        raise EmbedError(f"{path} holds {found.shape} of {found.dtype}, expected {(rows, size)} of {dtype}")
     return found
 
 
 def stored_vectors(path: Path, rows: int, size: int) -> NDArray[np.float32]:
-    """The vectors `(rows, size)` of an exact index, finite.
+    """Vectors `(rows, size)` of an exact index, all finite.
 
     Raises:
-        EmbedError: as `mapped`, or a number is not finite.
+        EmbedError: as for `mapped`, or a number is not finite.
     """
     found: NDArray[np.float32] = mapped(path, rows, size, "float32")
     if not all(np.isfinite(found[start : start + CHUNK_ROWS]).all() for start in range(0, rows, CHUNK_ROWS)):

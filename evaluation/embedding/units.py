@@ -1,4 +1,4 @@
-"""One unit of work: some texts to one file of embeddings, whole or absent, and a sidecar that says it is done."""
+"""One unit of work: texts to one file of embeddings, complete or absent, and a sidecar that marks it as done."""
 
 import itertools
 from collections import Counter
@@ -24,30 +24,30 @@ _WINDOW_CHARACTERS = 8_000_000
 _MAX_EXAMPLES = 3
 
 
-class UnitSidecar(Strict):
-    """What became of a unit's records."""
+class EmbeddingSidecar(Strict):
+    """Counts of a unit's records."""
 
     unit: str
     identity: str
     """SHA-256 of the unit's input and the job's settings."""
     read: int
-    """Records, those that could not be read included."""
+    """Records read, including those that could not be parsed."""
     written: int
     num_bytes: int
-    """Of the file of embeddings."""
+    """Size of the file of embeddings."""
     skipped: dict[str, int]
     """Records that could not be read, by reason."""
     examples: list[str]
 
 
 def corpus_of(config: EmbedConfig, field: str) -> FilesCorpus:
-    """The inputs as the readers know them."""
+    """Inputs as a corpus for the readers."""
     settings = {"kind": "files", "paths": config.inputs, "format": config.format, "text_field": field}
     return FilesCorpus.model_validate(settings | {"max_document_mib": MAX_TEXT_MIB})
 
 
 def part_schema(size: int, config: EmbedConfig) -> pa.Schema:
-    """Columns of a unit's file: row within the unit, id where asked for, embedding."""
+    """Columns of a unit's file: row within the unit, id if requested, embedding."""
     number = pa.float16() if config.shape.dtype == "float16" else pa.float32()
     names = [("row", pa.int64()), *([("id", pa.string())] if config.id_field else [])]
     return pa.schema([*names, ("embedding", pa.list_(number, config.shape.dimensions or size))])
@@ -60,16 +60,16 @@ def embed_unit(
     identity: str,
     encoder: SentenceEncoder,
     told: Callable[[int, int], None] | None = None,
-) -> UnitSidecar:
-    """Embeds one unit. Its bytes depend on the unit, the encoder and the settings, and on nothing else.
+) -> EmbeddingSidecar:
+    """Embed one unit. The bytes written depend only on the unit, the encoder and the settings.
 
     Args:
-        unit: what to read.
-        folder: of the parts.
+        unit: unit to read.
+        folder: folder of the parts.
         config: settings.
-        identity: of the unit in this job.
-        encoder: what embeds.
-        told: is told how many more texts were embedded and how many more input bytes were read.
+        identity: identity of the unit in this job.
+        encoder: encoder to use.
+        told: called with the numbers of newly embedded texts and newly read input bytes.
 
     Raises:
         EmbedError: a record cannot be read and is not to be skipped, or an embedding is not finite.
@@ -92,7 +92,7 @@ def embed_unit(
                     else:
                         words = f"{problem.source} at {problem.offset}: {problem.reason}: {problem.message}"
                         if not config.skip_bad:
-                            raise EmbedError(f"{words}. --skip-bad leaves out and counts what cannot be read")
+                            raise EmbedError(f"{words}. --skip-bad skips and counts records that cannot be read")
                         skipped[problem.reason] += 1
                         examples += [words] if len(examples) < _MAX_EXAMPLES else []
                     read += 1
@@ -102,7 +102,7 @@ def embed_unit(
                     if len(bad := np.flatnonzero(~np.isfinite(values).all(axis=1))):
                         raise EmbedError(
                             f"{unit.name}: the embedding of record {rows[bad[0]]:,} is not finite in "
-                            f"{config.shape.dtype}: the encoder is broken, or --dtype float32 is needed"
+                            f"{config.shape.dtype}; the encoder is broken, or --dtype float32 is needed"
                         )
                     writer.write_batch(_batch(schema, rows, ids, values))
                 if told is not None:
@@ -111,7 +111,7 @@ def embed_unit(
                     seen_bytes = now
     stamp_read(unit)
     path = folder / f"{unit.name}.arrow"
-    sidecar = UnitSidecar(
+    sidecar = EmbeddingSidecar(
         unit=unit.name,
         identity=identity,
         read=read,
@@ -124,10 +124,10 @@ def embed_unit(
     return sidecar
 
 
-def finished(unit: str, identity: str, folder: Path) -> UnitSidecar | None:
-    """The sidecar of a unit that needs no more work."""
+def finished(unit: str, identity: str, folder: Path) -> EmbeddingSidecar | None:
+    """Sidecar of a unit that needs no more work, or None."""
     try:
-        sidecar = UnitSidecar.model_validate_json((folder / f"{unit}.json").read_bytes())
+        sidecar = EmbeddingSidecar.model_validate_json((folder / f"{unit}.json").read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
     path = folder / f"{unit}.arrow"
@@ -136,18 +136,18 @@ def finished(unit: str, identity: str, folder: Path) -> UnitSidecar | None:
 
 
 def embed_distinct(encoder: SentenceEncoder, texts: list[str], shape: Shape) -> NDArray[Any]:
-    """Embeddings `(len(texts), dimensions)` as they are written; equal texts are embedded once."""
+    """Embeddings `(len(texts), dimensions)` as written to the file; equal texts are embedded once."""
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(text, len(numbers)) for text in texts]
     return shaped(encoder.encode(list(numbers)), shape)[places]
 
 
 def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
-    """Truncated, then normalised, then rounded."""
+    """Truncate, then normalise, then round."""
     kept = embeddings[:, : shape.dimensions]
     if shape.normalise:
         kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), 1e-12)
-    with np.errstate(over="ignore"):  # too large for float16: infinite, which the caller looks for
+    with np.errstate(over="ignore"):  # values too large for float16 become infinite, which the caller checks
         return np.ascontiguousarray(kept, dtype=shape.dtype)
 
 
@@ -161,19 +161,19 @@ Keyed = tuple[Record, Record | None]
 
 
 def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterator[Keyed]:
-    """Each record of a unit with its id, which a second pass over the same unit reads."""
+    """Pair each record of a unit with its id, read in a second pass over the same unit."""
     if config.id_field is None:
         yield from ((record, None) for record in records)
         return
     for record, key in itertools.zip_longest(records, read_unit(unit, corpus_of(config, config.id_field))):
         if record is None or key is None or (record.source, record.offset) != (key.source, key.offset):
             place = record or key
-            raise EmbedError(f"{place.source} at {place.offset}: texts and ids do not pair")
+            raise EmbedError(f"{place.source} at {place.offset}: cannot pair texts with ids")
         yield record, key
 
 
 def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:
-    """A bounded number of records and characters at a time: what is sorted by length and embedded together."""
+    """Yield a bounded number of records and characters, to be sorted by length and embedded together."""
     window: list[Keyed] = []
     held = 0
     for record, key in records:

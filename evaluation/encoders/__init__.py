@@ -1,1 +1,1 @@
-"""Kinds of sentence encoders; `evaluation.encoders.loading.load_encoder` chooses among them by name."""
+"""Kinds of sentence encoders; `evaluation.encoders.loading.load_encoder` chooses by name."""

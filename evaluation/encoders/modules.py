@@ -1,6 +1,6 @@
-"""What a sentence-transformers folder says of itself: which transformer, which pooling, and what comes after it.
+"""Modules of a sentence-transformers folder: its transformer, its pooling, and the steps after pooling.
 
-Only what can be computed exactly is taken on; anything else is refused by name.
+Modules that cannot be computed exactly here are refused by name.
 """
 
 from dataclasses import dataclass
@@ -41,25 +41,25 @@ _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sen
 
 
 class Normalize(nn.Module):
-    """e / |e|, a null vector staying what it is."""
+    """e / |e|; a null vector stays null."""
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """`(n, size)` to `(n, size)`."""
+        """Map `(n, size)` to `(n, size)`."""
         return F.normalize(embeddings, dim=-1)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a sentence-transformers folder makes embeddings.
+    """Steps by which a sentence-transformers folder makes embeddings.
 
     Attributes:
-        subfolder: of the transformer.
-        pooling: of its last hidden states.
+        subfolder: folder of the transformer.
+        pooling: pooling of its last hidden states.
         after: dense layers and normalisation, in order.
         size: numbers in an embedding; None: the transformer's.
-        max_tokens: longer texts are cut; None: the transformer's limit.
-        lower_case: whether texts are put in lower case first.
-        prompt: what is put before every text.
+        max_tokens: length to which texts are cut; None: the transformer's limit.
+        lower_case: whether texts are lower-cased first.
+        prompt: text put before every text.
     """
 
     subfolder: str
@@ -72,22 +72,22 @@ class Recipe:
 
 
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
-    """The recipe of a folder, or of a name at the Hugging Face hub; None where it has no modules.json.
+    """Read the recipe of a folder, or of a name at the Hugging Face hub; None if it has no modules.json.
 
     Args:
         name: folder or name.
-        pooling: overrides the one it declares.
+        pooling: overrides the declared pooling.
 
     Raises:
-        EncoderError: a module, a pooling or an option that is not computed here, a file that is damaged or missing, or
-            a lookup that failed.
+        EncoderError: a module, a pooling or an option is not supported, a file is damaged or missing, or a lookup
+            failed.
     """
     path = _file(name, "modules.json")
     if path is None:
         if left := [file for file in _OF_MODULES if Path(name).is_dir() and (Path(name) / file).is_file()]:
             raise EncoderError(
-                f"{name}: has {left[0]} of sentence-transformers and no modules.json, which says what follows the "
-                "transformer; it was copied or downloaded in part"
+                f"{name}: has {left[0]} of sentence-transformers but no modules.json, which defines the steps after "
+                "the transformer; the folder is incomplete, copy or download it again"
             )
         return None
     try:
@@ -97,8 +97,8 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= {"Dense", "Normalize", "Dropout"}:
         raise EncoderError(
-            f"{name}: its modules are {', '.join(kinds)}; only a Transformer with Pooling, then Dense and Normalize, "
-            "are computed exactly here"
+            f"{name}: its modules are {', '.join(kinds)}; supported are a Transformer with Pooling, then Dense and "
+            "Normalize"
         )
     after, size = nn.Sequential(), None
     for kind, folder in modules[2:]:
@@ -113,7 +113,7 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
     prompt = (options.get("prompts") or {}).get(chosen, "") if chosen else ""
     pooled = _json(name, _inside(modules[1][1], "config.json"), required=True)
     if prompt and not pooled.get("include_prompt", True):
-        raise EncoderError(f"{name}: leaves its prompt {prompt!r} out of the pooling, which is not computed here")
+        raise EncoderError(f"{name}: leaves its prompt {prompt!r} out of the pooling, which is not supported")
     return Recipe(
         subfolder=modules[0][1],
         pooling=pooling or _pooling(name, pooled),
@@ -126,7 +126,7 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
 
 
 def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
-    """The pooling of the old form, one flag a kind, or of the new."""
+    """Pooling from the old form (one flag per kind) or the new form."""
     declared = settings.get("pooling_mode", [kind for flag, kind in _FLAGS.items() if settings.get(flag)] or "mean")
     kinds = [declared] if isinstance(declared, str) else list(declared)
     for kind in get_args(Pooling):
@@ -143,7 +143,7 @@ def _dense(name: str, folder: str) -> tuple[nn.Module, int]:
     plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
     plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
     if activation not in _ACTIVATIONS or settings.get("use_residual") or not plain:
-        raise EncoderError(f"{name}: its dense layer {folder} ({activation}) is of a kind that is not computed here")
+        raise EncoderError(f"{name}: its dense layer {folder} ({activation}) is of a kind that is not supported")
     path = _file(name, _inside(folder, "model.safetensors")) or _file(name, _inside(folder, "pytorch_model.bin"))
     if path is None:
         raise EncoderError(f"{name}: its dense layer {folder} has no weights")
@@ -154,7 +154,7 @@ def _dense(name: str, folder: str) -> tuple[nn.Module, int]:
         layer.load_state_dict({key.removeprefix("linear."): value.float() for key, value in weights.items()})
     except DAMAGE as error:
         told = " ".join(str(error).split())
-        raise EncoderError(f"{path}: does not hold the weights that its config.json names ({told})") from error
+        raise EncoderError(f"{path}: does not hold the weights that its config.json describes ({told})") from error
     return nn.Sequential(layer, _ACTIVATIONS[activation]()), int(settings["out_features"])
 
 
@@ -165,18 +165,18 @@ def _inside(folder: str, file: str) -> str:
 def _json(name: str, file: str, required: bool = False) -> dict[str, Any]:
     path = _file(name, file)
     if path is None and required:
-        raise EncoderError(f"{name}: {file} is missing; it was copied or downloaded in part")
+        raise EncoderError(f"{name}: {file} is missing; the folder is incomplete, copy or download it again")
     try:
         found = read_json(path) if path else {}
     except ValueError as error:
         raise EncoderError(f"{path} is damaged or half downloaded ({error})") from error
     if not isinstance(found, dict):
-        raise EncoderError(f"{path} is damaged: it holds a {type(found).__name__}, no settings")
+        raise EncoderError(f"{path} is damaged: it holds a {type(found).__name__} instead of settings")
     return found
 
 
 def _file(name: str, file: str) -> Path | None:
-    """A file of a folder or of the hub; None where there is none."""
+    """Path of a file in a folder or at the hub, or None."""
     if Path(name).exists():
         path = Path(name) / file
         return path if path.is_file() else None
@@ -185,11 +185,11 @@ def _file(name: str, file: str) -> Path | None:
     try:
         return Path(hf_hub_download(name, file, local_files_only=hub_problem() is not None))
     except LocalEntryNotFoundError as error:
-        if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # asked for earlier, and the hub had none
+        if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # an earlier lookup found that the hub has none
             return None
         raise EncoderError(
-            f"{name} cannot be loaded: there is no such folder here, and whether the hub has its {file} cannot be "
-            f"asked: {hub_problem()}. Without a network, download it to a folder and name that"
+            f"{name} cannot be loaded: there is no such folder here, and the hub cannot be asked for {file}: "
+            f"{hub_problem()}. Without a network, download the model to a folder and name that folder"
         ) from error
     except EntryNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""What every sentence encoder offers, whatever it is made of."""
+"""Interface of every sentence encoder."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 
 class EncoderError(ValueError):
-    """A folder, file or name that is no encoder this project can load."""
+    """A folder, file or name that cannot be loaded as an encoder."""
 
 
 class SentenceEncoder(Protocol):
-    """Texts to embeddings."""
+    """Converter of texts to embeddings."""
 
     @property
     def name(self) -> str:
-        """What it was asked for by."""
+        """Name by which it was loaded."""
 
     @property
     def size(self) -> int:
@@ -24,7 +24,7 @@ class SentenceEncoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides the embeddings: two encoders with the same one give the same vectors."""
+        """SHA-256 of everything that decides the embeddings; equal fingerprints mean equal vectors."""
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Embeddings `(len(texts), size)` in the order of the texts."""
+        """Return embeddings `(len(texts), size)` in the order of the texts."""

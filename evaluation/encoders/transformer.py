@@ -1,7 +1,7 @@
-"""Texts to embeddings with a transformer: batches by token budget, no padding where the encoder can pack.
+"""Embeddings by a transformer: batches by token budget, without padding if the encoder can pack.
 
-On a CPU, batches are computed side by side, each by one thread. The work is divided between batches and never inside
-one, so that an embedding has the same bits on two cores as on sixty-four.
+On a CPU, batches are computed in parallel, each by one thread. Work is divided between batches and never inside one, so
+that an embedding has the same bits on two cores as on sixty-four.
 """
 
 import hashlib
@@ -24,27 +24,27 @@ from trainer.data.batches import SpanBatch
 from trainer.model.encoder import Encoder
 
 LongTexts = Literal["cut", "windows"]
-_CPU_BATCH_TOKENS = 2048  # activations of a batch stay near the processor
+_CPU_BATCH_TOKENS = 2048  # keeps the activations of a batch in the processor's cache
 _GPU_BATCH_TOKENS = 65536
 
 
 @dataclass(frozen=True)
 class TransformerEncoder:
-    """An encoder with its tokenizer.
+    """Encoder with its tokenizer.
 
     Attributes:
-        name: what it was loaded from.
-        encoder: in evaluation mode.
-        tokenizer: of transformers.
-        max_tokens: of one input, specials included.
-        long_texts: what becomes of longer ones. cut: their beginning is taken. windows: they are read in consecutive
-            windows w of max_tokens, and e(x) = sum_w n_w e(w) / sum_w n_w with n_w the tokens of w without specials;
-            where the encoder ends in a normalisation, so does this.
-        after: what follows pooling: dense layers, normalisation.
-        prompt: put before every text.
+        name: name by which it was loaded.
+        encoder: encoder in evaluation mode.
+        tokenizer: tokenizer of transformers.
+        max_tokens: maximum tokens of one input, including special tokens.
+        long_texts: treatment of longer inputs. cut: only their beginning is used. windows: they are read in consecutive
+            windows w of max_tokens, and e(x) = sum_w n_w e(w) / sum_w n_w with n_w the tokens of w without special
+            tokens; if the encoder ends in a normalisation, the result is normalised too.
+        after: steps after pooling: dense layers, normalisation.
+        prompt: text put before every text.
         embedding_size: numbers in an embedding; None: the transformer's hidden size.
-        pretrained: name of the encoder that it was trained on from, where its settings say so.
-        unused: parts of its files that take no part in an embedding (heads), with their numbers of weights.
+        pretrained: name of the encoder from which it was trained, if its settings name one.
+        unused: parts of its files that do not affect an embedding (heads), with their numbers of weights.
     """
 
     name: str
@@ -65,7 +65,7 @@ class TransformerEncoder:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the computation."""
         return next(self.encoder.parameters()).device
 
     @cached_property
@@ -94,18 +94,18 @@ class TransformerEncoder:
         return self.engine()
 
     def engine(self) -> Tokenizer:
-        """The tokenizer without what transformers wraps around it, which takes as long again for short texts."""
+        """Tokenizer without the wrapper of transformers, which takes twice as long for short texts."""
         engine = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         engine.no_padding()
         engine.enable_truncation(self.max_tokens, direction=self.tokenizer.truncation_side)
         return engine
 
     def encode(self, texts: Sequence[str], batch_tokens: int | None = None) -> NDArray[np.float32]:
-        """Embeddings `(len(texts), size)` in the order of the texts; an empty text is its special tokens alone.
+        """Embeddings `(len(texts), size)` in the order of the texts; an empty text consists of its special tokens.
 
         Args:
-            texts: what is embedded.
-            batch_tokens: most tokens in one forward; None: 2,048 on a CPU, 65,536 on a GPU.
+            texts: texts to embed.
+            batch_tokens: maximum tokens in one forward pass; None: 2,048 on a CPU, 65,536 on a GPU.
         """
         if not texts:
             return np.empty((0, self.size), np.float32)
@@ -116,7 +116,7 @@ class TransformerEncoder:
         owners = np.repeat(np.arange(len(rows)), [len(group) for group in windows])
         flat = [window for group in windows for window in group]
         weights = np.array([len(window.ids) - sum(window.special_tokens_mask) for window in flat], np.float64)
-        weights = np.maximum(weights, np.bincount(owners)[owners] == 1)  # an empty text is one window without tokens
+        weights = np.maximum(weights, np.bincount(owners)[owners] == 1)  # an empty text has one window without tokens
         totals = np.zeros((len(rows), self.size), np.float64)
         np.add.at(totals, owners, self._embed([row.ids for row in flat], batch_tokens) * weights[:, None])
         means = totals / np.bincount(owners, weights)[:, None]
@@ -125,11 +125,11 @@ class TransformerEncoder:
         return means.astype(np.float32)
 
     def _embed(self, rows: list[list[int]], batch_tokens: int | None) -> NDArray[np.float32]:
-        """Embeddings of inputs, in their order."""
+        """Embeddings of token rows, in their order."""
         device = self.device
         budget = batch_tokens or (_CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS)
         lengths = np.array([len(row) for row in rows])
-        order = np.argsort(lengths, kind="stable")  # neighbours of one length attend together
+        order = np.argsort(lengths, kind="stable")  # inputs of one length share one attention call
         flat = torch.from_numpy(np.concatenate([np.array(rows[place], np.int64) for place in order]))
         ordered = torch.from_numpy(lengths[order])
         nothing = torch.empty(0, dtype=torch.int64)
@@ -151,7 +151,7 @@ class TransformerEncoder:
 
 
 def _cuts(lengths: list[int], budget: int) -> list[tuple[int, int]]:
-    """Consecutive inputs of at most `budget` tokens, cut where the length changes once half of it is reached.
+    """Slices of consecutive inputs with at most `budget` tokens, cut at a change of length once half of it is reached.
 
     Inputs of one length need no mask and no rearrangement in attention.
     """
@@ -167,7 +167,7 @@ def _cuts(lengths: list[int], budget: int) -> list[tuple[int, int]]:
 
 @contextmanager
 def _single_threads() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as torch would use, each computing alone."""
+    """Pool with as many threads as torch would use, each computing alone."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(before, initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -1,4 +1,4 @@
-"""Weights that an encoder needs, lacks and leaves out: a model that was loaded in part gives wrong scores."""
+"""Checks of the weights that an encoder needs: a model that is loaded in part gives wrong scores."""
 
 import pickle
 import zipfile
@@ -14,28 +14,28 @@ from common.storage import read_json
 from evaluation.encoders.protocol import EncoderError
 
 DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
-"""Errors that the libraries raise for files that are damaged, cut short or of another model."""
+"""Errors that the libraries raise for files that are damaged, cut short, or of another model."""
 _POOLER = "pooler"
 
 
 def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collection[Any]]) -> tuple[str, ...]:
-    """Compares what the file holds with what the encoder computes with.
+    """Compare the weights in the file with those the encoder computes with.
 
-    Heads (of masked language models, classifiers, next sentences) and a pooler over the first token take no part in an
-    embedding. They may lie in the file, and a pooler may be missing: it is set to 0, so that its random start does not
+    Heads (of masked language models, classifiers, next sentences) and a pooler over the first token do not affect an
+    embedding. The file may contain them, and a pooler may be missing: it is set to 0, so that its random start does not
     change the encoder's fingerprint.
 
     Args:
-        name: of the encoder.
-        model: as `from_pretrained` made it.
+        name: name of the encoder.
+        model: model from `from_pretrained`.
         report: its `output_loading_info`: `missing_keys`, `unexpected_keys`, `mismatched_keys`.
 
     Returns:
-        parts of the file that the encoder leaves out, with their numbers of weights.
+        Parts of the file that the encoder does not use, with their numbers of weights.
 
     Raises:
         EncoderError: a weight of the encoder is missing or has another shape, or the file has weights inside the
-            encoder's own parts (a layer more than `config.json` says).
+            encoder's own parts (a layer more than `config.json` declares).
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     own = {child for child, _ in model.named_children()} - {_POOLER}
@@ -55,8 +55,8 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
     if problems:
         more = f"; the files also hold {_some(unexpected)}" if missing and unexpected and not foreign else ""
         raise EncoderError(
-            f"{name}: is not a whole encoder, so it gets no score: {'; '.join(problems)}{more}. Download it again, or "
-            "export it with the library that made it"
+            f"{name}: is not a complete encoder, so it gets no score: {'; '.join(problems)}{more}. Download it again, "
+            "or export it with the library that made it"
         )
     if any(_of_pooler(key) for key in report["missing_keys"]):
         for key, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
 
 
 def broken_file(folder: Path) -> str:
-    """The first JSON or weights file of a folder that cannot be read, with the reason; "" where all can."""
+    """First unreadable JSON or weights file of a folder, with the reason; "" if all are readable."""
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin")):
         try:
             if path.suffix == ".json":
@@ -85,6 +85,13 @@ def broken_file(folder: Path) -> str:
         except (OSError, ValueError, SafetensorError) as error:
             return f"{path} is damaged or half downloaded ({error})"
     return ""
+
+
+def explain(error: Exception) -> str:
+    """Message of an error; if the model's code must be trusted, the option for that."""
+    if "trust_remote_code" not in str(error):
+        return str(error)
+    return "it comes with Python code, which is not run; if you trust that code, add --trust-remote-code"
 
 
 def _of_pooler(key: str) -> bool:

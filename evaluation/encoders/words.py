@@ -1,4 +1,4 @@
-"""Baselines without a network: the mean of a text's word vectors, read from a file or made from a hash.
+"""Baselines without a network: the mean of a text's word vectors, read from a file or derived from a hash.
 
 e(x) = 1/n sum_i v(w_i) over the n words of x that have a vector; 0 for a text without any.
 """
@@ -23,18 +23,19 @@ _WORDS_PER_FILE_CHUNK = 1 << 16
 
 
 def words_of(text: str) -> list[str]:
-    """Runs of letters and digits, and every other character that is no space, case kept."""
+    """Split into runs of letters and digits, and every other character except spaces; case is kept."""
     return _WORD.findall(text)
 
 
 class HashedWords:
-    """Every word has a random vector of signs, drawn from the seed and a hash of the word: the same on any machine.
+    """Encoder that gives every word a random vector of signs, drawn from the seed and a hash of the word.
 
-    v(w) = s / sqrt(size), s in {-1, 1}^size, of the word in lower case. Sums of signs are integers, hence exact.
+    v(w) = s / sqrt(size), s in {-1, 1}^size, of the word in lower case. Sums of signs are integers and therefore exact,
+    so embeddings are the same on every machine.
 
     Args:
         size: numbers in an embedding.
-        seed: of the signs.
+        seed: seed of the signs.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
@@ -60,7 +61,7 @@ class HashedWords:
         return embeddings
 
     def _signs(self, words: list[str]) -> NDArray[np.int8]:
-        """`(len(words), size)` of -1 and 1."""
+        """Signs -1 and 1, `(len(words), size)`."""
         digests = [hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest() for word in words]
         keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
         drawn = seeding.words(self.seed, "hashed-words", keys, np.zeros_like(keys), -(-self.size // 32))
@@ -70,20 +71,20 @@ class HashedWords:
 
 
 class WordVectors:
-    """The mean of the vectors of a text's words, in the text format of fastText and GloVe.
+    """Mean of the vectors of a text's words, in the text format of fastText and GloVe.
 
-    In plain texts, words are found by `words_of`; one that the file lacks is looked up in lower case, and left out when
-    that is lacking too; the first of a word's lines counts. Tokenized texts are handled as by `examples/bow.py` of
-    SentEval: split at white space, each word looked up as it is written, in the last of its lines.
+    In plain texts, `words_of` finds the words. A word missing in the file is looked up in lower case, and skipped if
+    that is missing too; the first of a word's lines counts. Tokenized texts are handled like `examples/bow.py` of
+    SentEval: split at white space, each word looked up as written, in the last of its lines.
 
     Args:
-        path: one word a line and its numbers after it, separated by spaces or tabs; perhaps a first line with the
-            number of words and of dimensions; perhaps compressed by gzip.
-        vocabulary: None: every word of the file is held in memory. Otherwise only these, and them in lower case.
+        path: file with one word per line, followed by its numbers, separated by spaces or tabs. A first line with the
+            numbers of words and dimensions is optional, gzip compression too.
+        vocabulary: words to hold in memory, as written and in lower case; None: every word of the file.
         tokenized: see above.
 
     Raises:
-        EncoderError: no such file, a line of another length, no word of the vocabulary in the file.
+        EncoderError: the file is missing, a line has another length, or the file has no word of the vocabulary.
     """
 
     def __init__(self, path: Path, vocabulary: Collection[str] | None = None, tokenized: bool = False) -> None:
@@ -101,7 +102,7 @@ class WordVectors:
         except (OSError, EOFError) as error:
             raise EncoderError(f"{path}: cannot be read as word vectors: {error}") from error
         if not chunks:
-            raise EncoderError(f"{path}: holds no word vector{'' if wanted is None else ' of the words asked for'}")
+            raise EncoderError(f"{path}: holds no word vector{'' if wanted is None else ' of the requested words'}")
         self._vectors = np.concatenate(chunks)
         self.size = self._vectors.shape[1]
         made_of = {"kind": "word-vectors", "version": 1, "file": hash_file(path)}
@@ -125,7 +126,7 @@ class WordVectors:
 
 
 def _read(path: Path, wanted: set[str] | None) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
-    """Words with their vectors `(words, size)`, in file order, a bounded number at a time."""
+    """Words with their vectors `(words, size)`, in file order, in bounded chunks."""
     words: list[str] = []
     rows: list[list[bytes]] = []
     size, separator = 0, b""
@@ -146,10 +147,12 @@ def _read(path: Path, wanted: set[str] | None) -> Iterator[tuple[list[str], NDAr
             if wanted is not None and word not in wanted:
                 continue
             values = rest.split()
-            if len(values) > size:  # some files have words with spaces in them, which no text of ours is split into
+            if len(values) > size:  # some files have words that contain spaces; no text is split into such words
                 continue
             if len(values) < size:
-                raise EncoderError(f"{path}, line {number}: {len(values)} numbers where {size} are due; is it cut off?")
+                raise EncoderError(
+                    f"{path}, line {number}: {len(values)} numbers, expected {size}; is the file cut off?"
+                )
             words.append(word)
             rows.append(values)
             if len(rows) == _WORDS_PER_FILE_CHUNK:
@@ -163,4 +166,4 @@ def _numbers(path: Path, rows: list[list[bytes]]) -> NDArray[np.float32]:
     try:
         return np.array(rows).astype(np.float32)
     except ValueError as error:
-        raise EncoderError(f"{path}: is no file of word vectors: {error}") from error
+        raise EncoderError(f"{path}: is not a file of word vectors: {error}") from error

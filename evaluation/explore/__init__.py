@@ -1,1 +1,1 @@
-"""An encoder looked at in a browser: the texts nearest to a sentence, and a map of an index."""
+"""Exploration of an encoder in a browser: nearest texts of a sentence, and a map of an index."""

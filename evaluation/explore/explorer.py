@@ -1,4 +1,4 @@
-"""What the page asks for: the map of an index, the texts nearest to a query or to another text; as values for JSON."""
+"""Answers for the page, as values for JSON: the map of an index, and the texts nearest to a query or a text."""
 
 import threading
 from collections.abc import Sequence
@@ -25,20 +25,20 @@ Json = dict[str, Any]
 
 
 class ExploreError(ValueError):
-    """A question that has no answer."""
+    """A question without an answer."""
 
 
 class Explorer:
-    """An index with the encoder that made it. Any thread may ask; one at a time is answered.
+    """Index with its encoder. Any thread may ask; questions are answered one at a time.
 
     Args:
-        index: where texts and vectors are; they stay on the disk, but for those of the map.
-        encoder: of the queries.
-        top: texts to find.
-        map_texts: points of the map; of a larger index these many are drawn, the same ones every time.
+        index: texts and vectors, which stay on the disk except those of the map.
+        encoder: encoder for queries.
+        top: number of texts to find.
+        map_texts: points of the map; from a larger index this many are drawn, always the same ones.
 
     Raises:
-        EmbedError: the encoder is not the one that made the index, or the index is empty.
+        EmbedError: the encoder did not make the index, or the index is empty.
     """
 
     def __init__(self, index: SearchIndex, encoder: SentenceEncoder, top: int = 10, map_texts: int = 5_000) -> None:
@@ -55,7 +55,7 @@ class Explorer:
         self._points = self._described(texts, _POINT_CHARACTERS, vectors)
 
     def map(self) -> Json:
-        """What the index is, the names of the groups, and the points of the map."""
+        """Facts about the index, names of the groups, and points of the map."""
         facts = self._index.facts
         return {
             "encoder": visible(facts.choice.model),
@@ -68,16 +68,16 @@ class Explorer:
         }
 
     def search(self, query: str) -> Json:
-        """The texts nearest to a query, and the query's place on the map.
+        """Find the texts nearest to a query, and the query's place on the map.
 
         Raises:
-            ExploreError: the query is empty, too long, or says nothing to the encoder.
+            ExploreError: the query is empty, too long, or has no word that the encoder knows.
         """
         if not query.strip():
             raise ExploreError("the query is empty: type a sentence")
         if len(query) > MAX_QUERY_CHARACTERS:
-            raise ExploreError(f"the query has {len(query):,} characters; {MAX_QUERY_CHARACTERS:,} at most")
-        with self._lock:  # tokenizers are not made for several threads
+            raise ExploreError(f"the query has {len(query):,} characters; shorten it to {MAX_QUERY_CHARACTERS:,}")
+        with self._lock:  # tokenizers are not thread-safe
             vector = self._index.embed(self._encoder, query)
             if not vector.any():
                 raise ExploreError(NO_WORD)
@@ -85,13 +85,13 @@ class Explorer:
             return {"query": {"x": x, "y": y}, "hits": self._hits(self._index.hits(vector, self._top))}
 
     def neighbours(self, row: int) -> Json:
-        """A text of the index, and those nearest to it.
+        """Return a text of the index, and the texts nearest to it.
 
         Raises:
-            ExploreError: there is no such text.
+            ExploreError: the index has no such text.
         """
         if not 0 <= row < self._index.facts.rows:
-            raise ExploreError(f"there is no text {row:,}; the index has {self._index.facts.rows:,}, counted from 0")
+            raise ExploreError(f"row {row:,} is not in the index of {self._index.facts.rows:,} texts, counted from 0")
         with self._lock:
             vector = self._index.vectors([row])
             others = [hit for hit in self._index.hits(vector[0], self._top + 1) if hit.row != row]
@@ -105,7 +105,7 @@ class Explorer:
         return [told | score for told, score in zip(described, scores, strict=True)]
 
     def _described(self, texts: Sequence[Stored], num_characters: int, vectors: NDArray[np.float32]) -> list[Json]:
-        """Texts with their place and group, cut to that many characters, nothing in them that steers a page."""
+        """Texts with place and group, cut to that many characters, without characters that control a page."""
         return [
             {
                 "row": text.row,
@@ -125,7 +125,7 @@ class Explorer:
 
 
 def sample_rows(num_rows: int, count: int, seed: int = 0) -> list[int]:
-    """Ascending numbers below `num_rows`: `count` of them by (seed, "explore"), or all when there are fewer."""
+    """Ascending numbers below `num_rows`: `count` of them drawn by (seed, "explore"), or all if there are fewer."""
     drawn = np.arange(min(num_rows, count))
     if num_rows > count:
         drawn = np.sort(permute(seeding.key_for(seed, "explore"), np.zeros_like(drawn), drawn, num_rows))

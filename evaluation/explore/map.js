@@ -1,5 +1,5 @@
 "use strict";
-// The map: points on a canvas, each group with a colour and a shape of its own, for those who do not tell colours apart.
+// The map: points on a canvas. Each group has its own colour and shape, for readers who cannot tell colours apart.
 
 const SHAPES = [
   "M4,0A4,4 0 1 1 -4,0A4,4 0 1 1 4,0Z",
@@ -13,7 +13,7 @@ const SHAPES = [
   "M2.6,0A2.6,2.6 0 1 1 -2.6,0A2.6,2.6 0 1 1 2.6,0Z",
 ];
 const STAR = "M0,-10L2.4,-3.3L9.5,-3.1L3.8,1.3L5.9,8.1L0,4L-5.9,8.1L-3.8,1.3L-9.5,-3.1L-2.4,-3.3Z";
-const REACH = 14; // pixels from the pointer to a point that it means
+const REACH = 14; // maximum distance in pixels between the pointer and the point it selects
 const MARGIN = 22;
 
 /** A group's number among the colours; the last group is that of all other sources. */
@@ -28,8 +28,8 @@ function look(group, groups) {
 class TextMap {
   constructor(canvas, tip, told, chosen) {
     Object.assign(this, { canvas, tip, told, chosen });
-    this.points = []; // all of the map's
-    this.hits = []; // in their order; some are points too
+    this.points = []; // all points of the map
+    this.hits = []; // in rank order; some are points too
     this.origin = null; // the query, or the text whose neighbours the hits are
     this.groups = [];
     this.hidden = new Set();
@@ -46,7 +46,7 @@ class TextMap {
       if (point) this.chosen(point);
     });
     canvas.addEventListener("wheel", event => {
-      if (!event.ctrlKey) return; // else the page scrolls, as everywhere
+      if (!event.ctrlKey) return; // otherwise the page scrolls
       event.preventDefault();
       this.zoom(Math.exp(-event.deltaY / 300), event.offsetX, event.offsetY);
     }, { passive: false });
@@ -107,7 +107,7 @@ class TextMap {
   moved(event) {
     if (this.from && event.buttons) {
       const [x, y] = [event.offsetX - this.from[0], event.offsetY - this.from[1]];
-      if (!this.dragged && Math.hypot(x, y) < 4) return; // a click with an unsteady hand
+      if (!this.dragged && Math.hypot(x, y) < 4) return; // small movements count as a click
       this.dragged = true;
       this.from = [event.offsetX, event.offsetY];
       this.view.x += x / this.view.zoom;

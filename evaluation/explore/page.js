@@ -1,9 +1,9 @@
-// Text from the server is text here, never markup: it goes into the page by textContent alone.
+// Text from the server is inserted by textContent alone, so that it is never parsed as markup.
 
 const element = id => document.getElementById(id);
-let asked = 0; // only the answer to the last question is shown
+let asked = 0; // only the answer to the latest question is shown
 
-/** An element with a class and what is in it. */
+/** Make an element with a class and children. */
 function make(name, kind, ...children) {
   const made = document.createElement(name);
   if (kind) made.className = kind;
@@ -24,7 +24,7 @@ function shape(group) {
   return svg;
 }
 
-/** Where a text comes from: its group's shape, its source, its id or else its row. */
+/** Describe the origin of a text: its group's shape, its source, its id or else its row. */
 function origin(text) {
   return [shape(text.group), make("span", "source", `${text.source} · ${text.id ?? text.row}`)];
 }
@@ -34,7 +34,7 @@ const map = new TextMap(element("map"), element("tip"), point => {
   if (point) element("tip").replaceChildren(make("p", "head", ...origin(point)), make("p", "text", point.text.slice(0, 120)));
 }, point => go({ row: point.row }));
 
-/** The number of a thing in words. */
+/** Format a number with its noun. */
 function count(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
@@ -50,7 +50,7 @@ async function get(path, parameters = {}) {
     const headers = { "X-Declutr-Token": new URLSearchParams(location.search).get("token") ?? "" };
     response = await fetch(`${path}?${new URLSearchParams(parameters)}`, { headers });
   } catch {
-    throw new Error("No answer: is `declutr explore` still running? What went wrong is said where it was started.");
+    throw new Error("No answer. Check that `declutr explore` is still running; its terminal shows what went wrong.");
   }
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
@@ -77,7 +77,7 @@ function hitItem(hit, index) {
 }
 
 function showAnswer({ hits, text = null, query = null }) {
-  const leading = element("hits").contains(document.activeElement); // to be replaced, and the focus with it
+  const leading = element("hits").contains(document.activeElement); // the focused item is about to be replaced
   element("chosen").hidden = !text;
   if (text) element("chosen").replaceChildren(make("p", "head", ...origin(text)), make("blockquote", "", text.text));
   element("hits").replaceChildren(...hits.map(hitItem));
@@ -87,7 +87,7 @@ function showAnswer({ hits, text = null, query = null }) {
   say(`The ${count(hits.length, "text")} nearest to ${text ? "the chosen one" : "the sentence"}${best}.`);
 }
 
-/** Asks what the address says: #text=... or #row=... */
+/** Ask the question in the address: #text=... or #row=... */
 async function run() {
   const given = new URLSearchParams(location.hash.slice(1)), number = ++asked;
   if (!given.has("text") && !given.has("row")) {
@@ -108,7 +108,7 @@ async function run() {
   }
 }
 
-/** Asks, and leaves the question in the address, so that Back goes back to the one before. */
+/** Ask, and store the question in the address, so that Back returns to the previous one. */
 function go(parameters) {
   history.pushState(null, "", `#${new URLSearchParams(parameters)}`);
   run();
@@ -136,9 +136,9 @@ async function start() {
   element("facts").textContent = `${count(texts, "text")}, embeddings of ${count(size, "number")}; ${searched}.`;
   const drawn = points.length < texts ? `${count(points.length, "text")} of ${texts.toLocaleString("en")}, drawn at random`
     : `All ${count(texts, "text")}`;
-  element("map-note").textContent = `${drawn}, seen in the plane in which they differ most (principal components; it has `
-    + `${(100 * share).toFixed(0)} % of their variance). Points that are near here may be far from each other; the list is right. `
-    + "The star is what was asked for, the numbers are its nearest texts.";
+  element("map-note").textContent = `${drawn}, projected on the plane of largest variance (principal components; it holds `
+    + `${(100 * share).toFixed(0)}% of the variance). Points that are near here may be far from each other; the list is exact. `
+    + "The star marks the query, the numbers its nearest texts.";
   map.show(points, groups);
   showLegend(groups, points);
   run();

@@ -1,4 +1,4 @@
-"""The page: one file of HTML with our style and our script in it, and the policy that lets it run nothing else."""
+"""The page: one HTML file with inline style and script, and the policy that lets no other code run."""
 
 import base64
 import hashlib
@@ -6,9 +6,9 @@ from importlib.resources import files
 
 
 def page() -> tuple[str, str]:
-    """The whole document, and the Content-Security-Policy it is to be sent with.
+    """Return the whole document and its Content-Security-Policy.
 
-    The policy names the style and the script by their hashes, and lets the script ask nobody but the page's own server.
+    The policy names the style and the script by their hashes. The script may contact only the page's own server.
     """
     report, here = files("evaluation.report"), files("evaluation.explore")
     style = "".join(place.read_text(encoding="utf-8") for place in (report / "style.css", here / "page.css"))

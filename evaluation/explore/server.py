@@ -1,9 +1,9 @@
-"""Serves the page and its answers to one person on this machine, on the standard library's server.
+"""Server of the page and its answers for one person on this machine, on the standard library's server.
 
-Neither another user of the machine nor a page of the world may read the corpus. The socket listens on 127.0.0.1 only.
-Every request needs the token that the printed address has. A Host that is not this very address is refused, because a
-name of the attacker's may be made to point here (DNS rebinding); answers carry no permission for other origins, and
-questions that a browser marks as another site's are refused.
+Other users of the machine and other websites must not read the corpus. The socket listens on 127.0.0.1 only. Every
+request needs the token from the printed address. A Host other than this address is refused, because an attacker's
+domain name can point here (DNS rebinding). Answers carry no permission for other origins, and requests that a browser
+marks as coming from another site are refused.
 """
 
 import json
@@ -21,28 +21,28 @@ from evaluation.explore.page import page
 
 ADDRESS = "127.0.0.1"
 TOKEN_HEADER = "X-Declutr-Token"
-_HTTP_PORT = 80  # browsers leave it out of Host
+_HTTP_PORT = 80  # browsers omit it from Host
 _IDLE_SECONDS = 30
 _MAX_CONNECTIONS = 64
-_MAX_TOKEN_QUERY = 200  # characters of an address that are looked at for the token
+_MAX_TOKEN_QUERY = 200  # characters of an address searched for the token
 _WHERE = "open the address that `declutr explore` printed"
 
 
-class _Refusal(Exception):  # noqa: N818 - what is refused is the request, nothing is broken
+class _Refusal(Exception):  # noqa: N818 - the request is refused, nothing is broken
     def __init__(self, status: HTTPStatus, words: str) -> None:
         super().__init__(words)
         self.status = status
 
 
 class ExploreServer(ThreadingTCPServer):
-    """Answers until it is told to stop; a thread for each connection, and no more than 64 of them.
+    """Server that answers until stopped, with one thread per connection and at most 64 connections.
 
     Args:
-        explorer: what answers.
+        explorer: source of the answers.
         port: 0 to 65,535; 0 takes a free one.
 
     Raises:
-        OSError: the port is taken, or not ours to open.
+        OSError: the port is taken or not permitted.
     """
 
     allow_reuse_address = True
@@ -65,25 +65,25 @@ class ExploreServer(ThreadingTCPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token: who has it may read the corpus."""
+        """Address of the page with the token; whoever has it can read the corpus."""
         return f"http://{ADDRESS}:{self.server_address[1]}/?token={self.token}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection, or closes it where there are too many."""
+        """Start a thread for a connection, or close the connection if there are too many."""
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers a connection to its end."""
+        """Answer a connection until it ends."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says what went wrong, unless it is only that the browser has left."""
+        """Report an error, unless the browser has closed the connection."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """The page, an answer, or a refusal."""
+        """Send the page, an answer, or a refusal."""
         try:
             self._refuse_strangers()
             path, _, query = self.path.partition("?")
@@ -110,14 +110,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse_strangers(self) -> None:
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or hosts[0] not in self.server.hosts:
-            words = f"this is not the Host asked for; {_WHERE} (with `ssh -L`, keep its port)"
+            words = f"the request has another Host than this server; {_WHERE} (with `ssh -L`, keep its port)"
             raise _Refusal(HTTPStatus.MISDIRECTED_REQUEST, words)
         site = self.headers.get("Sec-Fetch-Site", "none")
         if self.headers.get("Sec-Fetch-Mode") != "navigate" and site not in ("same-origin", "none"):
-            raise _Refusal(HTTPStatus.FORBIDDEN, f"another site's page asks; {_WHERE}")
+            raise _Refusal(HTTPStatus.FORBIDDEN, f"the request comes from another site's page; {_WHERE}")
 
     def _refuse_guesses(self, path: str, query: str) -> None:
-        """The page has the token in its address, its questions have it in a header."""
+        """Check the token: the page has it in its address, questions have it in a header."""
         in_address = parse_qs(query[:_MAX_TOKEN_QUERY]).get("token", [""])[0] if path == "/" else ""
         given = (in_address or self.headers.get(TOKEN_HEADER, "")).encode(errors="replace")
         if not secrets.compare_digest(given, self.server.token.encode()):
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
                     return _encoded(explorer.neighbours(_number(given.get("row", [""])[0])))
         except ExploreError as error:
             raise _Refusal(HTTPStatus.BAD_REQUEST, str(error)) from error
-        raise _Refusal(HTTPStatus.NOT_FOUND, "nothing is served here")
+        raise _Refusal(HTTPStatus.NOT_FOUND, "this address does not exist here")
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -154,13 +154,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: what somebody looks for is nobody's business, and errors are told on the page."""
+        """Log nothing: queries are private, and errors appear on the page."""
 
 
 def _number(text: str) -> int:
-    """A row; 18 digits are more than any index has, and less than Python refuses to read."""
+    """Parse a row number; 18 digits exceed every index and stay below Python's limit for integers."""
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise ExploreError(f"row = {text[:40]!r}: a number from 0 on")
+        raise ExploreError(f"row = {text[:40]!r}: must be a number from 0 on")
     return int(text)
 
 

@@ -1,1 +1,1 @@
-"""SentEval: its tasks, its protocols, its classifiers."""
+"""SentEval: tasks, data, protocols, classifiers and scores."""

@@ -1,1 +1,1 @@
-"""Scores of several encoders in one table, beside published ones: Markdown, JSON and a page."""
+"""Tables of several encoders' scores next to published ones: Markdown, JSON and a page."""

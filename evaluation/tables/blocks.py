@@ -1,6 +1,6 @@
-"""The blocks of a comparison: rows are encoders and published models, columns are tasks scored in one way.
+"""Blocks of a comparison: rows are encoders and published models, columns are tasks scored in one way.
 
-Numbers that papers compute differently stand in different blocks: STS12-16 three times (mean of subsets, weighted mean,
+Numbers that papers compute differently are in different blocks: STS12-16 three times (mean of subsets, weighted mean,
 over all pairs), SICK-R and STS-B by regression and by cosine, MRPC as mean of accuracy and F1 and as accuracy.
 """
 
@@ -29,12 +29,12 @@ Results = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a table.
+    """Number of a table.
 
     Attributes:
-        value: None where there is none.
-        marked: it is comparable with no published number (own data), or doubted.
-        signed: it is a difference.
+        value: the number, or None.
+        marked: whether the number is doubted or not comparable with published ones (own data).
+        signed: whether the number is a difference.
     """
 
     value: float | None
@@ -43,13 +43,13 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
-    """An encoder or a published model.
+class ModelRow:
+    """Row of a table: an encoder or a published model.
 
     Attributes:
-        label: its name.
-        source: the paper; "" for an encoder that was scored here.
-        cells: one a column.
+        label: name of the model.
+        source: paper of the model; "" for an encoder scored here.
+        cells: one cell per column.
     """
 
     label: str
@@ -59,28 +59,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """A table.
+    """One table.
 
     Attributes:
-        name: for links.
+        name: name for links.
         short: title of a few words.
         title: what is scored, and how.
-        columns: labels.
-        rows: those scored here first.
-        percent: values are of 0 to 100.
+        columns: column labels.
+        rows: rows, those scored here first.
+        percent: whether values range from 0 to 100.
     """
 
     name: str
     short: str
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ModelRow, ...]
     percent: bool = True
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What both kinds of rows are made of."""
+    """Common form of encoders scored here and published models."""
 
     label: str
     source: str
@@ -89,7 +89,7 @@ class _Model:
     geometry: Mapping[str, float] = field(default_factory=dict)
 
     def scores(self, task: str, protocol: Protocol | None) -> Mapping[str, float]:
-        """Of a protocol; None: of any, for tasks that both score alike."""
+        """Scores of a task under a protocol; None accepts any, for tasks that both score alike."""
         for name, results in self.results.items():
             if protocol in (None, name) and task in results:
                 return results[task]
@@ -97,7 +97,7 @@ class _Model:
 
 
 def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] = ()) -> tuple[Block, ...]:
-    """Blocks with at least one number of an encoder that was scored here."""
+    """Build the blocks that have at least one number of an encoder scored here."""
     models = [_ours(one) for one in evaluated] + [_theirs(one) for one in published]
     made = (
         _sts(models, "mean", "STS12-16, mean of the subsets (DeCLUTR's way)"),
@@ -115,7 +115,7 @@ def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] 
 
 
 def _scored_here(block: Block) -> Block:
-    """Without columns in which no encoder of this machine has a number, and without rows that then have none."""
+    """Remove columns without a number of an encoder scored here, then rows without numbers."""
     own = [row for row in block.rows if not row.source]
     kept = [place for place in range(len(block.columns)) if any(row.cells[place].value is not None for row in own)]
     rows = [replace(row, cells=tuple(row.cells[place] for place in kept)) for row in block.rows]
@@ -141,8 +141,8 @@ def _rows(
     columns: Sequence[str],
     value: Callable[[_Model, str], float | None],
     average: Callable[[_Model, list[float]], float] | None = None,
-) -> tuple[Row, ...]:
-    """Rows with a number; `average` of complete ones comes last, and is marked where one of its numbers is."""
+) -> tuple[ModelRow, ...]:
+    """Rows with a number; the `average` of complete rows comes last, marked if one of its numbers is."""
     rows = []
     for model in models:
         cells = [Cell(value(model, name), name in model.marked) for name in columns]
@@ -152,7 +152,7 @@ def _rows(
             values = [cell.value for cell in cells if cell.value is not None]
             whole = average(model, values) if len(values) == len(columns) else None
             cells.append(Cell(whole, any(cell.marked for cell in cells)))
-        rows.append(Row(model.label, model.source, tuple(cells)))
+        rows.append(ModelRow(model.label, model.source, tuple(cells)))
     return tuple(rows)
 
 
@@ -165,7 +165,7 @@ def _mean(_: _Model, values: list[float]) -> float:
 
 
 def _rounded_mean(_: _Model, values: list[float]) -> float:
-    """As SimCSE's tables are made: the mean of values that were rounded to two decimals."""
+    """Mean of values rounded to two decimals, as in SimCSE's tables."""
     return sum(float(f"{value:.2f}") for value in values) / len(values)
 
 
@@ -210,9 +210,9 @@ def _averages(models: Sequence[_Model]) -> Block:
         found = averages(model.results.get("senteval", {}), "senteval")
         return next(average.value for average in found if average.name == name)
 
-    def marked(model: _Model, row: Row) -> Row:
+    def marked(model: _Model, row: ModelRow) -> ModelRow:
         touched = bool(model.marked & set(model.results.get("senteval", {})))
-        return Row(row.label, row.source, tuple(Cell(cell.value, touched) for cell in row.cells))
+        return ModelRow(row.label, row.source, tuple(Cell(cell.value, touched) for cell in row.cells))
 
     rows = []
     for model in models:

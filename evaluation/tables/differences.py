@@ -1,20 +1,20 @@
-"""The difference column: how far each encoder is from the pretrained one that it started from."""
+"""Difference column: the distance of each encoder from the pretrained one it was trained from."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from evaluation.tables.blocks import Block, Cell, Row
+from evaluation.tables.blocks import Block, Cell, ModelRow
 
 Starts = Mapping[tuple[str, str], str]
-"""Label of the pretrained row by label and source of a row; both are of one source."""
+"""Label of the pretrained row, by label and source of a row; both have the same source."""
 _PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "without SNLI", "probing")
-"""Of the averages, the one whose difference is shown; the first is the papers' Avg."""
+"""Averages in order of preference for the difference; the first is the papers' Avg."""
 
 
 def with_differences(block: Block, starts: Starts) -> Block:
-    """Adds the column where a row and its pretrained row both have the number; its name says which number.
+    """Add the column if a row and its pretrained row both have the number; the column's name includes the number's.
 
-    It is the difference of the block's mean, or of the mean over all its columns where it has none.
+    The difference is that of the block's mean, or of the mean over all columns if the block has none.
     """
     if not block.percent or not block.columns:
         return block
@@ -34,7 +34,7 @@ def with_differences(block: Block, starts: Starts) -> Block:
     return replace(block, columns=(*block.columns, f"Δ {of or 'mean'}"), rows=added)
 
 
-def _number(block: Block, row: Row, of: str) -> Cell:
+def _number(block: Block, row: ModelRow, of: str) -> Cell:
     if of:
         return row.cells[block.columns.index(of)]
     values = [cell.value for cell in row.cells if cell.value is not None]

@@ -1,7 +1,7 @@
 """Published numbers of the DeCLUTR, SimCSE, SCD, VisualCSE, AudioCSE and SCL papers, as scores of tasks.
 
-They are read off the papers' tables (`published.json`), two decimals as printed. STS12-16 are put together in three
-ways by these papers; a score stands under the name of its own way and under no other.
+The numbers are copied from the papers' tables (`published.json`), with two decimals as printed. These papers aggregate
+STS12-16 in three ways; a score is stored only under the name of its way.
 """
 
 from collections.abc import Mapping
@@ -20,21 +20,21 @@ _RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
 
 
 class PublishedModel(Strict):
-    """A row of a paper."""
+    """Row of a paper's table."""
 
     model: str
     source: str
-    """Paper and tables."""
+    """Paper and table numbers."""
     sts: Aggregation
-    """How the subsets of STS12-16 are put together."""
+    """Aggregation of the subsets of STS12-16."""
     scores: Mapping[str, tuple[float, ...]]
     """Percent by task; for MRPC accuracy and F1 where both are printed."""
     pretrained: str = ""
-    """Row of the same paper with the encoder that this one was trained on from; "" where it has none."""
+    """Row of the same paper with the encoder from which this one was trained; "" if none."""
     doubt: str = ""
-    """Why some of these numbers are to be doubted."""
+    """Reason to doubt some of these numbers."""
     doubted: tuple[str, ...] = ()
-    """Which."""
+    """Tasks of the doubted numbers."""
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> "PublishedModel":
@@ -44,11 +44,11 @@ class PublishedModel(Strict):
 
     @property
     def protocol(self) -> Protocol:
-        """Whose procedure the numbers come from: STS-B and SICK-R by regression, or by cosine."""
+        """Protocol of the numbers: STS-B and SICK-R by regression (senteval) or by cosine (simcse)."""
         return "senteval" if self.sts == "mean" else "simcse"
 
     def results(self) -> Mapping[str, Mapping[str, float]]:
-        """Scores by task, named as our own results name them."""
+        """Scores by task, named like the results of this project."""
         return {name: self._named(name, values) for name, values in self.scores.items()}
 
     def _named(self, task: str, values: tuple[float, ...]) -> Mapping[str, float]:
@@ -57,7 +57,7 @@ class PublishedModel(Strict):
             return {f"spearman.{self.sts}": values[0] / 100}
         if procedure == "relatedness":
             return {"spearman": values[0] / 100}
-        if procedure == "retrieval":  # the mean of the six is what is printed
+        if procedure == "retrieval":  # the printed number is the mean of the six recalls
             return dict.fromkeys(_RECALLS, values[0])
         return dict(zip(("acc", "f1"), values, strict=False))
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from evaluation.tables.blocks import Block, Cell, Row
+from evaluation.tables.blocks import Block, Cell, ModelRow
 from evaluation.tables.remarks import Remarks
 
 
 def markdown(blocks: Sequence[Block], told: Remarks) -> str:
-    """A heading and a table each, then the remarks."""
+    """Format blocks as headings and tables, followed by the remarks."""
     return "\n".join([*_lines(blocks, told), ""])
 
 
@@ -28,13 +28,13 @@ def _lines(blocks: Sequence[Block], told: Remarks) -> Iterator[str]:
 
 
 def shown(cell: Cell, percent: bool = True) -> str:
-    """A number as tables print it, a dash where there is none."""
+    """Format a number; a dash if there is none."""
     if cell.value is None:
         return "–"
     return f"{cell.value:{'+' if cell.signed else ''}.{2 if percent else 3}f}{'*' if cell.marked else ''}"
 
 
-def _name(row: Row, told: Remarks) -> str:
+def _name(row: ModelRow, told: Remarks) -> str:
     label = _plain(row.label)
     return f"*{label}*, published ({told.numbers[row.source]})" if row.source else f"**{label}**"
 
@@ -44,6 +44,6 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown takes for nothing else: names of encoders and files come from anywhere."""
+    """Escape Markdown, because names of encoders and files may contain anything."""
     kept = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
     return " ".join(kept.split())

@@ -1,17 +1,17 @@
-"""Blocks as a page with a bar below each number: one file that runs nothing and asks the network for nothing."""
+"""Page of blocks with a bar below each number: one file without scripts and network requests."""
 
 from collections.abc import Sequence
 
 from evaluation.report.markup import Html, join, tag
 from evaluation.report.page import document
 from evaluation.report.svg import draw_bar
-from evaluation.tables.blocks import Block, Cell, Row
+from evaluation.tables.blocks import Block, Cell, ModelRow
 from evaluation.tables.markdown import shown
 from evaluation.tables.remarks import Remarks
 
 
 def page(blocks: Sequence[Block], told: Remarks) -> str:
-    """The whole document. The same blocks give the same text."""
+    """Return the whole document. Equal blocks give equal text."""
     links = [tag("a", block.short, href=f"#{block.name}") for block in blocks]
     sections = [
         tag("section", tag("h2", block.title, id=f"{block.name}-head"), _table(block, told), id=block.name)
@@ -53,12 +53,12 @@ def _table(block: Block, told: Remarks) -> Html:
     return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=block.title)
 
 
-def _name(row: Row, told: Remarks) -> Html:
+def _name(row: ModelRow, told: Remarks) -> Html:
     label = tag("bdi", row.label, class_="label")
     return join(label, tag("small", f"published ({told.numbers[row.source]})")) if row.source else label
 
 
-def _cell(cell: Cell, row: Row, percent: bool) -> Html:
+def _cell(cell: Cell, row: ModelRow, percent: bool) -> Html:
     bar = None
     if percent and cell.value is not None and not cell.signed:
         bar = draw_bar(max(cell.value, 0.0), 100.0, "dropped" if row.source else "kept")

@@ -1,4 +1,4 @@
-"""What stands below the tables: what is missing and why, warnings, marks, doubts, sources."""
+"""Remarks below the tables: missing scores with reasons, warnings, marks, doubts, sources."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from evaluation.tables.literature import PublishedModel
 
 @dataclass(frozen=True)
 class Remarks:
-    """Lines by kind; a kind without lines is left out where they are shown.
+    """Remark lines by kind; a kind without lines is not shown.
 
     Attributes:
         missing: tasks without a score, by encoder.
-        marks: what `*` means here.
-        warnings: of encoders and tasks.
-        differences: which encoder each is compared with in the column Δ.
+        marks: meanings of `*`.
+        warnings: warnings about encoders and tasks.
+        differences: encoder with which each is compared in the column Δ.
         sources: papers, each with its number.
-        numbers: number of each paper, for rows that come from it.
+        numbers: number of each paper, for its rows.
     """
 
     missing: tuple[str, ...]
@@ -30,7 +30,7 @@ class Remarks:
     differences: tuple[str, ...] = ()
 
     def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Titles and lines of the kinds that have any."""
+        """Titles and lines of the kinds that have lines."""
         kinds = (
             ("Difference Δ", self.differences),
             ("Marked *", self.marks),
@@ -42,7 +42,7 @@ class Remarks:
 
 
 def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> Remarks:
-    """Everything that a reader of the tables must know."""
+    """Collect the remarks."""
     marks, warnings, missing = [], [], []
     for one in evaluated:
         warnings += [f"{one.encoder}: {warning}" for warning in one.warnings]
@@ -72,7 +72,7 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
     names = {one.encoder for one in evaluated}
     differences = [
         f"{one.encoder}: to {one.pretrained}"
-        + ("" if one.pretrained in names else ", which is not among the encoders of this call")
+        + ("" if one.pretrained in names else ", which was not scored in this call")
         for one in evaluated
         if one.pretrained and one.pretrained != one.encoder
     ]
@@ -83,7 +83,7 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
 
 
 def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:
-    """Each paper with its number and its way of putting STS together."""
+    """Papers with their numbers and their aggregation of STS."""
     ways = {"mean": "mean of subsets", "wmean": "weighted mean", "all": "all pairs"}
     found = dict.fromkeys((model.source, ways[model.sts]) for model in published)
     return tuple(

@@ -1,4 +1,4 @@
-"""Files of a comparison: `scores.md`, `scores.json`, `scores.html`."""
+"""Output files of a comparison: `scores.md`, `scores.json`, `scores.html`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from evaluation.tables.remarks import remarks
 
 
 def write_tables(evaluated: Sequence[Evaluated], folder: Path, beside_published: bool = True) -> str:
-    """Writes all three and returns the Markdown of the encoders alone, for a terminal."""
+    """Write all three files; return the Markdown of the encoders alone, for a terminal."""
     published = literature() if beside_published else ()
     blocks, told = _blocks(evaluated, published), remarks(evaluated, published)
     write_text(folder / "scores.md", markdown(blocks, told))
@@ -45,7 +45,7 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path, beside_published:
 
 
 def _blocks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
-    """The tables with their difference columns."""
+    """Build the tables with their difference columns."""
     starts = {(one.encoder, ""): one.pretrained for one in evaluated}
     starts |= {(model.model, model.source): model.pretrained for model in published}
     return tuple(with_differences(block, starts) for block in compare(evaluated, published))

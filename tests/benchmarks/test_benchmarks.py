@@ -38,8 +38,11 @@ def figures(main, tmp_path, *arguments):
 
 
 def test_step(tmp_path):
-    found = figures(step.main, tmp_path, *TINY, "--documents", "2", "--steps", "2", "--warm-up", "0")
+    """Equality is measured in float32 and float64 without dropout, whatever is timed."""
+    timed = ("--dropout", "0.1", "--precision", "bf16")
+    found = figures(step.main, tmp_path, *TINY, *timed, "--documents", "2", "--steps", "2", "--warm-up", "0")
     assert (found["device"], found["model"], found["documents"]) == ("cpu", "tiny", 2)
+    assert (found["precision"], found["dropout"]) == ("bf16", 0.1)
     assert found["loss_abs_diff"] < 1e-5
     # Weights fresh from the seed give embeddings that nearly coincide, and the loss's gradient cancels most digits.
     assert found["grad_rel_diff"] < 1e-4
@@ -51,21 +54,6 @@ def test_step(tmp_path):
     assert 0 < low <= found["ratio_median"] <= high
     assert found["ratio_vs_sentence_transformers"] > 0
     assert found["mfu"] is None
-
-
-def test_step_with_dropout_in_half_precision(tmp_path):
-    """Equality is measured without both, whatever is timed."""
-    extra = ("--documents", "1", "--steps", "1", "--warm-up", "0", "--dropout", "0.1", "--precision", "bf16")
-    found = figures(step.main, tmp_path, *TINY, *extra)
-    assert (found["precision"], found["dropout"]) == ("bf16", 0.1)
-    assert found["loss_abs_diff"] < 1e-5
-
-
-def test_step_without_sentence_transformers(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    found = figures(step.main, tmp_path, *TINY, "--documents", "1", "--steps", "1", "--warm-up", "0")
-    assert found["ratio_vs_sentence_transformers"] is None
-    assert "not importable" in found["sentence_transformers"]["reason"]
 
 
 def test_batch(tmp_path):
@@ -160,9 +148,9 @@ def test_a_wide_folder_is_what_prepare_would_leave(tmp_path):
 
 
 def test_needs_neither_ray_nor_data(tmp_path):
-    """With Ray refused, in an empty folder: imports, and a whole run."""
+    """A whole run in an empty folder, without Ray and sentence-transformers."""
     code = (
-        "import sys; sys.modules['ray'] = None\n"
+        "import sys; sys.modules['ray'] = sys.modules['sentence_transformers'] = None\n"
         "import benchmarks.batch, benchmarks.feed, benchmarks.saving, benchmarks.step\n"
         "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
         f"benchmarks.step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
@@ -171,7 +159,10 @@ def test_needs_neither_ray_nor_data(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True
     )
     assert child.returncode == 0, child.stderr.decode()
-    assert json.loads(child.stdout)["hardware"]["cores"] >= 1
+    found = json.loads(child.stdout)
+    assert found["hardware"]["cores"] >= 1
+    assert found["ratio_vs_sentence_transformers"] is None
+    assert "not importable" in found["sentence_transformers"]["reason"]
 
 
 def test_documents_are_shards_rows():

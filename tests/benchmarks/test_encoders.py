@@ -57,12 +57,12 @@ def test_held_out_scores_of_touching_and_of_distant_passages():
 def test_a_run_of_an_older_version_is_named():
     older = {"run": "runs/declutr-0", "steps": 1, "seconds": 1.0}
     scores = {"first_scores": {"recall_at_1": 0.1}, "last_scores": {"recall_at_1": 0.2}}
-    with pytest.raises(SystemExit, match=r"runs/declutr-0: .* without \['distant_recall_at_1'\]; name another --work"):
+    with pytest.raises(SystemExit, match=r"runs/declutr-0: .* without \['distant_recall_at_1'\]; use another --work"):
         encoders._of_run(older | scores)
 
 
 def test_a_mean_of_fewer_seeds_is_no_mean():
-    with pytest.raises(ValueError, match="TREC: no score of declutr 1"):
+    with pytest.raises(ValueError, match="TREC: no score for declutr 1"):
         encoders.summarise(*scored(left_out=("declutr", 1)))
 
 
@@ -72,7 +72,7 @@ def test_what_ended_well_is_not_run_again(tmp_path):
     def append(text, status=0):
         return [sys.executable, "-c", f"import sys; open({str(count)!r}, 'a').write({text!r}); sys.exit({status})"]
 
-    with pytest.raises(SystemExit, match=r"train ended with status 3; .*train\.log says why"):
+    with pytest.raises(SystemExit, match=r"train ended with status 3; see .*train\.log"):
         encoders.once(tmp_path, "train", append("a", 3))
     for _ in range(2):
         encoders.once(tmp_path, "train", append("b"))

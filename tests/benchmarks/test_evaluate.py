@@ -76,9 +76,9 @@ def test_a_kept_fit_is_not_made_again(tmp_path):
 
 
 def test_without_data_there_is_no_figure(tmp_path):
-    with pytest.raises(SystemExit, match="no task of all"):
+    with pytest.raises(SystemExit, match="no data for any task of all"):
         evaluate.main(["--data", str(tmp_path), "--short"])
-    with pytest.raises(ValueError, match="no checkout"):
+    with pytest.raises(ValueError, match="not a checkout"):
         evaluate.main(["--data", str(tmp_path), "--senteval", str(tmp_path)])
 
 

@@ -75,7 +75,7 @@ def test_text_names_the_remedy_of_what_is_broken_only():
         "ok    n1     a: 1",
         "FAIL  node2  b: 2 (3)",
         "        -> mend it",
-        "1 ok, 0 to look at (warn), 1 to mend (FAIL)",
+        "1 ok, 0 to check (warn), 1 to fix (FAIL)",
     ]
 
 
@@ -164,7 +164,7 @@ def test_a_small_shm_and_a_full_session_disk(small_disk):
 
 def test_a_folder_that_is_not_there_on_a_node(tmp_path):
     assert storage.standing(str(tmp_path / "a" / "b")) == str(tmp_path)
-    assert "is not there" in storage.write(str(tmp_path / "gone"), ".mark", "n1").error
+    assert "does not exist" in storage.write(str(tmp_path / "gone"), ".mark", "n1").error
 
 
 def test_a_slow_disk_and_a_torn_rename():
@@ -212,7 +212,7 @@ def test_gpus(here):
     found = judgement.gpus(nodes, dataclasses.replace(NEEDS, gpus=4))
     assert (found[0].status, found[0].value) == ("FAIL", "2 x NVIDIA A 81559 MiB on n1; none on n2")
     assert (found[1].node, found[1].status) == ("n1", "warn")
-    assert found[1].value == "GPU 1: 40000 of 81559 MiB used, 97 % busy"
+    assert found[1].value == "GPU 1: 40000 of 81559 MiB used, 97% busy"
     assert judgement.gpus(nodes, NEEDS)[0].status == "warn"  # auto: too few, so CPUs would train
     assert judgement.gpus({"n2": edited(here, gpus=())}, NEEDS)[0].status == "ok"
 

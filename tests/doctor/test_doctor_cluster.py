@@ -43,7 +43,7 @@ def test_every_check_on_two_nodes(cluster, disks):
     assert status["nodes"] == status["nodes reach each other"] == status["all-reduce (gloo)"] == "ok"
     assert by_name["all-reduce (gloo)"].value.startswith("2 processes")
     assert status[f"{disks}/run shared"] == "ok"
-    assert by_name[f"{disks}/run shared"].value.startswith("all 2 see all")
+    assert by_name[f"{disks}/run shared"].value.startswith("all 2 nodes see all")
     assert status["$DECLUTR_DISK shared"] == "FAIL"
     assert by_name["$DECLUTR_DISK shared"].value.count("does not see") == 2
     assert status["token authentication"] == "FAIL"

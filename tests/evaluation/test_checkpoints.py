@@ -91,4 +91,4 @@ def test_what_a_follower_gave_decides_where_the_run_goes_by_it(run, capsys):
 
 def test_no_run(tmp_path, capsys):
     assert main(["checkpoints", str(tmp_path)]) == 1
-    assert "no checkpoint lies in" in capsys.readouterr().err
+    assert "has no checkpoint" in capsys.readouterr().err

@@ -67,3 +67,16 @@ def test_commands_write_to_an_ascii_terminal(index):
     assert b"\\u2026" in done.stdout
     done = declutr("evaluate", "--data", index, PYTHONIOENCODING="ascii")
     assert b"Traceback" not in done.stderr
+
+
+def test_a_traceback_is_shown_for_debugging_only(monkeypatch, capsys):
+    def fail(_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("cli.search.run", fail)
+    for level, shown in (("INFO", False), ("DEBUG", True)):
+        monkeypatch.setenv("DECLUTR_LOG", level)
+        assert main(["search", "index", "query"]) == 1
+        told = capsys.readouterr().err
+        assert told.endswith("declutr search: no space left\n")
+        assert ("Traceback" in told) == shown

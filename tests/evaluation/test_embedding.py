@@ -99,7 +99,7 @@ def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_p
     assert not (tmp_path / "out.npy").exists()
     assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.npy", "--skip-bad") == 1  # an .npy has only places
     assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.parquet", "--skip-bad") == 0
-    assert "left out: 1 invalid_json" in capsys.readouterr().out
+    assert "skipped: 1 invalid_json" in capsys.readouterr().out
     kept = [number for number in range(len(LINES)) if number not in (3, 5)]
     assert pq.read_table(tmp_path / "out.parquet").column("row").to_pylist() == kept
     np.testing.assert_allclose(vectors(tmp_path / "out.parquet"), expected[kept], atol=1e-5, rtol=0)
@@ -119,7 +119,7 @@ def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model
     assert embed(model, tmp_path / "in.txt", output) == 0
     assert np.abs(vectors(output)[0] - before[0]).max() > 1e-3
     output.write_bytes(b"x")
-    with pytest.raises(EmbedError, match="another size"):
+    with pytest.raises(EmbedError, match="its size differs"):
         read_note(output)
 
 

@@ -152,13 +152,15 @@ def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):
     write_json(step / "state.json", state.model_dump(mode="json"))
     config = runs.train_config(tmp_path / "data of another machine", run)
     write_config(run / "config.yaml", **config.model_dump(mode="json"))
-    with pytest.raises(EncoderError, match=r"data of another machine' of .*config.yaml names no folder with one here"):
+    with pytest.raises(
+        EncoderError, match=r"data of another machine' of .*config.yaml is not a folder with a tokenizer"
+    ):
         load_encoder(str(step))
     sets = write_sets(tmp_path / "sets", rows=12)
     given = ["--follow", str(run), "--data", str(sets), "--allow-unchecked", "--once", "--tasks", "STS12"]
     assert main(["evaluate", *given]) == 1
     said = capsys.readouterr().out
-    assert said.count("names no folder with one here") == 1
+    assert said.count("is not a folder with a tokenizer") == 1
     assert "Repo id" not in said
 
 

@@ -117,16 +117,16 @@ def test_of_a_large_index_some_texts_are_drawn_and_hits_have_places_all_the_same
         ("/api/search?text=", 400, "empty"),
         ("/api/search?text=%20", 400, "empty"),
         ("/api/search", 400, "empty"),
-        (f"/api/search?text={'x' * (MAX_QUERY_CHARACTERS + 1)}", 400, "4,001 characters; 4,000 at most"),
-        (f"/api/neighbours?row={NUM_TEXTS}", 400, f"there is no text {NUM_TEXTS}"),
+        (f"/api/search?text={'x' * (MAX_QUERY_CHARACTERS + 1)}", 400, "4,001 characters; shorten it to 4,000"),
+        (f"/api/neighbours?row={NUM_TEXTS}", 400, f"row {NUM_TEXTS} is not in the index"),
         ("/api/neighbours?row=-1", 400, "a number"),
         ("/api/neighbours?row=%C2%B2", 400, "a number"),
         (f"/api/neighbours?row={'9' * 5000}", 400, "a number"),
         (f"/api/map?{'a=1&' * 9}", 400, "fields"),
-        ("/api/other", 404, "nothing"),
-        ("/../../etc/passwd", 404, "nothing"),
-        ("//[", 404, "nothing"),
-        ("http://127.0.0.1/", 404, "nothing"),
+        ("/api/other", 404, "does not exist"),
+        ("/../../etc/passwd", 404, "does not exist"),
+        ("//[", 404, "does not exist"),
+        ("http://127.0.0.1/", 404, "does not exist"),
     ],
 )
 def test_questions_without_an_answer(server, path, status, words):
@@ -230,12 +230,12 @@ def test_the_page_holds_all_it_needs_and_may_run_nothing_else(server):
 
 def test_errors_are_for_people(index, tmp_path, capsys):
     assert main(["explore", str(tmp_path / "nowhere")]) == 1
-    assert "holds no index" in capsys.readouterr().err
+    assert "is not an index" in capsys.readouterr().err
     assert main(["explore", str(index), "--model", "hashed-words@1:64"]) == 1
     assert f"made with {ENCODER}" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["explore", str(index), "--port", str(taken.getsockname()[1])]) == 1
-    assert "without --port a free one is taken" in capsys.readouterr().err
+    assert "omit --port to use a free port" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["explore", str(index), "--port", "70000"])
 

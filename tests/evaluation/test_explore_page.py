@@ -210,7 +210,7 @@ def test_what_is_wrong_is_said_on_the_page(browser, server, index):
     until(browser, "document.getElementById('status').classList.contains('wrong')")
     assert "type a sentence" in told(browser)
     open_page(browser, server, "#row=999999")
-    assert "there is no text 999,999" in told(browser)
+    assert "row 999,999 is not in the index" in told(browser)
     with serving(index, map_texts=5) as short:
         browser.open(short.url)
         until(browser, "document.getElementById('map-note').textContent")

@@ -71,7 +71,7 @@ def test_another_encoder_and_altered_files_are_refused(embedded, tmp_path, capsy
     with pytest.raises(EmbedError, match=r"texts\.arrow is missing or altered"):
         SearchIndex(tmp_path / "index")
     (tmp_path / "index" / INDEX).unlink()
-    with pytest.raises(EmbedError, match="holds no index"):
+    with pytest.raises(EmbedError, match="is not an index"):
         SearchIndex(tmp_path / "index")
 
 

@@ -179,7 +179,7 @@ def test_a_file_of_settings_grants_no_trust(tmp_path, text, section, model, key)
 def test_a_run_chooses_neither_protocols_nor_folders_to_write_to(their_run, tmp_path, data):
     values = yaml.safe_load((their_run / "config.yaml").read_text())
     (their_run / "config.yaml").write_text(yaml.safe_dump(values | {"data": data, "cache": str(tmp_path / "chosen")}))
-    with pytest.raises(EncoderError, match="not fetched"):
+    with pytest.raises(EncoderError, match="only addresses that start with"):
         load_encoder(str(their_run))
     values["data"] = f"file://{tmp_path}/data"
     (their_run / "config.yaml").write_text(yaml.safe_dump(values | {"cache": str(tmp_path / "chosen")}))

@@ -128,7 +128,7 @@ def test_inspect_says_where_a_document_is_and_why_it_was_dropped(finished, capsy
     assert "anchor" in shown[0]
     assert shown[0] == shown[2] != shown[1]
     assert declutr(["inspect", str(finished), "--document", "nowhere"]) == 1
-    assert "no document answers to 'nowhere'" in capsys.readouterr().err
+    assert "no document matches 'nowhere'" in capsys.readouterr().err
 
 
 def test_a_planted_question_is_noted(finished):

@@ -14,7 +14,7 @@ from common.session import SessionConfig
 from common.storage import read_json
 from evaluation.senteval.checks.checking import inspect
 from evaluation.senteval.data.tasks import find
-from evaluation.senteval.runner.plan import Choice
+from evaluation.senteval.runner.plan import ScoringChoice
 from evaluation.watch import Follower, FollowError
 from trainer.driver.export import export
 
@@ -28,7 +28,7 @@ def sets(tmp_path_factory):
 
 def follower(run, sets, said, tasks=TASKS):
     inspections = [inspect(find(name), sets, allow_unchecked=True) for name in tasks]
-    choice = Choice(tasks=tasks, protocols=("simcse",))
+    choice = ScoringChoice(tasks=tasks, protocols=("simcse",))
     return Follower(run, inspections, choice, "cpu", SessionConfig(num_cpus=1), said.append)
 
 

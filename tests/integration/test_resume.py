@@ -22,13 +22,6 @@ from trainer.train import main, train
 pytestmark = pytest.mark.ray
 
 
-def config_of(data, run, **changes):
-    values = runs.train_values(data, run, **runs.FINISHED)
-    for key, value in changes.items():
-        values[key] = values[key] | value if isinstance(value, dict) else value
-    return type(runs.train_config(data, run)).model_validate(values)
-
-
 def contents(folder):
     return {str(path.relative_to(folder)): hash_file(path) for path in folder.rglob("*") if path.is_file()}
 
@@ -111,8 +104,8 @@ def test_a_finished_run_is_left_as_it_is(data, copied, capsys):
 
 def test_a_run_of_a_former_default_score_keeps_it(data, copied, log):
     """Its files name `recall_at_1` and hold no distant scores; the same command finds it and exports its best."""
-    config = config_of(data, copied, export="best")
-    begun = config_of(data, copied, export="best", validation={"score": "recall_at_1"})
+    config = runs.finished_config(data, copied, export="best")
+    begun = runs.finished_config(data, copied, export="best", validation={"score": "recall_at_1"})
     write_json(copied / "decisive.json", begun.decisive())
     for path in copied.glob("checkpoints/*/state.json"):
         state, best = read_json(path), path.parent.name == "step-00000006"
@@ -135,7 +128,7 @@ def test_a_run_of_a_former_default_score_keeps_it(data, copied, log):
 
 def test_another_configuration_in_the_same_folder_is_refused(data, copied):
     before = contents(copied)
-    changed = config_of(data, copied, optim={"lr": 0.002}, seed=1)
+    changed = runs.finished_config(data, copied, optim={"lr": 0.002}, seed=1)
     with pytest.raises(ConfigError) as refused:
         train(changed)
     assert "optim.lr was 0.001, now 0.002; seed was 0, now 1" in str(refused.value)
@@ -145,12 +138,12 @@ def test_another_configuration_in_the_same_folder_is_refused(data, copied):
 
 def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
     other = shutil.copytree(data, tmp_path / "other")
-    assert problems(config_of(other, copied)) == []
+    assert problems(runs.finished_config(other, copied)) == []
     manifest = load_manifest(other)
     first, *rest = manifest.shards
     shards = [first.model_copy(update={"sha256": "0" * 64}), *rest]
     (other / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
-    (problem,) = problems(config_of(other, copied))
+    (problem,) = problems(runs.finished_config(other, copied))
     assert f"was trained on other shards than data = {other} holds now" in problem
 
 
@@ -160,7 +153,7 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     left_behind.mkdir()
     (left_behind / "encoder.safetensors").write_text("half")
     shutil.rmtree(copied / "export")
-    moved = config_of(data, copied, scaling={"workers": 2}, checkpoint={"every_steps": 1})
+    moved = runs.finished_config(data, copied, scaling={"workers": 2}, checkpoint={"every_steps": 1})
     assert problems(moved) == []
     train(moved)
     ray.shutdown()

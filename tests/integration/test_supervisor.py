@@ -33,23 +33,16 @@ def session():
     ray.shutdown()
 
 
-def config_of(data, run, **changes):
-    values = runs.train_values(data, run, **runs.FINISHED)
-    for key, value in changes.items():
-        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
-    return type(runs.train_config(data, run)).model_validate(values)
-
-
 def test_a_run_that_another_command_works_on_is_left_alone(data, copied):
     before = {path: hash_file(path) for path in copied.rglob("*") if path.is_file()}
     with RunLock(copied, lambda: None), pytest.raises(RunLockedError, match=f"pid {os.getpid()}"):
-        run_training(config_of(data, copied))
+        run_training(runs.finished_config(data, copied))
     assert {path: hash_file(path) for path in copied.rglob("*") if path.is_file()} == before
     assert not ray.is_initialized()
 
 
 def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, finished, copied, tmp_path):
-    changed = config_of(data, copied, optim={"lr": 0.0005}, steps=10)
+    changed = runs.finished_config(data, copied, optim={"lr": 0.0005}, steps=10)
     with pytest.raises(ConfigError, match=r"optim.lr was 0.001, now 0.0005; steps was 8, now 10.*--fork NEW_RUN"):
         run_training(changed)
     new = tmp_path / "new"
@@ -79,7 +72,7 @@ def test_a_fork_carries_the_queue_where_there_is_room_for_it(data, copied, tmp_p
     state["files"]["objective.safetensors"] = write_tensors(old / "objective.safetensors", queue)
     state["sizes"]["objective.safetensors"] = (old / "objective.safetensors").stat().st_size
     write_json(old / "state.json", state)
-    fork(config_of(data, copied, objective={"queue_size": queue_size}, steps=10), str(tmp_path / "new"))
+    fork(runs.finished_config(data, copied, objective={"queue_size": queue_size}, steps=10), str(tmp_path / "new"))
     path = checkpoint_path(tmp_path / "new" / "checkpoints", 8)
     assert read_state(path).step == 8  # its checksums hold
     objective = declutr(DeclutrConfig(queue_size=queue_size))
@@ -95,10 +88,10 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_p
         ({"spans": {"max_tokens": 17}}, "spans.max_tokens = 17"),
     ):
         with pytest.raises(ConfigError, match=message):
-            fork(config_of(data, copied, **changes), str(tmp_path / "new"))
+            fork(runs.finished_config(data, copied, **changes), str(tmp_path / "new"))
         assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match="exists already and is not a fork"):
-        fork(config_of(data, copied), str(copied))
+        fork(runs.finished_config(data, copied), str(copied))
 
 
 def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_path, log):
@@ -113,7 +106,7 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
             "validation": {"every_steps": 1, "patience": patience},
             "checkpoint": {"every_steps": 1, "keep_last": 1},
         }
-        return config_of(data, tmp_path / "run", **found)
+        return runs.finished_config(data, tmp_path / "run", **found)
 
     def again(patience):
         summary = run_training(config(patience))
@@ -148,7 +141,7 @@ def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data,
             content[start : start + windows.size] = b"\x7f" * windows.size
         path.write_bytes(content)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    config = config_of(altered, copied, scaling={"same_failures": 2, "back_off_seconds": 0.1})
+    config = runs.finished_config(altered, copied, scaling={"same_failures": 2, "back_off_seconds": 0.1})
     with pytest.raises(TrainingFailedError) as ended:
         run_training(config)
     message = str(ended.value)

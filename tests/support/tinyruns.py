@@ -94,6 +94,14 @@ def span_validator(config, encoder, vocabulary):
     return objective.validator(held_out, vocabulary, room, maximum, World(), torch.device("cpu"))
 
 
+def finished_config(data, run, **changes):
+    """The configuration of a finished run with these settings changed; a section keeps its other settings."""
+    values = train_values(data, run, **FINISHED)
+    for key, value in changes.items():
+        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
+    return TrainConfig.model_validate(values)
+
+
 def write_config(path, **sections):
     path.write_text(yaml.safe_dump(sections))
     return path

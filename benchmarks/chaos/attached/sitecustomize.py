@@ -1,6 +1,6 @@
-"""Lets the fault matrix run code inside a living process, as `sys.remote_exec` does from Python 3.14 on.
+"""Hook of the fault matrix that runs code inside a living process, like `sys.remote_exec` of Python 3.14.
 
-Python imports this module at its start when this folder is on PYTHONPATH; nothing else does.
+Python imports this module at its start if this folder is on PYTHONPATH; nothing else imports it.
 """
 
 import os
@@ -20,6 +20,6 @@ def _watch(folder: Path) -> None:
         time.sleep(0.1)
 
 
-# Of Ray's processes only workers are meant; the command itself and its helpers run as they always do.
+# Only Ray's workers get the hook; the command itself and its helpers run unchanged.
 if "DECLUTR_CHAOS" in os.environ and any("default_worker.py" in argument for argument in sys.orig_argv):
     threading.Thread(target=_watch, args=(Path(os.environ["DECLUTR_CHAOS"]),), daemon=True).start()

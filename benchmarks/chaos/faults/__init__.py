@@ -1,1 +1,1 @@
-"""What can happen to a run, by what it happens to."""
+"""Faults, grouped by the part of a run that they hit."""

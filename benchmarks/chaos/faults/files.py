@@ -1,4 +1,4 @@
-"""Files that are not what they were: checkpoints, shards, a full disk, storage that is away."""
+"""Damaged or missing files: checkpoints, shards, a full disk, unreachable storage."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ AWAY_SECONDS = 30.0
 
 
 def _stop(run: Run) -> Mark:
-    """SIGKILL of the command, and nothing of it left that could write."""
+    """Kill the command with SIGKILL and wait until its workers have ended too."""
     assert run.driver is not None
     run.workers()
     mark = run.mark()
@@ -26,13 +26,13 @@ def _stop(run: Run) -> Mark:
     deadline = time.monotonic() + 30
     while run.census.titled("RayTrainWorker"):
         if time.monotonic() > deadline:
-            raise ChaosError("workers live on without their command")
+            raise ChaosError("workers are still alive without their command")
         time.sleep(0.1)
     return mark
 
 
 def flip(path: Path) -> None:
-    """Changes one bit in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     with path.open("r+b") as stream:
         stream.seek(path.stat().st_size // 2)
         byte = stream.read(1)
@@ -41,9 +41,9 @@ def flip(path: Path) -> None:
 
 
 def broken_checkpoints(run: Run) -> Mark:
-    """The newest checkpoint truncated, the one before with a bit flipped, the one before that half-written."""
+    """Truncate the newest checkpoint, flip a bit in the second, and leave the third half-written."""
     folder = run.folder / CHECKPOINTS
-    run.wait_for("four checkpoints: three to break, one to go on from", lambda: len(steps_in(folder)) >= 4)
+    run.wait_for("four checkpoints: three to break, one to resume from", lambda: len(steps_in(folder)) >= 4)
     mark = _stop(run)
     newest, second, third = (folder / f"step-{step:08d}" for step in reversed(steps_in(folder)[-3:]))
     with (newest / "encoder.safetensors").open("r+b") as stream:
@@ -51,12 +51,12 @@ def broken_checkpoints(run: Run) -> Mark:
     flip(second / "optimizer.safetensors")
     (third / "state.json").unlink()
     run.start()
-    run.wait_for("words about the broken ones", lambda: all(p.name in run.said(mark) for p in (newest, second, third)))
+    run.wait_for("words on the broken ones", lambda: all(p.name in run.said(mark) for p in (newest, second, third)))
     return mark
 
 
 def changed_shard(run: Run) -> Mark:
-    """A bit of a shard flipped between two commands: refused; put back: continued."""
+    """Flip a bit of a shard between two commands, which must be refused; restore it, and training continues."""
     mark = _stop(run)
     folder = Path(run.values["data"])
     path = folder / load_manifest(folder).shards[0].name
@@ -75,7 +75,7 @@ def changed_shard(run: Run) -> Mark:
 
 
 def full_disk(run: Run) -> Mark:
-    """The disks of the run are full to the last byte while checkpoints are due; later there is room again."""
+    """Fill the run's disks to the last byte while checkpoints are due; free the space later."""
     run.workers()
     mark = run.mark()
     fillers = [folder / "filler" for folder in (run.folder / CHECKPOINTS, run.folder)]
@@ -83,7 +83,7 @@ def full_disk(run: Run) -> Mark:
         for filler in fillers:
             _fill(filler)
         mark = struck(mark, time.time())
-        run.wait_for("words about the full disk", lambda: "No space left" in run.said(mark), 60, ended=True)
+        run.wait_for("a message about the full disk", lambda: "No space left" in run.said(mark), 60, ended=True)
     finally:
         for filler in fillers:
             filler.unlink(missing_ok=True)
@@ -102,13 +102,13 @@ def _fill(path: Path) -> None:
 
 
 def storage_away(run: Run) -> Mark:
-    """The file system of the checkpoints refuses every write for a while."""
+    """Make the file system of the checkpoints refuse every write for a while."""
     run.workers()
     folder = run.folder / CHECKPOINTS
     mark = run.mark()
     deadline = time.monotonic() + 60 * run.patience
     while subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True, check=False).returncode:
-        if time.monotonic() > deadline:  # refused while a file is being written there
+        if time.monotonic() > deadline:  # remounting fails while a file is being written there
             raise ChaosError(f"{folder} cannot be mounted read-only")
         time.sleep(0.003)
     mark = struck(mark, time.time())
@@ -121,7 +121,7 @@ def storage_away(run: Run) -> Mark:
 
 
 def _continue(run: Run, mark: Mark) -> Mark:
-    """Gives the command again if it has ended; then there must be a new checkpoint."""
+    """Repeat the command if it has ended, and wait for a new checkpoint."""
     if run.driver is not None and run.driver.poll() is not None:
         run.start()
     newest = run.newest_checkpoint()

@@ -1,4 +1,4 @@
-"""Processes that die: workers, the controller, the command itself."""
+"""Dying processes: workers, the controller, the command itself."""
 
 import dataclasses
 import signal
@@ -12,26 +12,26 @@ from trainer.driver.export import EXPORT
 
 
 def struck(mark: Mark, seconds: float) -> Mark:
-    """The mark with the moment at which it really happened."""
+    """Return the mark with the actual moment of the fault."""
     return dataclasses.replace(mark, seconds=seconds)
 
 
 def worker(run: Run) -> Mark:
-    """SIGKILL of the last worker, in the middle of whatever step it is at."""
+    """Kill the last worker with SIGKILL in the middle of a step."""
     victim = run.workers()[-1]
     mark = run.mark()
     return struck(mark, run.kill(victim))
 
 
 def worker_terminated(run: Run) -> Mark:
-    """SIGTERM, as a batch system sends it."""
+    """Send SIGTERM to the last worker, like a batch system."""
     victim = run.workers()[-1]
     mark = run.mark()
     return struck(mark, run.kill(victim, signal.SIGTERM))
 
 
 def worker_saving(run: Run) -> Mark:
-    """SIGKILL of rank 0 while the files of a checkpoint are being written."""
+    """Kill rank 0 with SIGKILL while the files of a checkpoint are being written."""
     victim = run.workers()[0]
     folder = run.folder / CHECKPOINTS
     mark = run.mark()
@@ -41,7 +41,7 @@ def worker_saving(run: Run) -> Mark:
 
 
 def controller(run: Run) -> Mark:
-    """SIGKILL of the actor that Ray Train puts between the command and the workers."""
+    """Kill Ray Train's actor between the command and the workers with SIGKILL."""
     (victim,) = run.census.titled("TrainController")
     starts, mark = run.starts, run.mark()
     mark = struck(mark, run.kill(victim))
@@ -61,12 +61,12 @@ def _restarted(run: Run, mark: Mark) -> bool:
 
 
 def driver(run: Run) -> Mark:
-    """SIGKILL of the command; the user gives it again at once."""
+    """Kill the command with SIGKILL; the user repeats it at once."""
     return _end_driver(run, signal.SIGKILL)
 
 
 def driver_terminated(run: Run) -> Mark:
-    """SIGTERM of the command; the user gives it again when it has ended."""
+    """Send SIGTERM to the command; the user repeats it after its end."""
     return _end_driver(run, signal.SIGTERM)
 
 
@@ -77,13 +77,13 @@ def _end_driver(run: Run, number: int) -> Mark:
     run.driver.send_signal(number)
     mark = struck(mark, time.time())
     if run.wait(90) == 0:
-        raise ChaosError("the command ended with status 0 though it had not finished")
+        raise ChaosError("the command ended with status 0 although it had not finished")
     run.start()
     return mark
 
 
 def exporting(run: Run) -> Mark:
-    """SIGKILL of the command while it writes the encoder; the user gives it again."""
+    """Kill the command with SIGKILL while it writes the encoder; the user repeats it."""
     assert run.driver is not None
     _wait_quickly(lambda: any(run.folder.glob(f".{EXPORT}.*")), 240)
     mark = run.mark()
@@ -91,7 +91,7 @@ def exporting(run: Run) -> Mark:
     mark = struck(mark, time.time())
     run.wait()
     if (run.folder / EXPORT).exists():
-        raise ChaosError("the encoder was whole before the command could be killed")
+        raise ChaosError("the encoder was complete before the command could be killed")
     run.start()
     run.wait()
     run.ended = time.time()
@@ -102,7 +102,7 @@ def _wait_quickly(check: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() > deadline:
-            raise ChaosError("the moment to strike did not come")
+            raise ChaosError("the moment for the fault did not come")
         time.sleep(0.0005)
 
 

@@ -1,4 +1,4 @@
-"""Machines that vanish, are about to be removed, or join."""
+"""Machines that fail, are about to be preempted, or join."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ _DEADLINE_SECONDS = 30
 
 
 def node_killed(run: Run) -> Mark:
-    """Every process of a worker's node dies at once; a spare node is there."""
+    """Kill every process of a worker's node at once; a spare node is available."""
     assert run.nodes is not None
     node = run.nodes.holder(run.workers()[-1].pid)
     run.nodes.add()
@@ -23,7 +23,7 @@ def node_killed(run: Run) -> Mark:
 
 
 def preempted(run: Run) -> Mark:
-    """The cloud says that a worker's node goes away soon: a checkpoint within the time left, and on without it."""
+    """Announce the preemption of a worker's node: a checkpoint within the deadline, then training without the node."""
     assert run.nodes is not None
     node = run.nodes.holder(run.workers()[-1].pid)
     run.nodes.add()
@@ -47,7 +47,7 @@ def preempted(run: Run) -> Mark:
 
 
 def elastic(run: Run) -> Mark:
-    """2 workers, then 3, then 1, then 2, as nodes join and die."""
+    """Change the world from 2 workers to 3, 1 and 2, as nodes join and die."""
     assert run.nodes is not None
     first = run.mark()
     for wanted in (3, 1, 2):

@@ -1,4 +1,4 @@
-"""Runs that are told to skip a step whose loss or gradient is not a number, up to a bound."""
+"""Runs configured to skip a step whose loss or gradient is NaN, up to a limit."""
 
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.workers import poison
@@ -8,15 +8,15 @@ _FOR_EVER = 10**9
 
 
 def nan_skipped(run: Run) -> Mark:
-    """NaN in one worker's gradient at two steps: they change nothing, the run goes on."""
+    """Put NaN into one worker's gradient at two steps: nothing is updated, and the run continues."""
     return poison(run, 2)
 
 
 def nan_without_end(run: Run) -> Mark:
-    """NaN at every step: the run must not skip for ever. The same command continues from what was saved before."""
+    """Put NaN at every step: the run must stop skipping. The same command continues from the last checkpoint."""
     mark = poison(run, _FOR_EVER)
     if run.wait(90) == 0:
-        raise ChaosError("the command ended with status 0 though no step could be taken")
+        raise ChaosError("the command ended with status 0 although no step could be taken")
     run.start()
     return mark
 

@@ -1,4 +1,4 @@
-"""Workers that live and do not do their work: stopped, slow, raising, with a gradient that is not a number."""
+"""Workers that are alive but do not work properly: stopped, slow, raising, or with a NaN gradient."""
 
 import signal
 import time
@@ -27,7 +27,7 @@ trainer.step.step.Stepper.gradients = broken
 
 
 def raising(run: Run) -> Mark:
-    """An exception in the step of the last worker."""
+    """Raise an exception in the step of the last worker."""
     victim = run.workers()[-1]
     mark = run.mark()
     run.execute(victim, _RAISE)
@@ -35,14 +35,14 @@ def raising(run: Run) -> Mark:
 
 
 def hung(run: Run) -> Mark:
-    """SIGSTOP of the last worker: it lives, and does nothing any more. Nobody wakes it."""
+    """Stop the last worker with SIGSTOP and never wake it."""
     victim = run.workers()[-1]
     mark = run.mark()
     return struck(mark, run.kill(victim, signal.SIGSTOP))
 
 
 def slow(run: Run) -> Mark:
-    """The last worker gets a ninth of its time for a while: the run is slower, and the worker is named."""
+    """Give the last worker a ninth of its time for a while: the run slows down, and the worker is named."""
     victim = run.workers()[-1]
     mark = run.mark()
     begun = time.time()
@@ -52,12 +52,12 @@ def slow(run: Run) -> Mark:
         run.kill(victim, signal.SIGCONT)
         time.sleep(0.05)
     if run.mark().inode != mark.inode:
-        raise ChaosError("the workers were started again because one was slow")
+        raise ChaosError("the workers were restarted because one was slow")
     return struck(mark, begun)
 
 
 def poison(run: Run, steps: int) -> Mark:
-    """NaN in the last worker's gradient for that many steps from a moment on."""
+    """Put NaN into the last worker's gradient for that many steps."""
     victim = run.workers()[-1]
     mark = run.mark()
     first = mark.step + 60
@@ -67,10 +67,10 @@ def poison(run: Run, steps: int) -> Mark:
 
 
 def nan_stops(run: Run) -> Mark:
-    """NaN in one worker's gradient; the run ends, and the same command continues."""
+    """Put NaN into one worker's gradient; the run stops, and the same command continues."""
     mark = poison(run, 1)
     if run.wait(60) == 0:
-        raise ChaosError("the command ended with status 0 after a loss that is not a number")
+        raise ChaosError("the command ended with status 0 after a NaN loss")
     run.start()
     return mark
 

@@ -1,36 +1,37 @@
-"""Checks of a split's rows against the published ones: shifted, exchanged, repeated, tokenized otherwise."""
+"""Checks of a split's rows against the published ones: shifted, swapped, repeated, tokenized differently."""
 
 from collections.abc import Iterator
 
 from evaluation.senteval.checks.published import Published, published
 from evaluation.senteval.checks.rows import Digests, digests_of, file_rows, same_sentences
-from evaluation.senteval.data.findings import Finding
+from evaluation.senteval.data.findings import DataFinding
 from evaluation.senteval.data.taskdata import Split, TaskData
 
 _MIN_DISTINCT = 0.9
-"""Share of the published number of distinct rows."""
+"""Minimum number of distinct rows, as a share of the published number."""
 _MIN_DISTINCT_UNKNOWN = 0.6
-"""The same of all rows, where the published number is not known. The lowest published is 0.68 (SMTeuroparl)."""
+"""Minimum share of distinct rows if the published number is unknown. The lowest published is 0.68 (SMTeuroparl)."""
 _UNTOKENIZED = 0.3
-"""Share of sentences whose last word ends in a full stop: of the published sets none has more than 0.04."""
-_NO_CORRELATION = "pairs would have other pairs' scores: a lower correlation, down to 0"
+"""Share of sentences whose last word ends in a full stop; no published set has more than 0.04."""
+_NO_CORRELATION = "pairs would get the scores of other pairs: a lower correlation, down to 0"
 _TRAINED_ON = "a classifier would be tested on rows that it was trained on"
 
 
-def check_rows(data: TaskData, figures: Published, chance: str) -> Iterator[Finding]:
-    """One finding for each split whose rows are not the published ones; the numbers of rows must be right.
+def check_rows(data: TaskData, figures: Published, chance: str) -> Iterator[DataFinding]:
+    """Yield one finding for each split whose rows differ from the published ones; the row counts must be right.
 
     Args:
-        data: of the task.
-        figures: what is published of it.
+        data: data of the task.
+        figures: published figures of the task.
+        chance: score of a classifier that has learned nothing; "" if labels are scores.
         chance: what a classifier gets that has learnt nothing; "" where labels are scores.
     """
     unknown = [name for name, expected in figures.splits.items() if expected.digests is None]
     if unknown:
-        yield Finding(
+        yield DataFinding(
             "warn",
-            f"{data.task.label} {', '.join(unknown)}: the sentences cannot be verified, since no digest of the "
-            "published ones is known here; numbers of rows and classes are as published",
+            f"{data.task.label} {', '.join(unknown)}: the sentences cannot be verified: no digest of the published "
+            "ones is known here; numbers of rows and classes match",
         )
     for name, expected in figures.splits.items():
         split = data.splits[name]
@@ -47,69 +48,69 @@ def check_rows(data: TaskData, figures: Published, chance: str) -> Iterator[Find
             yield _other_sentences(where, split, found, known, chance)
 
 
-def _repeated(data: TaskData, name: str) -> Iterator[Finding]:
-    """Rows that stand for many, where the published number of distinct ones is not known."""
+def _repeated(data: TaskData, name: str) -> Iterator[DataFinding]:
+    """Find repeated rows if the published number of distinct rows is unknown."""
     rows = list(file_rows(data, data.splits[name]))
     distinct = len(set(rows))
     if data.task.procedure != "retrieval" and distinct < _MIN_DISTINCT_UNKNOWN * len(rows):
-        yield Finding("refuse", f"{data.task.label} {name}: {distinct:,} of {len(rows):,} rows are distinct: rows were "
-                      "repeated", _TRAINED_ON)  # fmt: skip
+        said = f"{data.task.label} {name}: {distinct:,} of {len(rows):,} rows are distinct: rows were repeated"
+        yield DataFinding("refuse", said, _TRAINED_ON)
 
 
-def _other_labels(where: str, found: Digests, known: Digests, chance: str, owner: str, has_unscored: bool) -> Finding:
+def _other_labels(
+    where: str, found: Digests, known: Digests, chance: str, owner: str, has_unscored: bool
+) -> DataFinding:
     if found.rows_sorted == known.rows_sorted:
-        return Finding("warn", f"{where}: the published rows in another order, so folds and batches are others")
-    said = f"{where}: right number of labels, not the published ones"
+        return DataFinding("warn", f"{where}: the published rows in another order, so folds and batches differ")
+    said = f"{where}: the number of labels is right, but the labels are not the published ones"
     if owner:
-        return Finding("refuse", f"{said}: they are those of {owner}", chance or _NO_CORRELATION)
+        return DataFinding("refuse", f"{said}: they belong to {owner}", chance or _NO_CORRELATION)
     if same_sentences(found, known):
         told = ", or moved between scored and unscored rows" if has_unscored else ""
-        return Finding(
+        return DataFinding(
             "refuse", f"{said}, for the published sentences: labels were shifted, reordered or changed{told}",
             chance or _NO_CORRELATION,
         )  # fmt: skip
     if (found.first_sorted, found.second_sorted) == (known.first_sorted, known.second_sorted):
-        return Finding(
-            "refuse", f"{said}: rows were reordered, and their labels are others than before", chance or _NO_CORRELATION
-        )
-    return Finding(
+        return DataFinding("refuse", f"{said}: rows were reordered and their labels changed", chance or _NO_CORRELATION)
+    return DataFinding(
         "refuse",
-        f"{said}, and the sentences are others: this is another set, for example a translation",
-        "scores of it may be good and are comparable with none that is published",
+        f"{said}, and the sentences differ: this is another data set, for example a translation",
+        "its scores may be good but are not comparable with published ones",
     )
 
 
-def _other_sentences(where: str, split: Split, found: Digests, known: Digests, chance: str) -> Finding:
+def _other_sentences(where: str, split: Split, found: Digests, known: Digests, chance: str) -> DataFinding:
     if same_sentences(found, known):
         form = "the original, untokenized form" if _untokenized(split) else "another tokenization or case"
-        return Finding(
-            "warn", f"{where}: {form} of the published sentences was found; SentEval's is tokenized otherwise"
+        return DataFinding(
+            "warn", f"{where}: contains {form} of the published sentences; SentEval's are tokenized differently"
         )
     if known.second and (found.first, found.second) == (known.second, known.first):
-        return Finding("refuse", f"{where}: the first and the second sentences are exchanged", "other scores wherever "
-                       "the order of a pair matters")  # fmt: skip
+        return DataFinding("refuse", f"{where}: the first and the second sentences are swapped", "different scores "
+                       "wherever the order of a pair matters")  # fmt: skip
     if found.rows_sorted == known.rows_sorted:
-        return Finding("warn", f"{where}: the published rows in another order, so folds and batches are others")
+        return DataFinding("warn", f"{where}: the published rows in another order, so folds and batches differ")
     if (found.first_sorted, found.second_sorted) == (known.first_sorted, known.second_sorted):
-        return Finding(
+        return DataFinding(
             "refuse",
-            f"{where}: the published sentences under other rows' labels or beside other rows' sentences: they were "
+            f"{where}: the published sentences are combined with other rows' labels or sentences: they were "
             "shifted, or exchanged between classes",
             chance or _NO_CORRELATION,
         )
     if found.distinct < _MIN_DISTINCT * known.distinct:
-        return Finding(
+        return DataFinding(
             "refuse",
             f"{where}: {found.distinct:,} rows are distinct, published {known.distinct:,}: rows were repeated",
             _TRAINED_ON,
         )
-    return Finding(
-        "warn", f"{where}: the published labels with other sentences, for example a translation or another edition"
+    return DataFinding(
+        "warn", f"{where}: the published labels with different sentences, for example a translation or another edition"
     )
 
 
 def _owner(gold: str, where: str) -> str:
-    """The published split that has these labels; "" where none has."""
+    """Published split with these labels; "" if none matches."""
     for task, figures in published().items():
         for name, split in figures.splits.items():
             if split.digests is not None and split.digests.gold == gold and f"{task} {name}" != where:

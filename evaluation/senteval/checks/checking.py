@@ -1,4 +1,4 @@
-"""Is this the published set? Bytes, rows, classes, labels, sentences, encoding, duplicates; before any score."""
+"""Checks that data are the published set: bytes, rows, classes, labels, sentences, encoding, duplicates."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,31 +9,31 @@ from evaluation.senteval.checks.alterations import check_rows
 from evaluation.senteval.checks.published import Published, PublishedSplit, published
 from evaluation.senteval.checks.rows import digests_of, same_sentences
 from evaluation.senteval.checks.wording import check_duplicates, check_encoding
-from evaluation.senteval.data.findings import Finding, Inspection, worst_first
+from evaluation.senteval.data.findings import DataFinding, Inspection, worst_first
 from evaluation.senteval.data.loading import load
 from evaluation.senteval.data.taskdata import DataError, MissingDataError, Split, TaskData
 from evaluation.senteval.data.tasks import Task
 
 _MAX_IMBALANCE = 1.5  # "balanced across the target classes", says the README of the probing data
 
-UNCHECKED = "--allow-unchecked scores own data; the scores are marked and not comparable with published ones"
+UNCHECKED = "--allow-unchecked scores your own data; such scores are marked as not comparable with published ones"
 
 
 def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspection:
-    """Loads and checks a task; never raises for what is wrong with the data.
+    """Load and check a task; never raises for errors in the data.
 
     Args:
-        task: which.
-        folder: holds `downstream` and `probing`.
-        allow_unchecked: data that are not the published ones get the standing "unpublished" instead of "refused". What
-            cannot be read is refused all the same.
+        task: task to check.
+        folder: data folder with `downstream` and `probing`.
+        allow_unchecked: give data other than the published ones the standing "unpublished" instead of "refused". Data
+            that cannot be read are refused in any case.
     """
     try:
         data = load(task, folder)
     except MissingDataError as error:
-        return Inspection(task, "missing", (Finding("refuse", str(error)),))
+        return Inspection(task, "missing", (DataFinding("refuse", str(error)),))
     except DataError as error:
-        return Inspection(task, "refused", (Finding("refuse", str(error), error.faked),))
+        return Inspection(task, "refused", (DataFinding("refuse", str(error), error.faked),))
     findings, same_rows = _examine(data)
     if any(finding.level == "refuse" for finding in findings):
         return Inspection(task, "unpublished" if allow_unchecked else "refused", findings, data)
@@ -42,13 +42,13 @@ def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspecti
     return Inspection(task, "published" if same_rows else "altered", findings, data)
 
 
-def check(data: TaskData) -> tuple[Finding, ...]:
-    """Everything that there is to say of the data, the worst first."""
+def check(data: TaskData) -> tuple[DataFinding, ...]:
+    """All findings about the data, worst first."""
     return _examine(data)[0]
 
 
-def _examine(data: TaskData) -> tuple[tuple[Finding, ...], bool]:
-    """All findings, and whether every row, scored or not, was shown to be the published one."""
+def _examine(data: TaskData) -> tuple[tuple[DataFinding, ...], bool]:
+    """Return all findings, and whether every row, scored or not, is known to be the published one."""
     figures = published()[data.task.name]
     findings, same_rows = list(_swapped(data)), True
     if not _identical(data, figures):
@@ -62,18 +62,18 @@ def _examine(data: TaskData) -> tuple[tuple[Finding, ...], bool]:
             findings += check_encoding(data, figures)
     findings += check_duplicates(data)
     if data.num_empty:
-        findings.append(Finding("info", f"{data.num_empty} lines without a word; a full stop is embedded for them"))
-    findings += [Finding("warn", note) for note in data.notes]
+        findings.append(DataFinding("info", f"{data.num_empty} lines have no word; a full stop is embedded for them"))
+    findings += [DataFinding("warn", note) for note in data.notes]
     return worst_first(findings), same_rows
 
 
-def _bytes(data: TaskData, figures: Published) -> Iterator[Finding]:
-    """Files that are not the published ones, whatever the difference."""
+def _bytes(data: TaskData, figures: Published) -> Iterator[DataFinding]:
+    """Report files that are not the published ones, whatever the difference."""
     if not figures.files:
-        yield Finding("warn", f"{data.task.label}: no hash of the published files is known here to compare them with")
+        yield DataFinding("warn", f"{data.task.label}: files cannot be compared: no published hash is known here")
         return
     other = [name.rpartition("/")[2] for name, digest in figures.files.items() if data.files[name] != digest]
-    yield Finding("warn", f"{len(other)} of {len(figures.files)} files are not byte for byte the published ones: "
+    yield DataFinding("warn", f"{len(other)} of {len(figures.files)} files differ from the published ones: "
                   f"{excerpt(other)}")  # fmt: skip
 
 
@@ -81,20 +81,20 @@ def _identical(data: TaskData, figures: Published) -> bool:
     return bool(figures.files) and dict(data.files) == dict(figures.files)
 
 
-def _swapped(data: TaskData) -> Iterator[Finding]:
-    """Files whose content is that of another published file."""
+def _swapped(data: TaskData) -> Iterator[DataFinding]:
+    """Report files with the content of another published file."""
     owners = {digest: name for figures in published().values() for name, digest in figures.files.items()}
     for name, digest in data.files.items():
         owner = owners.get(digest, name)
         if owner != name:
-            yield Finding(
+            yield DataFinding(
                 "refuse",
-                f"{name} holds what is published as {owner}: files are swapped or copied over each other",
-                "rows would be scored against other rows' labels",
+                f"{name} has the content of {owner}: files are swapped or copied over each other",
+                "rows would be scored against the labels of other rows",
             )
 
 
-def _counts(data: TaskData, figures: Published) -> Iterator[Finding]:
+def _counts(data: TaskData, figures: Published) -> Iterator[DataFinding]:
     for name, expected in figures.splits.items():
         split = data.splits[name]
         where = f"{data.task.label} {name}" if len(figures.splits) > 1 else data.task.label
@@ -103,28 +103,28 @@ def _counts(data: TaskData, figures: Published) -> Iterator[Finding]:
             told = ", ".join(
                 f"{classes.get(key, 0):,} {key} (published {number:,})" for key, number in expected.classes.items()
             )
-            yield Finding(
+            yield DataFinding(
                 "refuse", f"{where}: {len(split):,} rows, published {expected.rows:,}: {told}", _majority(data)
             )
         elif abs(len(split) - expected.rows) > expected.tolerance:
             about = "about " if expected.tolerance else ""
             whole = f"{where}: {len(split):,} rows, published {about}{expected.rows:,}"
-            yield Finding("refuse", whole, _majority(data) if data.classes else _fewer(data, split, expected))
+            yield DataFinding("refuse", whole, _majority(data) if data.classes else _fewer(data, split, expected))
         elif split.num_unscored != expected.unscored:
-            yield Finding(
+            yield DataFinding(
                 "refuse", f"{where}: {split.num_unscored:,} rows without a score, published {expected.unscored:,}"
             )
     if data.classes and len(data.classes) != figures.num_classes:
-        yield Finding("refuse", f"{data.task.label}: {len(data.classes)} classes, published {figures.num_classes}")
+        yield DataFinding("refuse", f"{data.task.label}: {len(data.classes)} classes, published {figures.num_classes}")
     elif figures.class_names and set(data.classes) != set(figures.class_names):
         told = f"{', '.join(data.classes)}, published {', '.join(figures.class_names)}"
-        yield Finding("refuse", f"{data.task.label}: classes are called {told}")
+        yield DataFinding("refuse", f"{data.task.label}: class names are {told}")
     elif figures.basis == "probing":
         counts = _class_counts(data, data.splits["train"])
         largest = max(counts.values())
         if largest * len(counts) > _MAX_IMBALANCE * sum(counts.values()):
-            yield Finding(
-                "refuse", f"{data.task.label}: classes are not balanced, as published ones are", _majority(data)
+            yield DataFinding(
+                "refuse", f"{data.task.label}: classes are not balanced, unlike the published ones", _majority(data)
             )
 
 
@@ -134,20 +134,20 @@ def _class_counts(data: TaskData, split: Split) -> dict[str, int]:
 
 
 def _majority(data: TaskData) -> str:
-    """What a classifier that has learnt nothing gets on the rows that are scored."""
+    """Score of a classifier that has learned nothing, on the scored rows."""
     split = data.splits["test" if "test" in data.splits else "all"]
     if not len(split):
         return "no row would be scored"
     counts = _class_counts(data, split)
     largest = max(counts, key=lambda name: counts[name])
     share = 100 * counts[largest] / len(split)
-    told = f"always answering {largest!r} is right in {counts[largest]:,} of {len(split):,} rows = {share:.2f} %"
+    told = f"always answering {largest!r} is right in {counts[largest]:,} of {len(split):,} rows = {share:.2f}%"
     return f"{told}, and one row is worth {100 / len(split):.2f} points" if len(split) < 1000 else told
 
 
 def _fewer(data: TaskData, split: Split, expected: PublishedSplit) -> str:
     if data.task.procedure == "retrieval":
-        return "the right one would be looked for among fewer candidates: higher recalls"
+        return "each query would have fewer candidates: higher recalls"
     error = 1 / max(1, len(split) - 3) ** 0.5
     return (
         f"a correlation over {len(split):,} of {expected.rows:,} pairs, uncertain by about {100 * error:.1f} points, "

@@ -1,6 +1,6 @@
-"""What the published data hold: rows, classes, digests of all rows and git hashes, from `published.json`.
+"""Figures of the published data, from `published.json`: rows, classes, digests of all rows and git hashes.
 
-The JSON says under "basis" where its figures come from. Digests of rows (`rows.py`) were made of files that have the
+"basis" in the JSON gives the source of its figures. The digests of rows (`rows.py`) were computed from files with the
 hashes under "files".
 """
 
@@ -18,29 +18,29 @@ class PublishedSplit(Strict):
     rows: int
     """Scored rows."""
     tolerance: int = 0
-    """How far the number of rows may be off where only a rounded figure is published."""
+    """Allowed difference in the number of rows if only a rounded figure is published."""
     unscored: int = 0
     """Rows without a gold score."""
     classes: Mapping[str, int] = {}
     """Rows of each class, by name; empty where unknown or where labels are scores."""
     digests: Digests | None = None
-    """Of all rows, scored or not; None where the files were not at hand."""
+    """Digests of all rows, scored or not; None if the files were not available."""
 
 
 class Published(Strict):
     """Figures of one task."""
 
     basis: str
-    """A key of `bases()`."""
+    """Key of `bases()`."""
     splits: Mapping[str, PublishedSplit]
     num_classes: int = 0
     """Classes that must occur in train; 0 where labels are scores."""
     class_names: tuple[str, ...] = ()
-    """Their names, where only they are known and not how often each occurs."""
+    """Class names, if only the names are known and not the rows of each."""
     files: Mapping[str, str] = {}
-    """Git's SHA-1 of the published files, as far as known."""
+    """Git's SHA-1 of the published files, if known."""
     replacements: int = 0
-    """U+FFFD characters that the published sentences hold themselves."""
+    """U+FFFD characters in the published sentences themselves."""
 
 
 class _Document(Strict):
@@ -49,12 +49,12 @@ class _Document(Strict):
 
 
 def published() -> Mapping[str, Published]:
-    """The figures of every task, by name."""
+    """Figures of every task, by name."""
     return _document().tasks
 
 
 def bases() -> Mapping[str, str]:
-    """Where the figures come from, in words."""
+    """Sources of the figures, in words."""
     return _document().basis
 
 

@@ -1,4 +1,4 @@
-"""Digests of a split's rows, scored or not: which sentences it has, in which order, with which labels."""
+"""Digests of a split's rows, scored or not: sentences, their order, their labels."""
 
 import hashlib
 import re
@@ -7,32 +7,32 @@ from collections.abc import Iterable, Iterator
 from common.config import Strict
 from evaluation.senteval.data.taskdata import Split, TaskData
 
-_WRITTEN_OUT = re.compile(r"-[lr][rcs]b-|& ?(?:amp|lt|gt|quot|apos|#39) ?;")  # how tokenizers write some signs
+_WRITTEN_OUT = re.compile(r"-[lr][rcs]b-|& ?(?:amp|lt|gt|quot|apos|#39) ?;")  # signs as some tokenizers write them
 
 
 class Digests(Strict):
-    """Of one split or subset. Sentences are compared by their letters and digits alone (`letters`) but for `rows`."""
+    """Digests of one split or subset. All except `rows` compare sentences by letters and digits alone (`letters`)."""
 
     rows: str
     """Label and words of every row, scored or not, in file order."""
     gold: str
-    """Label of every row in file order, "" where it has none."""
+    """Label of every row in file order; "" for a row without one."""
     first: str
     """Sentences in file order."""
     second: str = ""
-    """Sentences beside them; "" where a row is one sentence."""
+    """Second sentences in file order; "" if a row is one sentence."""
     first_sorted: str
     """Sentences, sorted."""
     second_sorted: str = ""
-    """Sentences beside them, sorted."""
+    """Second sentences, sorted."""
     rows_sorted: str
     """Rows with their labels, sorted."""
     distinct: int
-    """Rows that are not equal to an earlier one."""
+    """Number of rows, equal ones counted once."""
 
 
 def digests_of(data: TaskData, split: Split) -> Digests:
-    """The digests of a split's rows."""
+    """Compute the digests of a split's rows."""
     rows = list(file_rows(data, split))
     first, second = [letters(row[1]) for row in rows], [letters(row[2]) for row in rows]
     plain = ["\t".join((row[0], one, two)) for row, one, two in zip(rows, first, second, strict=True)]
@@ -50,12 +50,12 @@ def digests_of(data: TaskData, split: Split) -> Digests:
 
 
 def same_sentences(found: Digests, known: Digests | None) -> bool:
-    """Whether the sentences are the known ones in their order, however they are tokenized."""
+    """Return whether the sentences are the known ones in the same order, regardless of tokenization."""
     return known is not None and (found.first, found.second) == (known.first, known.second)
 
 
 def file_rows(data: TaskData, split: Split) -> Iterator[tuple[str, str, str]]:
-    """Label ("" where there is none), sentence and sentence beside it ("") of each row, in file order."""
+    """Yield label ("" if none), first and second sentence ("" if none) of each row, in file order."""
     scored: list[tuple[str, str, str]] = [("", "", "")] * len(split)
     second = split.second or ("",) * len(split)
     for place, number, one, two in zip(split.order.tolist(), split.labels.tolist(), split.first, second, strict=True):
@@ -67,7 +67,7 @@ def file_rows(data: TaskData, split: Split) -> Iterator[tuple[str, str, str]]:
 
 
 def letters(text: str) -> str:
-    """Letters and digits of a sentence in lower case: the same for every tokenization."""
+    """Letters and digits of a sentence in lower case: equal for every tokenization."""
     return "".join(character for character in _WRITTEN_OUT.sub(" ", text.lower()) if character.isalnum())
 
 

@@ -1,11 +1,11 @@
-"""Checks of the sentences themselves: characters lost or doubled by a wrong encoding, and duplicates."""
+"""Checks of the sentences: characters lost or doubled by a wrong encoding, and duplicates."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator
 
 from evaluation.senteval.checks.published import Published
-from evaluation.senteval.data.findings import Finding
+from evaluation.senteval.data.findings import DataFinding
 from evaluation.senteval.data.taskdata import Split, TaskData
 
 # UTF-8 read as latin-1 or cp1252: a lead byte's character, then those of its continuation bytes
@@ -18,65 +18,65 @@ _CP1252 = re.compile(
 _MAX_CONTRADICTIONS = 0.05
 
 
-def check_encoding(data: TaskData, figures: Published) -> Iterator[Finding]:
-    """Characters that were lost (U+FFFD) or doubled (UTF-8 read as latin-1) on the way.
+def check_encoding(data: TaskData, figures: Published) -> Iterator[DataFinding]:
+    """Report characters that were lost (U+FFFD) or doubled (UTF-8 read as latin-1) in a conversion.
 
-    None of the published files that were at hand holds a doubled one, so a single one is refused there.
+    The published files examined hold no doubled character, so a single one is refused in their tasks.
     """
     rows = list(_rows(data))
     lost = sum(row.count("\ufffd") for row in rows)
     if lost > figures.replacements:
         hit = sum("\ufffd" in row for row in rows)
-        yield Finding(
+        yield DataFinding(
             "refuse",
             f"{lost - figures.replacements:,} characters were lost (U+FFFD) in a conversion: latin-1 read as UTF-8",
-            f"{hit:,} of {len(rows):,} rows would be scored on other words than the published ones",
+            f"{hit:,} of {len(rows):,} rows would be scored on words other than the published ones",
         )
     doubled = [row for row in rows if _LATIN1.search(row) or _CP1252.search(row)]
     if doubled:
         example = next(
             pattern for row in doubled for pattern in [_LATIN1.search(row) or _CP1252.search(row)] if pattern
         )
-        yield Finding(
+        yield DataFinding(
             "refuse" if figures.basis in ("files", "snli") else "warn",
-            f"{len(doubled):,} rows hold UTF-8 that was read as latin-1 ({example.group()!r}): the file is in another "
-            "encoding than SentEval reads it in, or was converted twice",
-            f"{len(doubled):,} of {len(rows):,} rows would be scored on other words than the published ones",
+            f"{len(doubled):,} rows hold UTF-8 that was read as latin-1 ({example.group()!r}): the file's encoding "
+            "is not the one SentEval reads, or the file was converted twice",
+            f"{len(doubled):,} of {len(rows):,} rows would be scored on words other than the published ones",
         )
 
 
-def check_duplicates(data: TaskData) -> Iterator[Finding]:
-    """Rows that occur twice, in a split or in two; refused only where the same row has unlike classes too often."""
+def check_duplicates(data: TaskData) -> Iterator[DataFinding]:
+    """Report rows that occur twice, in one split or in two; refuse if the same row has different classes too often."""
     seen: dict[str, set[str]] = {}
     for name, split in data.splits.items():
         keys = _keys(split)
         counts = Counter(keys)
         again = len(keys) - len(counts)
         if again:
-            yield Finding("info", f"{name}: {again:,} of {len(keys):,} rows repeat an earlier one")
+            yield DataFinding("info", f"{name}: {again:,} of {len(keys):,} rows repeat an earlier one")
         for other, theirs in seen.items():
             shared = sum(key in theirs for key in keys)
             if shared and data.task.procedure != "similarity":
-                yield Finding("info", f"{name}: {shared:,} of {len(keys):,} rows are in {other} too")
+                yield DataFinding("info", f"{name}: {shared:,} of {len(keys):,} rows are also in {other}")
         seen[name] = set(counts)
         if data.classes:
             yield from _contradictions(name, keys, split)
 
 
-def _contradictions(name: str, keys: list[str], split: Split) -> Iterator[Finding]:
+def _contradictions(name: str, keys: list[str], split: Split) -> Iterator[DataFinding]:
     labels: dict[str, set[int]] = {}
     for key, label in zip(keys, split.labels.tolist(), strict=True):
         labels.setdefault(key, set()).add(int(label))
     unlike = sum(len(labels[key]) > 1 for key in keys)
     share = unlike / max(1, len(keys))
     if share > _MAX_CONTRADICTIONS:
-        yield Finding(
+        yield DataFinding(
             "refuse",
             f"{name}: {unlike:,} of {len(keys):,} rows occur under two classes: a file was copied over another",
-            f"no classifier could get more than about {100 * (1 - share / 2):.0f} % of them right",
+            f"no classifier could get more than about {100 * (1 - share / 2):.0f}% of them right",
         )
     elif unlike:
-        yield Finding("info", f"{name}: {unlike:,} rows occur under two classes")
+        yield DataFinding("info", f"{name}: {unlike:,} rows occur under two classes")
 
 
 def _keys(split: Split) -> list[str]:

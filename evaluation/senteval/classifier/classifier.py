@@ -1,14 +1,14 @@
 """SentEval's classifier, fitted for many training sets and weight decays at a time.
 
-Each fit makes the steps that the official code makes when it fits that set with that decay alone: the same start, the
-same orders, the same batches, the same early stopping. What differs is the order of float additions, and dropout
-where the official code runs on a GPU, whose generator is another one.
+Each fit makes the same steps as the official code for that set and that decay: the same start, the same orders, the
+same batches, the same early stopping. Two things differ: the order of float additions, and dropout if the official code
+runs on a GPU, which has another random generator.
 
-Sets of a task whose passes have the same number of batches are fitted side by side, all decays of a set on the same
-rows (`network.py`). After every dev score the fits that have stopped are taken out of the arrays.
+Sets of a task whose passes have the same number of batches are fitted together, all decays of a set on the same rows
+(`network.py`). After every dev score, stopped fits are removed from the arrays.
 
-Steps are many and small: on a CPU that others use too, give a process one thread (OMP_NUM_THREADS=1, which Ray sets for
-a task with one CPU) and run tasks side by side. With two, every step waits for the later of them.
+Steps are many and small. On a CPU that other programs use too, give each process one thread (OMP_NUM_THREADS=1, which
+Ray sets for a task with one CPU) and run tasks in parallel. With two threads, every step waits for the slower one.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class Examples:
     """Features and classes.
 
     Attributes:
-        features: of N examples.
+        features: features of N examples.
         labels: (N,) classes from 0, on the features' device.
     """
 
@@ -46,10 +46,10 @@ class Examples:
 
 
 def examples(features: Table, labels: ArrayLike) -> Examples:
-    """Features with their classes.
+    """Combine features with their classes.
 
     Raises:
-        ValueError: not as many labels as rows.
+        ValueError: the number of labels differs from the number of rows.
     """
     return Examples(features, torch.as_tensor(np.asarray(labels, np.int64)).to(features.first.device))
 
@@ -59,9 +59,9 @@ class Fits:
     """Fitted classifiers of S sets and R decays, each in its best state.
 
     Attributes:
-        num_right: (S, R) dev examples classified rightly.
+        num_right: (S, R) correctly classified dev examples.
         num_dev: (S,) dev examples.
-        network: of the best states.
+        network: parameters of the best states.
         num_scores: (S, R) dev scores until the fit stopped.
     """
 
@@ -77,7 +77,7 @@ class Fits:
     def predict(
         self, of_set: int, decay: int, features: Table, rows: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
-        """Classes that one fit gives to `rows` of `features`, None being all."""
+        """Classes that one fit gives to `rows` of `features`; None means all rows."""
         one = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
         room = Room(features, 1, 1)
         places = torch.from_numpy(np.arange(len(features)) if rows is None else rows).to(features.first.device)
@@ -93,14 +93,14 @@ def fit_many(
     config: ClassifierConfig,
     num_classes: int,
 ) -> Fits:
-    """Fits every set with every decay.
+    """Fit every set with every decay.
 
     Args:
-        train: what `TrainingSet.train` numbers.
-        dev: what `TrainingSet.dev` numbers; may be `train`.
+        train: examples that `TrainingSet.train` numbers.
+        dev: examples that `TrainingSet.dev` numbers; may be `train`.
         sets: rows of the fits.
         decays: weight decays of the fits, (R,) for every set or (S, R).
-        config: all else; its own `decays` are not read.
+        config: all other settings; its `decays` are ignored.
         num_classes: C.
 
     Raises:
@@ -136,7 +136,7 @@ def fit_many(
 
 
 class _Group:
-    """Fits whose passes have the same number of batches: they are always at the same step."""
+    """Fits whose passes have the same number of batches, so that they are always at the same step."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Group:
         self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
 
     def fit(self) -> Fits:
-        """Trains all to their end."""
+        """Train all fits until they stop."""
         config = self.config
         shape = (len(self.set_places), len(self.decay_places))
         most, misses, scores = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
@@ -186,7 +186,7 @@ class _Group:
         return Fits(most, self.num_dev, self.best, scores)
 
     def _train(self) -> None:
-        """`epoch_size` passes of every set that is left, a block of sets after the other."""
+        """Train every remaining set for `epoch_size` passes, block after block of sets."""
         num_sets = self.network.num_sets
         room = Room(self.train.features, num_sets, self.config.batch_size)
         self.schedule.draw(self.config.epoch_size)
@@ -195,7 +195,7 @@ class _Group:
             gradients = [torch.empty_like(p) for p in network.parameters]
             for batch in self.schedule.batches(block):
                 done = network.forward(room.take(batch.rows), batch.kept)
-                wrong = torch.softmax(done.logits, dim=2)  # less the truth: the gradient of the cross entropy
+                wrong = torch.softmax(done.logits, dim=2)  # minus the truth: the gradient of the cross entropy
                 wrong -= (batch.labels[:, None, None] == self.classes).float()
                 wrong *= batch.weight
                 network.backward(done, wrong, gradients)
@@ -203,7 +203,7 @@ class _Group:
         self.updates.num_steps = updates.num_steps
 
     def _score(self) -> NDArray[np.int64]:
-        """(S, R) dev examples that are classified rightly now."""
+        """(S, R) dev examples that are classified correctly now."""
         num_sets = self.network.num_sets
         room = Room(self.dev.features, num_sets, self.config.batch_size)
         counts = []
@@ -221,7 +221,7 @@ class _Group:
         return torch.cat(counts).cpu().numpy()
 
     def _keep(self, better: NDArray[np.bool_]) -> None:
-        """Copies the states of the fits that are better than ever."""
+        """Copy the states of the fits with a new best."""
         sets, decays = np.nonzero(better)
         here = torch.from_numpy(sets), torch.from_numpy(decays)
         there = torch.from_numpy(self.set_places[sets]), torch.from_numpy(self.decay_places[decays])
@@ -229,7 +229,7 @@ class _Group:
             best[there] = now[here]
 
     def _compact(self, running: NDArray[np.bool_]) -> None:
-        """Takes out sets, and decays, of which no fit is running any more."""
+        """Remove sets, and decays, without a running fit."""
         sets, decays = (torch.from_numpy(np.flatnonzero(running.any(axis))) for axis in (1, 0))
         if running.shape == (len(sets), len(decays)) or not len(sets):
             return

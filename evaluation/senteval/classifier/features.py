@@ -1,7 +1,7 @@
-"""Tables that classifiers read rows of: embeddings, or features of pairs made when they are read.
+"""Feature tables that classifiers read rows of: embeddings, or features of pairs computed on reading.
 
-[|a-b|, a*b] of MRPC and SICK and [a, b, a*b, |a-b|] of SNLI are two and four times as wide as what they are made of.
-Made for one batch at a time they are read from the processor's cache, and SNLI's 550,000 pairs never take their 6.8 GB.
+[|a-b|, a*b] of MRPC and SICK and [a, b, a*b, |a-b|] of SNLI are two and four times as wide as their embeddings.
+Computed per batch they stay in the processor's cache, and SNLI's 550,000 pairs never take their 6.8 GB.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-_BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**30}  # rows taken at once: what a CPU's cache holds, what fills a GPU
+_BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**30}  # rows per read: fits a CPU's cache, fills a GPU
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Table:
 
     Attributes:
         first: `(N, size)` float32, contiguous: embeddings of the examples, or of the first sentences of pairs.
-        second: `(N, size)` of the second sentences, None for single sentences.
-        keep_both: pairs: a and b themselves go before the products, as SNLI has it.
+        second: `(N, size)` of the second sentences; None for single sentences.
+        keep_both: for pairs, put a and b before the products, as SNLI does.
     """
 
     first: Tensor
@@ -39,7 +39,7 @@ class Table:
         return size if self.second is None else size * (4 if self.keep_both else 2)
 
     def buffer(self, num_rows: int) -> Tensor:
-        """Room for `num_rows` rows, flat."""
+        """Flat memory for the features of `num_rows` rows."""
         return torch.empty(num_rows * self.width, dtype=torch.float32, device=self.first.device)
 
     def take(self, rows: Tensor, room: Tensor) -> Tensor:
@@ -63,16 +63,16 @@ class Table:
 
 
 class Room:
-    """Memory for the rows of a block of sets, as many as are good for the device.
+    """Memory for the rows of a block of sets, sized for the device.
 
     Args:
-        features: what is taken.
-        num_sets: sets that there are.
+        features: table to read from.
+        num_sets: number of sets.
         batch_size: rows of a set that must fit.
 
     Attributes:
-        num_sets: sets of a block.
-        num_rows: rows of each of them that fit.
+        num_sets: sets per block.
+        num_rows: rows of each set that fit.
     """
 
     def __init__(self, features: Table, num_sets: int, batch_size: int) -> None:
@@ -82,7 +82,7 @@ class Room:
         self._features, self._flat = features, features.buffer(self.num_sets * self.num_rows)
 
     def blocks(self, num_sets: int) -> Iterator[slice]:
-        """Slices of the sets, each of which fits."""
+        """Slices of the sets, each small enough to fit."""
         return (slice(start, start + self.num_sets) for start in range(0, num_sets, self.num_sets))
 
     def take(self, rows: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Room:
 
 
 def table(embeddings: ArrayLike, device: torch.device | None = None) -> Table:
-    """Single sentences: `(N, size)` embeddings as they are.
+    """Table of single sentences: `(N, size)` embeddings as they are.
 
     Raises:
         ValueError: not a matrix, or a value that is not finite.
@@ -102,7 +102,7 @@ def table(embeddings: ArrayLike, device: torch.device | None = None) -> Table:
 def pair_table(
     first: ArrayLike, second: ArrayLike, keep_both: bool = False, device: torch.device | None = None
 ) -> Table:
-    """Pairs of sentences: [|a-b|, a*b], or [a, b, a*b, |a-b|] with `keep_both`.
+    """Table of sentence pairs: [|a-b|, a*b], or [a, b, a*b, |a-b|] with `keep_both`.
 
     Raises:
         ValueError: not two matrices of one shape, or a value that is not finite.
@@ -121,5 +121,5 @@ def _matrix(embeddings: ArrayLike, device: torch.device | None) -> Tensor:
         bad = int((~np.isfinite(array)).any(axis=1).sum())
         raise ValueError(f"{bad} of {len(array)} embeddings have values that are not finite")
     if not array.flags.writeable:
-        array = array.copy()  # torch warns of memory that it could write to and must not
+        array = array.copy()  # torch warns about memory that is not writable
     return torch.from_numpy(array).to(device)

@@ -1,8 +1,8 @@
-"""Which rows a fit trains on, which it is stopped by, and in which order it sees them: SentEval's draws, one by one.
+"""Rows of a fit and their order: SentEval's random draws, reproduced exactly.
 
-The official code seeds numpy's and torch's global generators anew with 1111 for every fit and takes its folds from
-scikit-learn. Here every stream is an object of its own: `RandomState(seed)` gives the permutations that
-`numpy.random.seed(seed)` would give, and nothing else in the process can shift them.
+The official code reseeds numpy's and torch's global generators with 1111 for every fit and takes its folds from
+scikit-learn. Here every stream has a separate generator: `RandomState(seed)` gives the permutations that
+`numpy.random.seed(seed)` would give, and no other code in the process can shift them.
 """
 
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from numpy.typing import ArrayLike, NDArray
 
 Rows = NDArray[np.int64]
 
-HELD_OUT = 0.05  # part of a training set that stops a refit, where the task has no dev set
-_FOLD_SEED = 1111  # InnerKFold's folds take this one, whatever the configured seed
+HELD_OUT = 0.05  # share of a training set that stops a refit if the task has no dev set
+_FOLD_SEED = 1111  # seed of InnerKFold's folds, whatever the configured seed
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Rows of one or several fits that differ in their regularisation alone.
+    """Rows of one or several fits that differ only in their regularisation.
 
     Attributes:
-        train: row numbers of the training table; their order counts, because permutations are of positions.
-        dev: row numbers of the dev table (the same table, where the set is a fold).
-        num_drawn: length of the permutation that was drawn from the fit's stream before training, 0 for none.
+        train: row numbers of the training table; their order matters, because permutations are of positions.
+        dev: row numbers of the dev table (the training table if the set is a fold).
+        num_drawn: length of the permutation drawn from the fit's stream before training; 0 for none.
     """
 
     train: Rows
@@ -34,24 +34,24 @@ class TrainingSet:
     def __post_init__(self) -> None:
         if not len(self.train) or not len(self.dev):
             raise ValueError(
-                f"a classifier needs rows to learn from and rows to be stopped by, found {len(self.train)} and "
-                f"{len(self.dev)}; a refit holds out {HELD_OUT:.0%}, which needs 20 rows or more"
+                f"a classifier needs rows to learn from and rows to stop by, found {len(self.train)} and "
+                f"{len(self.dev)}; a refit holds out {HELD_OUT:.0%}, which needs at least 20 rows"
             )
 
     @property
     def stream(self) -> tuple[int, int]:
-        """Sets of the same stream see their positions in the same orders."""
+        """Key of the random stream; sets of one stream see their positions in the same orders."""
         return self.num_drawn, len(self.train)
 
 
 def stratified_folds(labels: ArrayLike, num_folds: int, seed: int = _FOLD_SEED) -> list[tuple[Rows, Rows]]:
-    """Row numbers `(train, test)` of each fold, as `sklearn.model_selection.StratifiedKFold(shuffle=True)` has them.
+    """Row numbers `(train, test)` of each fold, equal to `sklearn.model_selection.StratifiedKFold(shuffle=True)`.
 
-    Each class is dealt out over the folds in the shares that the sorted labels have at every num_folds-th place, and
-    its own deal is shuffled, classes in the order of their first appearance.
+    Each class is dealt out over the folds in the shares found at every num_folds-th place of the sorted labels. The
+    deal of each class is then shuffled, classes in order of first appearance.
 
     Raises:
-        ValueError: no class has as many rows as there are folds, or fewer than two folds.
+        ValueError: no class has as many rows as there are folds, or fewer than two folds were requested.
     """
     values, first, inverse = np.unique(np.asarray(labels), return_index=True, return_inverse=True)
     num_classes = len(values)
@@ -75,14 +75,14 @@ def stratified_folds(labels: ArrayLike, num_folds: int, seed: int = _FOLD_SEED) 
 
 
 def hold_out(rows: Rows, seed: int) -> TrainingSet:
-    """Splits `rows` at random: 5 % (rounded down) stop the fit, the others train it."""
+    """Split `rows` at random: 5% (rounded down) stop the fit, the others train it."""
     drawn = np.random.RandomState(seed).permutation(len(rows))
     num_dev = int(HELD_OUT * len(rows))
     return TrainingSet(rows[drawn[num_dev:]], rows[drawn[:num_dev]], num_drawn=len(rows))
 
 
 def orders(seed: int, num_drawn: int, num_rows: int) -> Iterator[Rows]:
-    """Permutations of `num_rows` positions, one a pass, without end."""
+    """Endless permutations of `num_rows` positions, one per pass."""
     stream = np.random.RandomState(seed)
     if num_drawn:
         stream.permutation(num_drawn)

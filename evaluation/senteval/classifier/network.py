@@ -1,9 +1,9 @@
-"""Many small classifiers as one: parameters stacked over training sets and regularisations.
+"""Many small classifiers as one network: parameters stacked over training sets and regularisations.
 
 Shapes: S training sets, R regularisations, B rows of a batch, C classes, H hidden units, D features.
-Classifiers of one set read the same rows, so that a set's R layers are one matrix product of R*C (or R*H) outputs, and
+Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C (or R*H) outputs, and
 all sets together one batched product. Rows come last in activations, so that softmax runs along contiguous memory.
-Gradients are written out: with layers this small autograd's bookkeeping costs more than the arithmetic.
+Gradients are written out, because autograd's bookkeeping costs more than the arithmetic of layers this small.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Activations:
-    """What a forward leaves for the backward."""
+    """Values that a forward pass keeps for the backward pass."""
 
     rows: Tensor  # (S, B, D)
     hidden: Tensor | None  # (S, R, H, B), after the sigmoid
@@ -43,7 +43,7 @@ class Network:
         return Network([parameter[sets] for parameter in self.parameters])
 
     def forward(self, rows: Tensor, kept: Tensor | None = None) -> Activations:
-        """Logits of `rows` (S, B, D), with dropout where its factors `kept` are given."""
+        """Logits of `rows` (S, B, D); the factors `kept` apply dropout."""
         if len(self.parameters) == 2:
             return Activations(rows, None, None, _linear(rows.mT, *self.parameters))
         first, first_bias, second, second_bias = self.parameters
@@ -55,7 +55,7 @@ class Network:
         return Activations(rows, hidden, kept, logits)
 
     def backward(self, done: Activations, grad_logits: Tensor, out: list[Tensor]) -> None:
-        """Writes the gradient of every parameter into `out`, given that of the logits (S, R, C, B)."""
+        """Write the gradient of every parameter into `out`, given the gradient of the logits (S, R, C, B)."""
         if done.hidden is None:
             _linear_grad(done.rows, grad_logits, *out)
             return
@@ -84,7 +84,7 @@ def _linear_grad(rows: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> No
 
 
 def linear_start(inputs: int, outputs: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Weight and bias that `torch.nn.Linear(inputs, outputs)` starts from with the global generator in this state."""
+    """Weight and bias with which `torch.nn.Linear(inputs, outputs)` would start from this generator state."""
     weight = torch.empty(outputs, inputs)
     torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=stream)
     bound = 1 / math.sqrt(inputs)

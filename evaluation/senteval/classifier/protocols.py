@@ -1,11 +1,11 @@
-"""SentEval's three ways from features to a score, with its roundings.
+"""SentEval's three ways from features to a score, with the official rounding.
 
-    inner_kfold  MR CR SUBJ MPQA        one table: folds, and in each fold's training part folds again
+    inner_kfold  MR CR SUBJ MPQA        one table: folds, and inner folds in each fold's training part
     kfold        TREC MRPC              train and test: folds of train choose the weight decay
     split        SST SICK-E SNLI, probing   train, dev and test
 
-Scores are in percent. Means are rounded to two decimals where the official code rounds them, because a weight decay is
-chosen among the rounded ones and the first of equals wins.
+Scores are in percent. Means are rounded to two decimals wherever the official code rounds them, because a weight decay
+is chosen among rounded means, and the first of equal ones wins.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from evaluation.senteval.classifier.settings import ClassifierConfig
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What a protocol answers, in percent.
+class ProtocolScores:
+    """Scores of a protocol, in percent.
 
     Attributes:
-        dev_accuracy: mean over outer folds of the chosen decay's cross-validation, or on the dev set.
-        accuracy: on the test rows; over folds the mean.
-        f1: of class 1 on the test rows, where the task is one of two classes with a test set (kfold), else None.
-        decays: chosen weight decay, one an outer fold.
-        fold_accuracies: of the outer folds, or the one accuracy.
-        num_fits: fits made.
+        dev_accuracy: mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set.
+        accuracy: accuracy on the test rows; over folds the mean.
+        f1: F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None.
+        decays: chosen weight decay, one per outer fold.
+        fold_accuracies: accuracies of the outer folds, or the one accuracy.
+        num_fits: number of fits.
     """
 
     dev_accuracy: float
@@ -39,7 +39,7 @@ class Scores:
     num_fits: int
 
 
-def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
+def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
     """Nested cross-validation: k*(4*k + 1) fits with four decays, 410 for k = 10.
 
     Raises:
@@ -57,7 +57,7 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> S
     tests = [
         _percent(refits.predict(fold, 0, data.features, test) == labels[test]) for fold, (_, test) in enumerate(outer)
     ]
-    return Scores(
+    return ProtocolScores(
         dev_accuracy=float(np.round(np.mean([max(mean) for mean in means]), 2)),
         accuracy=float(np.round(np.mean(tests), 2)),
         f1=None,
@@ -67,8 +67,8 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> S
     )
 
 
-def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
-    """Cross-validation on `train` chooses the decay; a refit on 95 % of it is tested.
+def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
+    """Cross-validation on `train` chooses the decay; a refit on 95% of `train` is tested.
 
     Raises:
         ValueError: a class is too small for the folds, a label is out of range.
@@ -83,7 +83,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     )
     truth, answers = test.labels.cpu().numpy(), refit.predict(0, 0, test.features)
     accuracy = _percent(answers == truth)
-    return Scores(
+    return ProtocolScores(
         dev_accuracy=max(means),
         accuracy=accuracy,
         f1=_f1(answers, truth) if num_classes == 2 else None,
@@ -93,11 +93,11 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     )
 
 
-def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Scores:
-    """The dev set stops the fits and chooses the decay.
+def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
+    """Let the dev set stop the fits and choose the decay.
 
-    The official code then fits the chosen decay once more, with the same seed and so to the same weights: here the
-    fit that won is tested.
+    The official code then repeats the fit of the chosen decay with the same seed, which gives the same weights. Here
+    the winning fit itself is tested.
 
     Raises:
         ValueError: a label is out of range, a set is empty.
@@ -108,7 +108,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     chosen = int(np.argmax(scores))
     answers = fits.predict(0, chosen, test.features)
     accuracy = _percent(answers == test.labels.cpu().numpy())
-    return Scores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,), len(scores))
+    return ProtocolScores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,), len(scores))
 
 
 def _folds_of(rows: NDArray[np.int64], labels: NDArray[np.int64], num_folds: int) -> list[TrainingSet]:
@@ -122,11 +122,11 @@ def _means(accuracies: NDArray[np.float64]) -> list[float]:
 
 
 def _percent(right: NDArray[np.bool_]) -> float:
-    return round(100 * (int(right.sum()) / len(right)), 2)  # as Python rounds it
+    return round(100 * (int(right.sum()) / len(right)), 2)  # Python's rounding, not numpy's
 
 
 def _f1(answers: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
-    """F1 of class 1 in percent, 0 where nothing is and nothing is called class 1."""
+    """F1 of class 1 in percent; 0 if no row has or is predicted class 1."""
     true = int(((answers == 1) & (truth == 1)).sum())
     called = int((answers == 1).sum() + (truth == 1).sum())
     return round(100 * (2 * true / called), 2) if called else 0.0

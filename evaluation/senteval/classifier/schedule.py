@@ -1,4 +1,4 @@
-"""The batches of many fits side by side: which rows each sees at each step, and what dropout keeps of them."""
+"""Batches of many fits in parallel: the rows each fit sees at each step, and its dropout factors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ Stream = tuple[int, int]  # `TrainingSet.stream`
 
 @dataclass(frozen=True)
 class Padded:
-    """Row numbers of S sets, one beside the other.
+    """Row numbers of S sets in one padded array.
 
     Attributes:
-        rows: (S, longest), 0 where a set has no more.
-        sizes: (S,) real ones.
+        rows: (S, longest), padded with 0.
+        sizes: (S,) numbers of real rows.
     """
 
     rows: Tensor
@@ -27,7 +27,7 @@ class Padded:
 
     @classmethod
     def of(cls, rows: Sequence[Rows], device: torch.device) -> "Padded":
-        """Pads every set to the longest."""
+        """Pad every set to the longest."""
         sizes = [len(own) for own in rows]
         padded = np.zeros((len(rows), max(sizes)), np.int64)
         for place, own in enumerate(rows):
@@ -43,10 +43,10 @@ class Batch:
     """One step of S sets.
 
     Attributes:
-        rows: (S, B) of the training table.
+        rows: (S, B) row numbers of the training table.
         labels: (S, B).
-        weight: of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding.
-        kept: (S, 1, H, B) dropout's factors, 0 or 1/(1-p); None without dropout.
+        weight: weight of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding.
+        kept: (S, 1, H, B) dropout factors, 0 or 1/(1-p); None without dropout.
     """
 
     rows: Tensor
@@ -61,10 +61,10 @@ class Schedule:
     Sets of one stream see the same positions and the same dropout, because every official fit starts from one seed.
 
     Args:
-        sets: S of them.
-        labels: (N,) of the training table.
+        sets: S training sets.
+        labels: (N,) labels of the training table.
         config: batch size, seed, dropout.
-        start: the generator that has drawn the starting weights: dropout goes on from there.
+        start: generator after drawing the starting weights; dropout continues its sequence.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Schedule:
         self._next_dropout = dict(self._dropout)
 
     def draw(self, num_passes: int) -> None:
-        """Draws the orders of the next passes."""
+        """Draw the orders of the next passes."""
         current = dict.fromkeys(self._streams)
         self._passes = [{stream: next(self._orders[stream]) for stream in current} for _ in range(num_passes)]
         self._dropout = dict(self._next_dropout)
 
     def keep(self, places: Tensor) -> None:
-        """Goes on with these of the sets alone."""
+        """Continue with these sets only."""
         self.members = self.members[places]
         self._streams = [self._streams[place] for place in places.tolist()]
 
     def batches(self, block: slice) -> Iterator[Batch]:
-        """Every batch of the drawn passes, for some of the sets; to be read to its end, block after block."""
+        """Every batch of the drawn passes, for some of the sets; read it to the end, block after block."""
         members, streams = self.members[block], self._streams[block]
         # Blocks that share a stream draw the same factors, each from a copy.
         dropout = {stream: self._dropout[stream].clone_state() for stream in streams} if self._dropout else {}
@@ -124,7 +124,7 @@ class Schedule:
             yield Batch(rows[:, part], labels[:, part], weight, kept)
 
     def _kept(self, streams: list[Stream], dropout: dict[Stream, torch.Generator], start: int, width: int) -> Tensor:
-        """What `torch.nn.Dropout` would draw on a CPU for a batch (B, H) in each set's stream."""
+        """Dropout factors that `torch.nn.Dropout` would draw on a CPU for a batch (B, H) in each set's stream."""
         num_hidden, keep = self._config.num_hidden, 1 - self._config.dropout
         drawn = {}
         for stream in dict.fromkeys(streams):

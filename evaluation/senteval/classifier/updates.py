@@ -1,7 +1,6 @@
-"""Adam and RMSprop over stacked parameters, with a weight decay of its own for every regularisation.
+"""Adam and RMSprop over stacked parameters, with a separate weight decay for every regularisation.
 
-Weight decay is coupled, as in torch's `Adam(weight_decay=...)`: it is added to the gradient, of weights and
-biases alike.
+Weight decay is coupled, as in torch's `Adam(weight_decay=...)`: it is added to the gradients of weights and biases.
 """
 
 from dataclasses import dataclass, field
@@ -16,19 +15,19 @@ DEFAULT_RATES: dict[OptimizerName, float] = {"adam": 1e-3, "rmsprop": 1e-2}  # t
 
 _EPSILON = 1e-8
 _BETAS = (0.9, 0.999)
-_SMOOTHING = 0.99  # of RMSprop
+_SMOOTHING = 0.99  # RMSprop's
 
 
 @dataclass
 class Updates:
-    """State of the optimizer of some stacked parameters, all of which have made the same number of steps.
+    """Optimizer state of stacked parameters, all after the same number of steps.
 
     Attributes:
-        name: of the optimizer.
-        learning_rate: of every parameter.
+        name: name of the optimizer.
+        learning_rate: learning rate of every parameter.
         decay: (S, R) weight decays, on the parameters' device.
-        moments: of each parameter its first and second moment (adam), or its second (rmsprop), shaped as it is.
-        num_steps: made so far.
+        moments: first and second moment (adam) or second moment (rmsprop) of each parameter, in its shape.
+        num_steps: steps so far.
     """
 
     name: OptimizerName
@@ -51,11 +50,11 @@ class Updates:
         return Updates(self.name, self.learning_rate, self.decay[sets], views, self.num_steps)
 
     def step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """One step in place; the gradients are spent.
+        """Make one step in place; the gradients are overwritten.
 
         Args:
-            parameters: each (S, R, ...).
-            gradients: of the loss alone, without weight decay.
+            parameters: parameters, each (S, R, ...).
+            gradients: gradients of the loss alone, without weight decay.
         """
         self.num_steps += 1
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -75,7 +74,7 @@ class Updates:
             [first for first, _ in self.moments],
             [second for _, second in self.moments],
             [],
-            self._counts,  # counted up by the call
+            self._counts,  # incremented by the call
             foreach=False,
             fused=True,
             amsgrad=False,

@@ -1,1 +1,1 @@
-"""The tasks of SentEval and the files that hold their data."""
+"""SentEval's tasks and the files that hold their data."""

@@ -1,4 +1,4 @@
-"""What a check of a task's data says: a line each, with what a score on such data would have faked."""
+"""Findings of a check of a task's data: one line each, with the effect on a score."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ MARKS: Mapping[Standing, str] = {
     "altered": "not the published files; comparable with no published number",
     "unpublished": "not the published data; comparable with no published number",
 }
-"""Why a score is marked, by its data's standing."""
+"""Reason for the mark on a score, by its data's standing."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing about the data.
+class DataFinding:
+    """One finding about the data.
 
     Attributes:
-        level: refuse (no score from such data), warn (a score, with this beside it), info.
-        what: in words, with the numbers.
-        faked: what a score would have looked like; "" where nothing would be faked.
+        level: refuse (no score from such data), warn (shown with the score), info.
+        what: description, with numbers.
+        faked: false score that such data would give; "" if scores stay right.
     """
 
     level: Level
@@ -37,41 +37,41 @@ class Finding:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A task's data and how far they can be trusted.
+    """Data of a task and how far they can be trusted.
 
     Attributes:
-        task: whose.
-        standing: identical: every file is the published one, byte for byte; published: every row is, scored or not, and
-            some other bytes are not (line ends); altered: rows, classes and labels are in number, and sentences differ
-            or cannot be verified; unpublished: even these differ, and the user said to go on; refused; missing: nothing
-            is there. Only scores of identical data are not marked.
-        findings: the worst first.
-        data: None where there are none or they could not be read. Refused data are here too: to look at.
+        task: task of the data.
+        standing: identical: every file equals the published one byte for byte. published: every row does, scored or
+            not, but other bytes (line ends) differ. altered: rows, classes and labels match in number, but sentences
+            differ or cannot be verified. unpublished: these differ too, and the user accepted that. refused. missing:
+            the files do not exist. Only scores of identical data carry no mark.
+        findings: findings, worst first.
+        data: data of the task, None if missing or unreadable. Refused data are included for inspection.
     """
 
     task: Task
     standing: Standing
-    findings: tuple[Finding, ...]
+    findings: tuple[DataFinding, ...]
     data: TaskData | None = None
 
     @property
     def usable(self) -> bool:
-        """Whether a score may be computed."""
+        """Return whether a score may be computed."""
         return self.standing in ("identical", *MARKS)
 
     @property
     def mark(self) -> str:
-        """What stands beside a score in a table: "" or why it is not comparable with published ones."""
+        """Mark of a score in a table: "" or the reason why it is not comparable with published ones."""
         return MARKS.get(self.standing, "")
 
     @property
     def reason(self) -> str:
-        """Why there is no score, in one line; "" where there may be one."""
+        """Reason for a missing score, in one line; "" if a score may be computed."""
         if self.usable:
             return ""
         return "; ".join(str(finding) for finding in self.findings if finding.level == "refuse")
 
 
-def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Refusals, warnings, then information; in their own order otherwise."""
+def worst_first(findings: list[DataFinding]) -> tuple[DataFinding, ...]:
+    """Sort into refusals, warnings and information; the order within a level is kept."""
     return tuple(sorted(findings, key=lambda finding: ("refuse", "warn", "info").index(finding.level)))

@@ -1,6 +1,6 @@
-"""The file formats of SentEval's tasks, read as its loaders read them (facebookresearch/SentEval@5d6dc11).
+"""File formats of SentEval's tasks, read as its loaders read them (facebookresearch/SentEval@5d6dc11).
 
-All of them hold tokenised text; a sentence is a list of words, split at any white space. Rows come in file order.
+All files hold tokenised text. A sentence is a list of words, split at any white space. Rows come in file order.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from pathlib import Path
 from evaluation.senteval.data.lines import parse_lines, read_lines
 from evaluation.senteval.data.taskdata import DataError
 
-Words = list[str]
+WordList = list[str]
 
 _TREC = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
 _SNLI = ("entailment", "neutral", "contradiction")
@@ -17,35 +17,35 @@ _SICK = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
 
 
 @dataclass
-class Rows:
+class SplitRows:
     """Rows of one split in file order.
 
     Attributes:
-        first: words of each row's sentence.
-        second: words of the sentence beside it; empty where a row is one sentence.
+        first: words of each row's first sentence.
+        second: words of each row's second sentence; empty if a row is one sentence.
         labels: class number, class name (probing) or gold score of each row.
-        unscored: rows left out because they have no gold score: place in the file from 0, and words of both sentences.
-        notes: what is odd in the files.
+        unscored: rows without a gold score, which are left out: place in the file from 0, and words of both sentences.
+        notes: oddities of the files.
     """
 
-    first: list[Words] = field(default_factory=list)
-    second: list[Words] = field(default_factory=list)
+    first: list[WordList] = field(default_factory=list)
+    second: list[WordList] = field(default_factory=list)
     labels: list[int] | list[str] | list[float] = field(default_factory=list)
-    unscored: list[tuple[int, Words, Words]] = field(default_factory=list)
+    unscored: list[tuple[int, WordList, WordList]] = field(default_factory=list)
     notes: tuple[str, ...] = ()
 
 
-def read_binary(one: Path, zero: Path) -> Rows:
-    """MR, CR, MPQA, SUBJ: a sentence a line, a file a class; latin-1; empty lines are rows."""
+def read_binary(one: Path, zero: Path) -> SplitRows:
+    """MR, CR, MPQA, SUBJ: a sentence per line, a file per class; latin-1; empty lines are rows."""
     ones = [line.split() for line in read_lines(one, "latin-1", unicode_breaks=True)]
     zeros = [line.split() for line in read_lines(zero, "latin-1", unicode_breaks=True)]
-    return Rows(first=ones + zeros, labels=[1] * len(ones) + [0] * len(zeros))
+    return SplitRows(first=ones + zeros, labels=[1] * len(ones) + [0] * len(zeros))
 
 
-def read_trec(path: Path) -> Rows:
+def read_trec(path: Path) -> SplitRows:
     """`LABEL:fine the question`, latin-1; the fine label is dropped."""
 
-    def parse(line: str) -> tuple[Words, int]:
+    def parse(line: str) -> tuple[WordList, int]:
         label, rest = line.strip().split(":", 1)
         if label not in _TREC:
             raise ValueError(f"{label!r} is none of {', '.join(_TREC)}")
@@ -54,30 +54,30 @@ def read_trec(path: Path) -> Rows:
     return _single(parse_lines(path, read_lines(path, "latin-1"), parse))
 
 
-def read_sst_binary(path: Path) -> Rows:
+def read_sst_binary(path: Path) -> SplitRows:
     """`sentence<TAB>0|1`, UTF-8."""
 
-    def parse(line: str) -> tuple[Words, int]:
+    def parse(line: str) -> tuple[WordList, int]:
         cells = line.strip().split("\t")
         return cells[0].split(), _among(int(cells[1]), 2)
 
     return _single(parse_lines(path, read_lines(path, "utf-8"), parse))
 
 
-def read_sst_fine(path: Path) -> Rows:
+def read_sst_fine(path: Path) -> SplitRows:
     """`0..4 sentence`, UTF-8."""
 
-    def parse(line: str) -> tuple[Words, int]:
+    def parse(line: str) -> tuple[WordList, int]:
         cells = line.strip().split(" ", 1)
         return cells[1].split(), _among(int(cells[0]), 5)
 
     return _single(parse_lines(path, read_lines(path, "utf-8"), parse))
 
 
-def read_mrpc(path: Path) -> Rows:
+def read_mrpc(path: Path) -> SplitRows:
     """`0|1<TAB>id<TAB>id<TAB>a<TAB>b` after a header (which has a byte order mark), UTF-8."""
 
-    def parse(line: str) -> tuple[Words, Words, int]:
+    def parse(line: str) -> tuple[WordList, WordList, int]:
         cells = line.strip().split("\t")
         return cells[3].split(), cells[4].split(), _among(int(cells[0]), 2)
 
@@ -87,29 +87,29 @@ def read_mrpc(path: Path) -> Rows:
     return _paired(parse_lines(path, lines, parse, skipped=1))
 
 
-def read_snli(first: Path, second: Path, labels: Path) -> Rows:
+def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
     """Premises, hypotheses and labels, a file each; sentences latin-1, labels UTF-8.
 
-    The official loader also cuts latin-1 text at NEL (byte 0x85), which would shift the sentences against their labels;
-    we do not, and say so when the files have it.
+    The official loader also cuts latin-1 text at NEL (byte 0x85), which would shift the sentences against their labels.
+    This one does not, and adds a note if the files contain it.
     """
     columns = [read_lines(path, "latin-1") for path in (first, second)]
     names = read_lines(labels, "utf-8")
     _same_length({first: len(columns[0]), second: len(columns[1]), labels: len(names)})
     notes = tuple(
-        f"{path.name}: has bytes (0x85 and the like) at which the official loader cuts lines; not cut here"
+        f"{path.name}: contains bytes (0x85 and similar) at which the official loader cuts lines; not cut here"
         for path, lines in zip((first, second), columns, strict=True)
         if any(len(line.splitlines()) > 1 for line in lines)
     )
     numbers = parse_lines(labels, names, lambda name: _named(name.strip(), _SNLI))
     one, two = ([line.split() for line in column] for column in columns)
-    return Rows(first=one, second=two, labels=numbers, notes=notes)
+    return SplitRows(first=one, second=two, labels=numbers, notes=notes)
 
 
-def read_sick(path: Path, entailment: bool) -> Rows:
+def read_sick(path: Path, entailment: bool) -> SplitRows:
     """`id<TAB>a<TAB>b<TAB>1..5<TAB>judgment` after a header, UTF-8, LF or CRLF."""
 
-    def parse(line: str) -> tuple[Words, Words, int | float]:
+    def parse(line: str) -> tuple[WordList, WordList, int | float]:
         cells = line.strip().split("\t")
         label = _named(cells[4], _SICK) if entailment else _between(float(cells[3]), 1, 5)
         return cells[1].split(), cells[2].split(), label
@@ -120,30 +120,30 @@ def read_sick(path: Path, entailment: bool) -> Rows:
     return _paired(parse_lines(path, lines, parse, skipped=1))
 
 
-def read_sts_benchmark(path: Path) -> Rows:
+def read_sts_benchmark(path: Path) -> SplitRows:
     """Seven columns: ..., score 0..5, a, b; no header, UTF-8."""
 
-    def parse(line: str) -> tuple[Words, Words, float]:
+    def parse(line: str) -> tuple[WordList, WordList, float]:
         cells = line.strip().split("\t")
         return cells[5].split(), cells[6].split(), _between(float(cells[4]), 0, 5)
 
     return _paired(parse_lines(path, read_lines(path, "utf-8"), parse))
 
 
-def read_sts(sentences: Path, scores: Path) -> Rows:
-    """`a<TAB>b` and a file with a score 0..5 a line, UTF-8; rows with an empty score are left out."""
+def read_sts(sentences: Path, scores: Path) -> SplitRows:
+    """`a<TAB>b` and a file with a score 0..5 per line, UTF-8; rows with an empty score are left out."""
     lines = read_lines(sentences, "utf-8", unicode_breaks=True)
     gold = read_lines(scores, "utf-8", unicode_breaks=True)
     _same_length({sentences: len(lines), scores: len(gold)})
 
-    def parse(line: str) -> tuple[Words, Words]:
+    def parse(line: str) -> tuple[WordList, WordList]:
         cells = line.split("\t")
         return cells[0].split(), cells[1].split()
 
     pairs = parse_lines(sentences, lines, parse)
     numbers = parse_lines(scores, gold, lambda line: _between(float(line), 0, 5) if line else None)
     scored = [(pair, score) for pair, score in zip(pairs, numbers, strict=True) if score is not None]
-    return Rows(
+    return SplitRows(
         first=[pair[0] for pair, _ in scored],
         second=[pair[1] for pair, _ in scored],
         labels=[score for _, score in scored],
@@ -153,11 +153,11 @@ def read_sts(sentences: Path, scores: Path) -> Rows:
     )
 
 
-def read_probing(path: Path) -> dict[str, Rows]:
-    """`tr|va|te<TAB>label<TAB>...<TAB>sentence`, UTF-8; by split, labels as they stand."""
+def read_probing(path: Path) -> dict[str, SplitRows]:
+    """`tr|va|te<TAB>label<TAB>...<TAB>sentence`, UTF-8; by split, labels unchanged."""
     names = {"tr": "train", "va": "dev", "te": "test"}
 
-    def parse(line: str) -> tuple[str, str, Words]:
+    def parse(line: str) -> tuple[str, str, WordList]:
         cells = line.rstrip().split("\t")
         if cells[0] not in names:
             raise ValueError(f"{cells[0]!r} is none of {', '.join(names)}")
@@ -169,16 +169,16 @@ def read_probing(path: Path) -> dict[str, Rows]:
         rows = [(label, words) for where, label, words in parsed if where == split]
         if not rows:
             raise DataError(f"{path} has no {split} rows: its end is missing")
-        splits[split] = Rows(first=[words for _, words in rows], labels=[label for label, _ in rows])
+        splits[split] = SplitRows(first=[words for _, words in rows], labels=[label for label, _ in rows])
     return splits
 
 
-def _single(parsed: list[tuple[Words, int]]) -> Rows:
-    return Rows(first=[words for words, _ in parsed], labels=[label for _, label in parsed])
+def _single(parsed: list[tuple[WordList, int]]) -> SplitRows:
+    return SplitRows(first=[words for words, _ in parsed], labels=[label for _, label in parsed])
 
 
-def _paired(parsed: list[tuple[Words, Words, int]] | list[tuple[Words, Words, float]]) -> Rows:
-    return Rows([row[0] for row in parsed], [row[1] for row in parsed], [row[2] for row in parsed])
+def _paired(parsed: list[tuple[WordList, WordList, int]] | list[tuple[WordList, WordList, float]]) -> SplitRows:
+    return SplitRows([row[0] for row in parsed], [row[1] for row in parsed], [row[2] for row in parsed])
 
 
 def _among(label: int, num_classes: int) -> int:
@@ -200,12 +200,12 @@ def _between(score: float, low: float, high: float) -> float:
 
 
 def _same_length(lengths: dict[Path, int]) -> None:
-    """Raises DataError when files that belong together line by line have unequal lengths."""
+    """Raise DataError if files that belong together line by line have different lengths."""
     if len(set(lengths.values())) == 1:
         return
     told = ", ".join(f"{path.name} {length:,}" for path, length in lengths.items())
     where = next(iter(lengths)).parent
     raise DataError(
-        f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file is of another set",
-        faked="pairs would have other pairs' labels: scores at chance (the largest class) or a lower correlation",
+        f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file belongs to another set",
+        faked="pairs would get the labels of other pairs: scores at chance (the largest class) or a lower correlation",
     )

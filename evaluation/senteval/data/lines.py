@@ -1,4 +1,4 @@
-"""Lines of a file as SentEval's loaders see them, and git's name for a file's content."""
+"""Lines of a file as SentEval's loaders read them, and git's hash of a file's content."""
 
 import hashlib
 import io
@@ -10,21 +10,21 @@ from evaluation.senteval.data.taskdata import DataError
 
 Parsed = TypeVar("Parsed")
 
-_UNREADABLE = "the words of these lines would be others than the published ones"
+_UNREADABLE = "the words of these lines would differ from the published ones"
 
 
 def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[str]:
     """Lines without their ends.
 
     Args:
-        path: the file.
-        encoding: the one the official loader of this task opens it with.
-        unicode_breaks: lines also end at the rarer separators (form feed, NEL, U+2028...), as `str.splitlines` has it;
-            some of the official loaders use it, others iterate the file.
+        path: file to read.
+        encoding: encoding with which the official loader of this task opens it.
+        unicode_breaks: end lines also at the rarer separators (form feed, NEL, U+2028...), as `str.splitlines` does.
+            Some of the official loaders use it, others iterate over the file.
 
     Raises:
-        DataError: no such file, no text in that encoding (the first bad line is named), or a pickle, LFS pointer or
-            web page in its place.
+        DataError: the file is missing or not text in that encoding (the message names the first bad line), or a pickle,
+            LFS pointer or web page replaced it.
     """
     try:
         content = path.read_bytes()
@@ -37,8 +37,8 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
         number = content[: error.start].count(b"\n") + 1
         bad = sum(not _decodes(line, encoding) for line in content.split(b"\n"))
         raise DataError(
-            f"{path}, line {number}: byte 0x{content[error.start]:02x} is no {encoding}; {bad} lines are not, so the "
-            "file was probably saved in latin-1 (ISO 8859-1): get it as published, do not convert it by guess",
+            f"{path}, line {number}: byte 0x{content[error.start]:02x} is not {encoding}; {bad} lines are invalid, "
+            "probably because the file was saved in latin-1 (ISO 8859-1): get the published file, do not convert it",
             faked=_UNREADABLE,
         ) from error
     if unicode_breaks:
@@ -47,10 +47,10 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
 
 
 def parse_lines(path: Path, lines: list[str], parse: Callable[[str], Parsed], skipped: int = 0) -> list[Parsed]:
-    """Every line but the first `skipped` through `parse`.
+    """Parse every line except the first `skipped`.
 
     Raises:
-        DataError: `parse` raised ValueError, KeyError or IndexError at a line; it is named.
+        DataError: `parse` raised ValueError, KeyError or IndexError; the message names the line.
     """
     parsed = []
     for number, line in enumerate(lines[skipped:], start=skipped + 1):
@@ -59,7 +59,7 @@ def parse_lines(path: Path, lines: list[str], parse: Callable[[str], Parsed], sk
         except (ValueError, KeyError, IndexError) as error:
             if not line.strip():
                 raise DataError(
-                    f"{path}, line {number} is blank: a row is lost there, or the line was added"
+                    f"{path}, line {number} is blank: a row was lost there, or the line was added"
                 ) from error
             shown = line if len(line) <= 60 else f"{line[:60]}..."
             what = "is cut short" if isinstance(error, IndexError) else f"cannot be read ({error})"
@@ -68,7 +68,7 @@ def parse_lines(path: Path, lines: list[str], parse: Callable[[str], Parsed], sk
 
 
 def git_sha1(path: Path) -> str:
-    """Git's SHA-1 of a file's content: what `git ls-tree` shows, so that published repositories can be compared."""
+    """Git's SHA-1 of a file's content, as `git ls-tree` shows it, for comparison with published repositories."""
     digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 20):
@@ -85,7 +85,7 @@ def _decodes(line: bytes, encoding: str) -> bool:
 
 
 def _refuse_foreign(path: Path, content: bytes) -> None:
-    """Raises DataError for what downloads leave in a file's place."""
+    """Raise DataError for content that failed downloads leave in place of a file."""
     head = content[:512].lstrip().lower()
     if not content:
         raise DataError(f"{path} is empty: its download failed")
@@ -94,4 +94,4 @@ def _refuse_foreign(path: Path, content: bytes) -> None:
     if head.startswith(b"version https://git-lfs"):
         raise DataError(f"{path} is a Git LFS pointer, not data: fetch it with `git lfs pull`")
     if b"\0" in content[:4096]:
-        raise DataError(f"{path} holds zero bytes, so it is no text: an archive, a pickle, or UTF-16")
+        raise DataError(f"{path} holds zero bytes, so it is not text: an archive, a pickle, or UTF-16")

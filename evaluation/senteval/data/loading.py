@@ -1,4 +1,4 @@
-"""A task's data from a folder in SentEval's own layout (`downstream/` and `probing/`)."""
+"""Data of a task, from a folder in SentEval's layout (`downstream/` and `probing/`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from common.excerpt import excerpt
 from evaluation.senteval.data import formats
-from evaluation.senteval.data.formats import Rows
+from evaluation.senteval.data.formats import SplitRows
 from evaluation.senteval.data.lines import git_sha1
 from evaluation.senteval.data.misplaced import where_else
 from evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, retrieval_paths
@@ -58,7 +58,7 @@ _CLASSES = {
 
 
 def task_files(task: Task) -> tuple[str, ...]:
-    """The files the task needs, relative to the data folder, in the order they are read."""
+    """Files of the task, relative to the data folder, in reading order."""
     if task.group == "probing":
         names = [f"{_PROBING[task.name]}.txt"]
     elif task.procedure == "similarity":
@@ -73,16 +73,16 @@ def task_files(task: Task) -> tuple[str, ...]:
 
 
 def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
-    """Reads a task as SentEval does, in the order in which it hands the rows to its classifiers.
+    """Read a task as SentEval does, with rows in the order in which SentEval passes them to its classifiers.
 
     Args:
-        task: which.
-        folder: holds `downstream` and `probing`.
-        hashed: also computes the files' hashes, by which the published ones are recognised.
+        task: task to read.
+        folder: data folder with `downstream` and `probing`.
+        hashed: compute the files' hashes too, which identify the published files.
 
     Raises:
-        MissingDataError: none of the task's files is there.
-        DataError: some are missing or cannot be read; the message names file and line.
+        MissingDataError: no file of the task exists.
+        DataError: files are missing or cannot be read; the message names file and line.
     """
     paths = [folder / name for name in task_files(task)]
     if task.procedure == "retrieval":
@@ -90,7 +90,7 @@ def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         kind = MissingDataError if len(missing) == len(paths) else DataError
-        faked = f"one over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
+        faked = f"a score over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
         found = where_else(task, folder, tuple(name for name in task_files(task) if not (folder / name).is_file()))
         told = f"{folder / task.folder}: no {excerpt(missing)}"
         raise kind(f"{told}; {found}" if found else told, faked=faked)
@@ -110,7 +110,7 @@ def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
     )
 
 
-def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) -> Mapping[str, Rows]:
+def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) -> Mapping[str, SplitRows]:
     if task.name in _BINARY:
         one, zero = _BINARY[task.name]
         return {"all": formats.read_binary(folder / one, folder / zero)}
@@ -143,8 +143,8 @@ def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) ->
     return {split: readers[task.name](folder / name) for split, name in _SPLIT_FILES[task.name].items()}
 
 
-def _in_official_order(task: Task, rows: Rows, classes: tuple[str, ...], split: str) -> Split:
-    """Sorted by numbers of words, then label: the order decides the folds and the batches of the classifiers."""
+def _in_official_order(task: Task, rows: SplitRows, classes: tuple[str, ...], split: str) -> Split:
+    """Sort by numbers of words, then label; this order decides the classifiers' folds and batches."""
     labels = _numbers(task, rows, classes, split)
     first = np.array([len(words) for words in rows.first], dtype=np.int64)
     second = np.array([len(words) for words in rows.second], dtype=np.int64)
@@ -165,12 +165,12 @@ def _in_official_order(task: Task, rows: Rows, classes: tuple[str, ...], split: 
     )
 
 
-def _numbers(task: Task, rows: Rows, classes: tuple[str, ...], split: str) -> NDArray[Any]:
+def _numbers(task: Task, rows: SplitRows, classes: tuple[str, ...], split: str) -> NDArray[Any]:
     if task.group != "probing":
         scores = task.procedure in ("relatedness", "similarity")
         return np.array(rows.labels, dtype=np.float64 if scores else np.int64)
     unknown = sorted({str(label) for label in rows.labels} - set(classes))
     if unknown:
-        raise DataError(f"{task.name}: {split} has classes that train has not: {', '.join(unknown[:5])}")
+        raise DataError(f"{task.name}: {split} has classes that train does not have: {', '.join(unknown[:5])}")
     numbers = {name: number for number, name in enumerate(classes)}
     return np.array([numbers[str(label)] for label in rows.labels], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Places of a task's files that are not where they belong: a folder too high or too deep, or names in another case."""
+"""Search for misplaced files of a task: one folder too high or too deep, or names in another case."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -6,19 +6,19 @@ from pathlib import Path, PurePosixPath
 from evaluation.senteval.data.tasks import Task
 
 _MAX_LISTED = 100
-"""Folders of a level that are looked into."""
+"""Folders per level to search."""
 
 
 def where_else(task: Task, folder: Path, names: tuple[str, ...]) -> str:
-    """The advice on files that are not where they belong; "" where none is found near.
+    """Advice on files found in another place; "" if none is found nearby.
 
     Args:
-        task: whose files.
-        folder: the data folder that was named.
-        names: of the files, relative to it.
+        task: task of the files.
+        folder: data folder that the user named.
+        names: names of the files, relative to the folder.
     """
     if not folder.is_dir():
-        return f"{folder} is no folder"
+        return f"{folder} is not a folder"
     for root in _roots(folder):
         there = {name: path for name in names if (path := _look(root, name)) is not None}
         if not there:
@@ -26,18 +26,18 @@ def where_else(task: Task, folder: Path, names: tuple[str, ...]) -> str:
         name, path = next(iter(there.items()))
         below = path.relative_to(root).as_posix()
         if root == folder:
-            return f"{below} was found: it must be called {name}, in this case"
-        case = "" if below == name else f", and call {below} there {name}"
-        return f"{len(there)} of {len(names)} files are at {root / task.folder}: name {root} with --data{case}"
+            return f"{below} was found: rename it to {name} (check the case)"
+        case = "" if below == name else f", and rename {below} there to {name}"
+        return f"{len(there)} of {len(names)} files are in {root / task.folder}: use --data {root}{case}"
     short = [str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in names]
     for name, full in zip(short, names, strict=True):
         if (path := _look(folder, name)) is not None:
-            return f"{path} was found: it belongs to {folder / full}"
+            return f"{path} was found: move it to {folder / full}"
     return ""
 
 
 def _roots(folder: Path) -> Iterator[Path]:
-    """The folder, those around it and those in it, two levels either way."""
+    """The folder, its parents and its subfolders, two levels each way."""
     yield folder
     yield from list(folder.absolute().parents)[:2]
     for first in _folders(folder):
@@ -53,7 +53,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _look(root: Path, name: str) -> Path | None:
-    """A file of that name below `root`, whatever the case of its letters; None where there is none."""
+    """File of that name below `root`, ignoring case, or None."""
     found = root
     for part in PurePosixPath(name).parts:
         if (found / part).exists():

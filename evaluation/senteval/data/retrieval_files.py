@@ -1,13 +1,13 @@
-"""Images and captions for retrieval, in files that can be opened without running what is in them.
+"""Images and captions for retrieval, in files that can be opened without running code.
 
-SentEval's COCO data are pickles, and a pickle is a program: reading one from the network hands the machine to whoever
-wrote it. They are refused. Instead a split is two files in `downstream/COCO`:
+SentEval's COCO data are pickles. A pickle is a program, so reading one from the network lets its author run code on
+this machine. Pickles are refused. Instead a split is two files in `downstream/COCO`:
 
 - `<split>.npy`: `(I, D)` float32, features of the images (2,048 of a ResNet-101 in the published set), `numpy.save`;
-- `<split>.captions.txt`: UTF-8, five lines an image in the order of the features, each the `cleaned_caption` of the
-  published data; the full stop that SentEval adds is added here.
+- `<split>.captions.txt`: UTF-8, five lines per image in the order of the features, each the `cleaned_caption` of the
+  published data. The full stop that SentEval adds is added here.
 
-with `<split>` one of train, valid, test. To convert the published pickles, do it on a machine with nothing to lose.
+with `<split>` one of train, valid, test. Convert the published pickles on a machine that holds nothing of value.
 """
 
 from pathlib import Path
@@ -15,28 +15,28 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.senteval.data.formats import Rows
+from evaluation.senteval.data.formats import SplitRows
 from evaluation.senteval.data.lines import read_lines
 from evaluation.senteval.data.taskdata import DataError, MissingDataError
 
 CAPTIONS_PER_IMAGE = 5
 SPLITS = {"train": "train", "dev": "valid", "test": "test"}
-"""Our names of the splits, and those of the files."""
+"""Names of the splits, here and in the files."""
 
 
 def retrieval_paths(folder: Path) -> list[Path]:
-    """The files of all splits.
+    """Files of all splits.
 
     Raises:
-        DataError: there are pickles instead.
-        MissingDataError: nothing is there.
+        DataError: the folder holds pickles instead.
+        MissingDataError: the folder holds no file of the task.
     """
     paths = [folder / f"{name}{end}" for name in SPLITS.values() for end in (".npy", ".captions.txt")]
     missing = [path for path in paths if not path.is_file()]
     pickles = sorted(path.name for path in folder.glob("*.pkl"))
     if missing and pickles:
         raise DataError(
-            f"{folder}: {', '.join(pickles)} are pickles: they run code when read, and are never opened here; "
+            f"{folder}: {', '.join(pickles)} are pickles, which run code when read and are never opened here; "
             "convert them elsewhere to <split>.npy and <split>.captions.txt (docs/senteval.md)"
         )
     if len(missing) == len(paths):
@@ -46,11 +46,11 @@ def retrieval_paths(folder: Path) -> list[Path]:
     return paths
 
 
-def read_retrieval(folder: Path, split: str) -> tuple[Rows, NDArray[np.float32]]:
+def read_retrieval(folder: Path, split: str) -> tuple[SplitRows, NDArray[np.float32]]:
     """Captions with the index of their image, in file order, and the image features `(I, D)`.
 
     Raises:
-        DataError: no array of that shape and type, values that are not finite, or not five captions an image.
+        DataError: the array has another shape or type or a value that is not finite, or an image has not five captions.
     """
     path = folder / f"{SPLITS[split]}.npy"
     try:
@@ -60,7 +60,7 @@ def read_retrieval(folder: Path, split: str) -> tuple[Rows, NDArray[np.float32]]
     if features.ndim != 2 or features.dtype != np.float32 or not features.size:
         raise DataError(f"{path}: is {features.dtype} {features.shape}, expected float32 (images, features)")
     if not np.isfinite(features).all():
-        raise DataError(f"{path}: holds values that are not finite")
+        raise DataError(f"{path}: has values that are not finite")
     captions = folder / f"{SPLITS[split]}.captions.txt"
     lines = read_lines(captions, "utf-8")
     if len(lines) != CAPTIONS_PER_IMAGE * len(features):
@@ -69,4 +69,4 @@ def read_retrieval(folder: Path, split: str) -> tuple[Rows, NDArray[np.float32]]
         )
     words = [f"{line} .".split() for line in lines]
     images = np.repeat(np.arange(len(features)), CAPTIONS_PER_IMAGE)
-    return Rows(first=words, labels=[int(image) for image in images]), features
+    return SplitRows(first=words, labels=[int(image) for image in images]), features

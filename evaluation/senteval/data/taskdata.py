@@ -1,4 +1,4 @@
-"""A task's data as plain values: sentences, labels, splits; and how a set that cannot be read is reported.
+"""A task's data as plain values (sentences, labels, splits), and errors for data that cannot be read.
 
 Legend: R rows of a split, I images, D features of an image.
 """
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from evaluation.senteval.data.tasks import Task
 
 EMPTY = "."
-"""What stands for a line without words: SentEval's examples and DeCLUTR's script embed a full stop for it."""
+"""Replacement for a line without words: SentEval's examples and DeCLUTR's script embed a full stop for it."""
 
 
 class DataError(ValueError):
-    """Data that is not what SentEval's loader reads.
+    """Data that SentEval's loader would not read.
 
     Attributes:
-        faked: what a score on it would have looked like, or "".
+        faked: false score that such data would give, or "".
     """
 
     def __init__(self, message: str, faked: str = "") -> None:
@@ -28,7 +28,7 @@ class DataError(ValueError):
 
 
 class MissingDataError(DataError):
-    """Nothing of the task's data is there."""
+    """The task has no data files."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Split:
     """Rows of one split, or of one subset of an STS task, in the order SentEval gives them to its classifiers.
 
     Attributes:
-        first: R sentences, words joined by one space.
-        second: R sentences beside them, or None where a row is one sentence.
+        first: R first sentences, words joined by one space.
+        second: R second sentences, or None if a row is one sentence.
         labels: `(R,)`; int64 classes from 0, or float64 gold scores. Retrieval: `(R,)` index of the caption's image.
         order: `(R,)` int64; row i is the `order[i]`-th scored row of the files.
         unscored: rows of the files without a gold score, which are left out: place among all rows of the file from 0,
@@ -64,13 +64,13 @@ class TaskData:
     """All data of a task.
 
     Attributes:
-        task: whose.
+        task: task of the data.
         splits: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets.
         classes: name of each class, by its number; empty for gold scores.
-        files: what was read, relative to the data folder, with git's SHA-1 of each ("" where it is not computed).
+        files: files read, relative to the data folder, with git's SHA-1 of each ("" if not computed).
         features: `(I, D)` float32 image features by split (retrieval alone).
-        num_empty: lines without a word; `EMPTY` stands for them.
-        notes: what a reader should know of how the files were read.
+        num_empty: lines without a word; `EMPTY` replaces them.
+        notes: remarks on how the files were read.
     """
 
     task: Task
@@ -88,7 +88,7 @@ class TaskData:
 
 
 def sentences(data: TaskData) -> tuple[str, ...]:
-    """Each distinct sentence of the task once, in the order of first sight."""
+    """Each distinct sentence of the task once, in order of first appearance."""
     seen: dict[str, None] = {}
     for split in data.splits.values():
         seen.update(dict.fromkeys(split.first))
@@ -97,7 +97,7 @@ def sentences(data: TaskData) -> tuple[str, ...]:
 
 
 def sentence_rows(tasks: Iterable[TaskData]) -> dict[str, int]:
-    """A row number for each distinct sentence of all tasks: each is embedded once, whatever tasks it occurs in."""
+    """Map each distinct sentence of all tasks to a row number, so that each is embedded once."""
     rows: dict[str, int] = {}
     for data in tasks:
         for text in sentences(data):

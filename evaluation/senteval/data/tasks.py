@@ -1,4 +1,4 @@
-"""The 28 tasks of SentEval: what each is called, how it is scored, and which of its numbers a table shows.
+"""The 28 tasks of SentEval: names, scoring procedures, and features.
 
 Names are SentEval's own (`senteval/engine.py` of facebookresearch/SentEval, commit 5d6dc11); labels are those of the
 DeCLUTR papers' tables.
@@ -20,15 +20,15 @@ class Task:
     """One task.
 
     Attributes:
-        name: SentEval's.
-        label: as tables print it.
+        name: SentEval's name.
+        label: name in tables.
         group: half of SentEval it belongs to.
-        procedure: how a score comes about. inner_kfold: cross-validation with an inner one (no split of its own);
-            kfold: regularisation by cross-validation on train, then test; split: fixed train, dev, test;
-            relatedness: softmax regression on five bins; retrieval: images and captions; similarity: cosine.
-        features: of a sentence, or of a pair (a, b): `[|a-b|, a*b]` or `[a, b, a*b, |a-b|]`.
-        folder: below the data folder.
-        subsets: names of the parts that are correlated one by one (similarity alone).
+        procedure: scoring procedure. inner_kfold: nested cross-validation (the task has no split); kfold:
+            regularisation by cross-validation on train, then test; split: fixed train, dev, test; relatedness: softmax
+            regression on five bins; retrieval: images and captions; similarity: cosine.
+        features: features of a sentence, or of a pair (a, b): `[|a-b|, a*b]` or `[a, b, a*b, |a-b|]`.
+        folder: folder below the data folder.
+        subsets: names of the parts that are correlated separately (similarity alone).
     """
 
     name: str
@@ -41,7 +41,7 @@ class Task:
 
     @property
     def pairs(self) -> bool:
-        """Whether a row has two sentences."""
+        """Return whether a row has two sentences."""
         return self.procedure == "similarity" or self.features != "single"
 
 
@@ -73,7 +73,7 @@ TASKS: tuple[Task, ...] = (
     Task("STSBenchmark", "STS-B", "downstream", "relatedness", "difference_product", "downstream/STS/STSBenchmark"),
     Task("ImageCaptionRetrieval", "COCO", "downstream", "retrieval", "single", "downstream/COCO"),
     _similarity(12, "MSRpar", "MSRvid", "SMTeuroparl", "surprise.OnWN", "surprise.SMTnews"),
-    _similarity(13, "FNWN", "headlines", "OnWN"),  # its fourth subset, SMT, has a licence and is in no published table
+    _similarity(13, "FNWN", "headlines", "OnWN"),  # its fourth subset, SMT, is licensed and in no published table
     _similarity(14, "deft-forum", "deft-news", "headlines", "images", "OnWN", "tweet-news"),
     _similarity(15, "answers-forums", "answers-students", "belief", "headlines", "images"),
     _similarity(16, "answer-answer", "headlines", "plagiarism", "postediting", "question-question"),
@@ -92,26 +92,26 @@ TASKS: tuple[Task, ...] = (
 DOWNSTREAM: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "downstream")
 PROBING: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "probing")
 STS: tuple[str, ...] = ("STS12", "STS13", "STS14", "STS15", "STS16", "STSBenchmark", "SICKRelatedness")
-"""The seven of the SimCSE family."""
+"""The seven STS tasks of SimCSE and its followers."""
 TRANSFER: tuple[str, ...] = ("MR", "CR", "SUBJ", "MPQA", "SST2", "TREC", "MRPC")
-"""The seven transfer tasks that the SimCSE family prints, by accuracy."""
+"""The seven transfer tasks that SimCSE and its followers print, by accuracy."""
 
 _BY_NAME = {name.lower(): task for task in TASKS for name in (task.name, task.label)}
 
 
 class UnknownTaskError(ValueError):
-    """A name that is no task's."""
+    """A name that matches no task."""
 
 
 def find(name: str, others: Collection[str] = ()) -> Task:
-    """The task of that name or label, in any case.
+    """Find the task of that name or label, in any case.
 
     Args:
-        name: of the task.
-        others: names that the caller knows besides (sets of tasks), for the suggestion.
+        name: name or label of the task.
+        others: other names that the caller knows (sets of tasks), for the suggestion.
 
     Raises:
-        UnknownTaskError: there is none; the message has the nearest name and lists what there is.
+        UnknownTaskError: no task matches; the message has the nearest name and lists all names.
     """
     task = _BY_NAME.get(name.lower())
     if task is None:

@@ -1,1 +1,1 @@
-"""SentEval's data from the addresses that still serve them."""
+"""Download of SentEval's data from the addresses that still serve them."""

@@ -1,7 +1,7 @@
-"""`declutr evaluate --download DIR`: the data that can still be had, into SentEval's layout, each file checked.
+"""`declutr evaluate --download DIR`: fetches all available data into SentEval's layout and checks each file.
 
-An archive is never extracted: its members are read as streams, and only those that are wanted, regular files of a sane
-size, are written, each under the name that we give it.
+An archive is never extracted. Its members are read as streams, and only wanted regular files of plausible size are
+written, each under a name chosen here.
 """
 
 import tarfile
@@ -24,12 +24,12 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Fetched:
-    """What became of one file.
+    """Result for one file.
 
     Attributes:
-        path: relative to the data folder.
-        outcome: one of fetched, kept (it was there), failed.
-        note: why it failed, or what is to be known of it.
+        path: path relative to the data folder.
+        outcome: one of fetched, kept (it existed), failed.
+        note: reason of the failure, or a remark.
     """
 
     path: str
@@ -38,14 +38,14 @@ class Fetched:
 
 
 def download(folder: Path, sources: Sources, tell: Callable[[str], None] = lambda _: None) -> tuple[Fetched, ...]:
-    """Fetches everything that is not there yet; goes on after what fails.
+    """Fetch all missing files; continue after failures.
 
-    A file that is there is kept, whatever it holds: the check of the tasks says what is wrong with it.
+    An existing file is kept, whatever its content: the check of the tasks reports errors in it.
 
     Args:
-        folder: the data folder.
-        sources: where from.
-        tell: is given a line before each transfer.
+        folder: data folder.
+        sources: addresses of the files.
+        tell: called with a line before each transfer.
     """
     outcomes = [_fetch_file(folder, file, tell) for file in sources.files]
     for archive in sources.archives:
@@ -62,7 +62,7 @@ def _fetch_file(folder: Path, file: RemoteFile, tell: Callable[[str], None]) -> 
 
     def verify(path: Path) -> None:
         if file.expected and (found := git_sha1(path)) != file.expected:
-            raise ValueError(f"holds something else (git SHA-1 {found}) than what was published ({file.expected})")
+            raise ValueError(f"has git SHA-1 {found}, but the published file has {file.expected}")
 
     tell(f"{file.path} from {file.url}")
     try:
@@ -93,7 +93,7 @@ def _fetch_archive(folder: Path, archive: RemoteArchive, tell: Callable[[str], N
 
 
 def _make_snli(folder: Path, snli: RemoteSnli, tell: Callable[[str], None]) -> Iterator[Fetched]:
-    """The three files of each split; a split of which one is there is left alone."""
+    """Make the three files of each split; skip a split if one of its files exists."""
     below = find("SNLI").folder
     parts = {split: [f"{below}/{name}.{split}" for name in FILES] for split in ("train", "dev", "test")}
     wanted = {split: paths for split, paths in parts.items() if not any((folder / path).exists() for path in paths)}
@@ -101,7 +101,7 @@ def _make_snli(folder: Path, snli: RemoteSnli, tell: Callable[[str], None]) -> I
     if not wanted:
         return
     held = folder / ".downloads" / snli.url.rsplit("/", 1)[-1]
-    tell(f"SNLI from {snli.url}; tokenised here, which takes some minutes")
+    tell(f"SNLI from {snli.url}; tokenising it takes some minutes")
     hashes = {path.rsplit("/", 1)[-1]: digest for path, digest in known_hashes().items() if path.startswith(below)}
     for split, paths in wanted.items():
         try:
@@ -121,28 +121,28 @@ def _discard(held: Path) -> None:
 
 
 def _take(held: Path, folder: Path, wanted: list[str], below: str) -> Iterator[Fetched]:
-    """Writes the wanted members; what the archive lacks is told as failed."""
+    """Write the wanted members; report those missing in the archive as failed."""
     ends = {path.removeprefix(below): path for path in wanted}
-    with tarfile.open(held, mode="r|*") as archive:  # a stream: one pass, no seeking, nothing extracted
+    with tarfile.open(held, mode="r|*") as archive:  # a stream: one pass, no seeking, no extraction
         for member in archive:
             path = next((ends[end] for end in _ends(member.name) if end in ends), None)
             if path is None or not member.isreg():
                 continue
             del ends[path.removeprefix(below)]
             if member.size > _MAX_FILE_BYTES:
-                yield Fetched(path, "failed", f"{member.size:,} bytes in the archive, more than any published file has")
+                yield Fetched(path, "failed", f"{member.size:,} bytes in the archive, more than any published file")
                 continue
             stream = archive.extractfile(member)
             if stream is not None:
                 _write(stream, folder / path)
                 same = git_sha1(folder / path) == known_hashes().get(path)
-                yield Fetched(path, "fetched", "" if same else "differs from the copy whose hash is known")
+                yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
     for path in ends.values():
-        yield Fetched(path, "failed", f"{held.name} does not hold it")
+        yield Fetched(path, "failed", f"not in {held.name}")
 
 
 def _ends(name: str) -> Iterator[str]:
-    """`a/b/c`, `b/c`, `c` of a member's name."""
+    """Yield `a/b/c`, `b/c`, `c` of a member's name."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     for first in range(len(parts)):
         yield "/".join(parts[first:])

@@ -1,4 +1,4 @@
-"""Data and transfers in lines of text for the terminal."""
+"""Lines of text for the terminal about data and transfers."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,20 @@ _SAID = {
     "identical": "the published files, byte for byte",
     "published": "every row as published, other bytes: scores are marked",
     "altered": "NOT the published files: scores are marked",
-    "unpublished": "NOT the published set: scores are marked and comparable with none",
+    "unpublished": "NOT the published set: scores are marked and not comparable",
     "refused": "REFUSED",
     "missing": "missing",
 }
 
 
 def overview(inspections: Sequence[Inspection]) -> Iterator[str]:
-    """A line a task, its warnings and reasons below it, and a sum."""
+    """Format a line per task, its warnings and reasons below it, and a summary."""
     for inspection in inspections:
         rows = f"{inspection.data.num_rows:>9,} rows" if inspection.data else " " * 14
         yield f"{inspection.task.label:9s} {rows}  {_SAID[inspection.standing]}"
         told = [finding for finding in inspection.findings if finding.level != "info"]
         yield from (f"{'':26s}{finding.what}" for finding in told)
-        if inspection.standing == "refused":  # many findings fake the same score
+        if inspection.standing == "refused":  # several findings can fake the same score
             faked = dict.fromkeys(finding.faked for finding in told if finding.faked)
             yield from (f"{'':26s}a score would be: {what}" for what in faked)
     counts = Counter(inspection.standing for inspection in inspections)
@@ -36,9 +36,9 @@ def overview(inspections: Sequence[Inspection]) -> Iterator[str]:
 
 
 def transfers(fetched: Sequence[Fetched], sources: Sources) -> Iterator[str]:
-    """What was fetched, what failed and why, and what cannot be fetched at all."""
+    """List fetched files, failures with reasons, and files that cannot be fetched."""
     counts = Counter(file.outcome for file in fetched)
-    yield f"files: {counts['fetched']} fetched, {counts['kept']} were there, {counts['failed']} failed"
+    yield f"files: {counts['fetched']} fetched, {counts['kept']} already present, {counts['failed']} failed"
     notes: dict[tuple[str, str], list[str]] = {}
     for file in fetched:
         if file.note:

@@ -1,7 +1,7 @@
-"""SNLI as SentEval has it, made from the corpus' own zip: labels, premises and hypotheses, a file each, tokenised.
+"""SNLI in SentEval's form, made from the corpus' zip: labels, premises and hypotheses, a file each, tokenised.
 
-The zip is read as a stream, member by member; nothing is extracted. What is made must have the published hash, or it is
-not kept: our tokenisation and theirs would differ.
+The zip is read as a stream, member by member, without extraction. A file is kept only if it has the published hash;
+otherwise its tokenisation would differ from SentEval's.
 """
 
 import io
@@ -23,16 +23,16 @@ class SnliError(ValueError):
 
 
 def make_split(archive: Path, split: str, folder: Path, hashes: dict[str, str]) -> None:
-    """Writes `labels.<split>`, `s1.<split>` and `s2.<split>` into `folder`, all three or none.
+    """Write `labels.<split>`, `s1.<split>` and `s2.<split>` into `folder`, all three or none.
 
     Args:
         archive: snli_1.0.zip.
         split: train, dev or test.
-        folder: takes the files.
-        hashes: git's SHA-1 that each file must have, by its name; a file without one is kept as it is.
+        folder: folder for the files.
+        hashes: required git SHA-1 of each file, by name; a file without one is not checked.
 
     Raises:
-        SnliError: the zip has no such split or other columns, or a file has another hash.
+        SnliError: the zip lacks the split or has other columns, or a file has another hash.
     """
     paths = [folder / f"{name}.{split}" for name in FILES]
     with write_aside(paths[0]) as labels, write_aside(paths[1]) as first, write_aside(paths[2]) as second:
@@ -44,21 +44,21 @@ def make_split(archive: Path, split: str, folder: Path, hashes: dict[str, str]) 
         for path, aside in zip(paths, (labels, first, second), strict=True):
             expected = hashes.get(path.name, "")
             if expected and (found := git_sha1(aside)) != expected:
-                raise SnliError(f"{path.name} made from {archive.name} has git SHA-1 {found}, published is {expected}")
+                raise SnliError(f"{path.name} made from {archive.name} has git SHA-1 {found}, expected {expected}")
 
 
 def _pairs(archive: Path, name: str) -> Iterator[tuple[str, str, str]]:
-    """Label, premise and hypothesis of every pair that has a label."""
+    """Yield label, premise and hypothesis of every pair with a label."""
     try:
         with zipfile.ZipFile(archive) as opened:
             members = [member for member in opened.namelist() if member.rsplit("/", 1)[-1] == name]
             members = [member for member in members if "__MACOSX" not in member]
             if len(members) != 1:
-                raise SnliError(f"{archive.name} holds {len(members)} files called {name}")
+                raise SnliError(f"{archive.name} holds {len(members)} files named {name}, expected one")
             with opened.open(members[0]) as stream, io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as lines:
                 header = lines.readline(_MAX_LINE_CHARACTERS).rstrip("\n").split("\t")
                 if (header[0], *header[5:7]) != _COLUMNS:
-                    raise SnliError(f"{name} has columns {', '.join(header[:7])}, not those of SNLI 1.0")
+                    raise SnliError(f"{name} has columns {', '.join(header[:7])}, unlike SNLI 1.0")
                 while line := lines.readline(_MAX_LINE_CHARACTERS):
                     cells = line.rstrip("\n").split("\t")
                     if cells[0] != "-":

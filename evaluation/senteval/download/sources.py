@@ -1,4 +1,4 @@
-"""Where the data can be had, from `sources.json`: single files, an archive, and what cannot be fetched and why."""
+"""Addresses of the data, from `sources.json`: single files, archives, and data that cannot be fetched, with reasons."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -18,96 +18,96 @@ def _within(path: str) -> str:
 
 
 DataPath = Annotated[str, AfterValidator(_within)]
-"""A file of the data folder, relative to it."""
+"""Path of a file relative to the data folder."""
 
 
 class RemoteFile(Strict):
-    """A file that is served as SentEval reads it."""
+    """File that is served in the form SentEval reads."""
 
     path: DataPath
-    """Where it goes."""
+    """Target path."""
     url: str = Field(pattern="^https?://")
-    """Where it comes from."""
+    """Address of the file."""
     git_sha1: str = ""
-    """What it must hash to; the published hash of `path` where there is none."""
+    """Required git SHA-1; if empty, the published hash of `path`."""
 
     @property
     def expected(self) -> str:
-        """The hash it must have, "" where none is known."""
+        """Required hash, "" if unknown."""
         return self.git_sha1 or known_hashes().get(self.path, "")
 
 
 class RemoteArchive(Strict):
-    """A tar archive with files that SentEval reads; members are found by the end of their names."""
+    """Tar archive with files that SentEval reads; members are found by the end of their names."""
 
     url: str = Field(pattern="^https?://")
-    """Where it comes from."""
+    """Address of the archive."""
     origin: str = Field(default="", alias="from")
-    """Who made it and what is known of it."""
+    """Origin of the archive and known facts about it."""
     below: str = ""
-    """What members' names lack of the data folder's paths."""
+    """Prefix of the data folder's paths that members' names lack."""
     paths: tuple[DataPath, ...]
-    """What is taken out of it."""
+    """Paths of the files to take from it."""
 
 
 class RemoteSnli(Strict):
-    """SNLI's own zip, from which SentEval's nine files are made."""
+    """SNLI's zip, from which SentEval's nine files are made."""
 
     url: str = Field(pattern="^https?://")
-    """Where it comes from."""
+    """Address of the zip."""
 
 
 class Gone(Strict):
-    """Tasks that cannot be fetched."""
+    """Tasks whose data cannot be fetched."""
 
     tasks: tuple[str, ...]
-    """Their names."""
+    """Task names."""
     why: str
-    """And what to do."""
+    """Reason, and what to do."""
 
 
 class Unused(Strict):
-    """An address of the official script that is not used."""
+    """Unused address of the official script."""
 
     url: str
     """The address."""
     why: str
-    """Why not."""
+    """Reason for not using it."""
 
 
 class Sources(Strict):
-    """All of them."""
+    """All sources."""
 
     about: str = ""
-    """What is pinned and what was tried."""
+    """Remarks on pinned addresses and failed attempts."""
     files: tuple[RemoteFile, ...] = ()
     """Single files."""
     archives: tuple[RemoteArchive, ...] = ()
     """Archives."""
     snli: RemoteSnli | None = None
-    """The corpus of SNLI."""
+    """SNLI's corpus."""
     gone: tuple[Gone, ...] = ()
-    """What cannot be fetched."""
+    """Data that cannot be fetched."""
     unused: tuple[Unused, ...] = ()
-    """Addresses of the official script that are not used."""
+    """Unused addresses of the official script."""
 
 
 @cache
 def public_sources() -> Sources:
-    """The table that comes with the package."""
+    """Sources that come with the package."""
     return Sources.model_validate_json(files("evaluation.senteval.download").joinpath("sources.json").read_bytes())
 
 
 @cache
 def known_hashes() -> Mapping[str, str]:
-    """Git's SHA-1 of every published file that is known, by path."""
+    """Git's SHA-1 of every known published file, by path."""
     return {path: digest for figures in published().values() for path, digest in figures.files.items()}
 
 
 def relocated(sources: Sources, address: str) -> Sources:
-    """The same sources at another address: a mirror of one's own, say `http://mirror/senteval`.
+    """Return the same sources at another address, for example a private mirror `http://mirror/senteval`.
 
-    A file is then looked for at `address/<path>`, an archive at `address/<its file name>`.
+    A file is then expected at `address/<path>`, an archive at `address/<its file name>`.
     """
     there = address.rstrip("/")
     changed: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""One file over HTTP, resumable: what has come stays in a `.part` beside it and the next call goes on from there."""
+"""Resumable download of one file over HTTP: received bytes stay in a `.part` next to it until it is complete."""
 
 import http.client
 import json
@@ -15,23 +15,23 @@ _ATTEMPTS = 3
 
 
 class TransferError(OSError):
-    """A file that could not be fetched whole."""
+    """A file that could not be fetched completely."""
 
 
 def fetch(url: str, target: Path, max_bytes: int, verify: Callable[[Path], None] | None = None) -> int:
-    """Fetches `url` to `target`, whole or not at all; returns the number of bytes that came over the network.
+    """Fetch `url` to `target`, completely or not at all; return the number of bytes received.
 
-    A connection that breaks is taken up where it broke, three times; then the part is left for the next call. The
-    server is asked to go on only with the very same content (`If-Range`), else it starts anew.
+    A broken connection is resumed; after three attempts the part is left for the next call. The server is asked to
+    resume only if the content is unchanged (`If-Range`); otherwise the download restarts.
 
     Args:
-        url: http or https.
-        target: takes the file when it is complete.
-        max_bytes: more than that is refused.
-        verify: raises ValueError for a file that is not the right one; its part is then removed.
+        url: http or https address.
+        target: receives the file when it is complete.
+        max_bytes: maximum size.
+        verify: raises ValueError for a wrong file, whose part is then removed.
 
     Raises:
-        TransferError: not found, too large, broken off three times, or not the right file.
+        TransferError: the file was not found, is too large, broke off three times, or is wrong.
     """
     part, notes = target.with_name(f".{target.name}.part"), target.with_name(f".{target.name}.part.json")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -40,13 +40,13 @@ def fetch(url: str, target: Path, max_bytes: int, verify: Callable[[Path], None]
         try:
             more, complete = _go_on(url, part, notes, max_bytes)
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, TransferError):  # too much, or not what was asked for: no part to go on from
+            if isinstance(error, TransferError):  # too much data, or a wrong range: the part cannot be resumed
                 part.unlink(missing_ok=True)
                 notes.unlink(missing_ok=True)
                 raise
             if isinstance(error, urllib.error.HTTPError) and error.code != 416:
                 raise TransferError(f"{url}: {error.code} {error.reason}") from error
-            if isinstance(error, urllib.error.HTTPError):  # the part is longer than the file: begin anew
+            if isinstance(error, urllib.error.HTTPError):  # the part is longer than the file: restart
                 part.unlink(missing_ok=True)
             last = str(error)
             continue
@@ -55,7 +55,7 @@ def fetch(url: str, target: Path, max_bytes: int, verify: Callable[[Path], None]
             break
         last = f"the connection ended after {part.stat().st_size:,} bytes"
     else:
-        raise TransferError(f"{url}: {last}; the same command goes on from there")
+        raise TransferError(f"{url}: {last}; run the same command to resume")
     try:
         if verify is not None:
             verify(part)
@@ -71,7 +71,7 @@ def fetch(url: str, target: Path, max_bytes: int, verify: Callable[[Path], None]
 
 
 def _go_on(url: str, part: Path, notes: Path, max_bytes: int) -> tuple[int, bool]:
-    """One connection; returns the bytes it brought and whether the file is now complete."""
+    """Make one connection; return the bytes received and whether the file is now complete."""
     request = urllib.request.Request(url, headers={"User-Agent": "declutr", "Accept-Encoding": "identity"})
     there = part.stat().st_size if part.exists() else 0
     stamp = json.loads(notes.read_text(encoding="utf-8"))["stamp"] if there and notes.exists() else ""
@@ -81,12 +81,12 @@ def _go_on(url: str, part: Path, notes: Path, max_bytes: int) -> tuple[int, bool
     with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
         resumed = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {there}-")
         if answer.status == 206 and not resumed:
-            raise TransferError(f"{url}: the server answered {answer.headers.get('Content-Range')!r}, asked {there}-")
+            raise TransferError(f"{url}: server sent range {answer.headers.get('Content-Range')!r}, asked for {there}-")
         start = there if resumed else 0
         length = answer.headers.get("Content-Length")
         total = start + int(length) if length is not None else None
         if total is not None and total > max_bytes:
-            raise TransferError(f"{url}: {total:,} bytes, more than the {max_bytes:,} that are expected at most")
+            raise TransferError(f"{url}: {total:,} bytes exceed the limit of {max_bytes:,}")
         tag = answer.headers.get("ETag", "")
         write_json(
             notes, {"stamp": tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified", "")}
@@ -96,6 +96,6 @@ def _go_on(url: str, part: Path, notes: Path, max_bytes: int) -> tuple[int, bool
             while chunk := answer.read(_CHUNK_BYTES):
                 size += len(chunk)
                 if size > max_bytes:
-                    raise TransferError(f"{url}: more than the {max_bytes:,} bytes that are expected at most")
+                    raise TransferError(f"{url}: exceeds the limit of {max_bytes:,} bytes")
                 stream.write(chunk)
     return size - start, total is None or size == total

@@ -1,13 +1,13 @@
-"""Penn Treebank tokenisation of one sentence a line, by the rules with which SentEval prepares its data.
+"""Penn Treebank tokenisation of one sentence per line, by the rules with which SentEval prepares its data.
 
 The rules are those of the Penn Treebank project's sed script of 1995 (SentEval's data/downstream/tokenizer.sed), to the
-byte: a space behind every sentence included, so that files can be held against published hashes.
+byte, including a space after every sentence, so that files can be compared with published hashes.
 """
 
 import re
 
 _CONTRACTED = ("ll", "re", "ve", "LL", "RE", "VE")
-_MERGED = {  # what is spoken as one word, and where it is cut
+_MERGED = {  # contractions spoken as one word, and their parts
     r"([Cc])annot": r"\1an not",
     r"([Dd])'ye": r"\1' ye",
     r"([Gg])imme": r"\1im me",
@@ -22,11 +22,11 @@ _MERGED = {  # what is spoken as one word, and where it is cut
 _RULES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r'^"', "`` "),  # a quote opens at the start and behind a space or a bracket; every other one closes
+        (r'^"', "`` "),  # a quote opens at the start and after a space or a bracket; every other one closes
         (r'([ (\[{<])"', r"\1 `` "),
         (r"\.\.\.", " ... "),
         (r"[,;:@#$%&]", r" \g<0> "),
-        (r"([^.])(\.)([\])}>\"']*) *$", r"\1 \2\3 "),  # the last full stop alone: others may be abbreviations
+        (r"([^.])(\.)([\])}>\"']*) *$", r"\1 \2\3 "),  # only the last full stop: others may be abbreviations
         (r"[?!]", r" \g<0> "),
         (r"[\]\[(){}<>]", r" \g<0> "),
         (r"--", " -- "),
@@ -47,7 +47,7 @@ _RULES = [
 
 
 def tokenize(line: str) -> str:
-    """Words with one space between and one behind; `line` has no line end."""
+    """Separate words by one space, with one after the last; `line` has no line end."""
     for pattern, replacement in _RULES:
         line = pattern.sub(replacement, line)
     return line

@@ -1,1 +1,1 @@
-"""An evaluation from an encoder to files of results, resumable."""
+"""Evaluation of an encoder: from sentences to result files, resumable after a kill."""

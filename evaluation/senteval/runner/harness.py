@@ -1,6 +1,6 @@
-"""An encoder through SentEval: each distinct sentence embedded once, units scored, every result at once on disk.
+"""Run an encoder through SentEval: embed each distinct sentence once, score every unit, write each result at once.
 
-A killed evaluation goes on with the parts of embeddings and the units that it had; one that had finished reads them.
+A killed evaluation resumes with the embedding parts and units on disk. A finished one only reads its results.
 """
 
 import re
@@ -18,9 +18,8 @@ from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.data.taskdata import sentence_rows, sentences
 from evaluation.senteval.data.tasks import TASKS
-from evaluation.senteval.runner.eta import duration
-from evaluation.senteval.runner.plan import Choice, StoredUnit, Unit, plan_units
-from evaluation.senteval.runner.vectors import embed_all, parts_folder
+from evaluation.senteval.runner.plan import ScoringChoice, ScoringUnit, StoredUnit, plan_units
+from evaluation.senteval.runner.vectors import duration, embed_all, parts_folder, time_left
 from evaluation.senteval.runner.workers import score_units
 from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
 from evaluation.senteval.scores.results import Protocol, Report, result_of
@@ -34,17 +33,17 @@ Units = Mapping[tuple[str, Method], StoredUnit]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An encoder's results.
+    """Results of one encoder.
 
     Attributes:
-        encoder: its name.
-        fingerprint: of all that decides its embeddings.
+        encoder: name of the encoder.
+        fingerprint: hash of everything that decides its embeddings.
         size: numbers in an embedding.
-        reports: by protocol.
-        geometry: alignment and uniformity on STS-B; empty where that was not asked for.
-        warnings: of the encoder as a whole: collapsed, mostly zero.
-        seconds: that its units took, one after another.
-        pretrained: name of the encoder that it started from; "" where that is not known.
+        reports: results by protocol.
+        geometry: alignment and uniformity on STS-B; empty if not requested.
+        warnings: warnings about the encoder as a whole: collapsed, mostly zero.
+        seconds: summed scoring time of its units.
+        pretrained: name of the encoder it was trained from; "" if unknown.
     """
 
     encoder: str
@@ -60,23 +59,23 @@ class Evaluated:
 def evaluate(
     encoder: SentenceEncoder,
     inspections: Sequence[Inspection],
-    choice: Choice,
+    choice: ScoringChoice,
     output: Path,
     session: SessionConfig,
     say: Callable[[str], None],
 ) -> Evaluated:
-    """Scores an encoder on all usable tasks, going on from what `output` holds.
+    """Score an encoder on all usable tasks, reusing the results in `output`.
 
     Args:
-        encoder: to be scored.
-        inspections: of the tasks of `choice`.
-        choice: tasks, protocols, classifiers.
-        output: takes `<encoder>-<fingerprint>/<task>.json` as they finish, and embeddings until all is done.
-        session: where the classifiers run.
-        say: takes lines on the progress.
+        encoder: encoder to score.
+        inspections: checked data of the tasks in `choice`.
+        choice: tasks, protocols, classifier settings.
+        output: folder that takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end.
+        session: Ray session that runs the classifiers.
+        say: receives progress lines.
 
     Raises:
-        EncoderError: embeddings that are not finite.
+        EncoderError: an embedding is not finite.
     """
     folder = output / f"{_UNSAFE.sub('_', encoder.name).strip('_')[-60:]}-{encoder.fingerprint[:8]}"
     units = plan_units(inspections, choice, encoder.fingerprint, folder)
@@ -85,7 +84,7 @@ def evaluate(
     warnings: tuple[str, ...] = _known_warnings(folder, encoder.fingerprint)
     if todo:
         if there:
-            say(f"{encoder.name}: {len(there)} of {len(units)} results were there")
+            say(f"{encoder.name}: reusing {len(there)} of {len(units)} results from an earlier run")
         found, warnings = _score(encoder, units, todo, choice, output, session, say)
         there |= found
         write_json(folder / "encoder.json", {"fingerprint": encoder.fingerprint, "warnings": list(warnings)})
@@ -95,15 +94,15 @@ def evaluate(
 
 def _score(
     encoder: SentenceEncoder,
-    units: Sequence[Unit],
-    todo: Sequence[Unit],
-    choice: Choice,
+    units: Sequence[ScoringUnit],
+    todo: Sequence[ScoringUnit],
+    choice: ScoringChoice,
     output: Path,
     session: SessionConfig,
     say: Callable[[str], None],
 ) -> tuple[dict[tuple[str, Method], StoredUnit], tuple[str, ...]]:
-    """Embeds the sentences of the units that are to be done, and does them."""
-    rows = _rows(units)  # what a killed call has embedded is taken, also of units that it has done
+    """Embed the sentences of the units still to do and score these units."""
+    rows = _rows(units)  # embeddings left by a killed call cover all units, the finished ones included
     if not parts_folder(output / _CACHE, encoder.fingerprint, list(rows)).is_dir():
         rows = _rows(todo)
     vectors = embed_all(encoder, list(rows), output / _CACHE, say)
@@ -111,34 +110,33 @@ def _score(
     for warning in warnings:
         say(f"{encoder.name}: WARNING: {warning}")
 
-    def take(unit: Unit) -> np.ndarray:
+    def take(unit: ScoringUnit) -> np.ndarray:
         return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))
 
-    begun, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
+    started, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
     found: dict[tuple[str, Method], StoredUnit] = {}
     for unit, stored in score_units(todo, take, choice.classifier, session):
         write_json(unit.path, stored.model_dump(mode="json"))
         found[unit.data.task.name, unit.method] = stored
         done += unit.cost
-        left = (time.monotonic() - begun) * (total - done) / done
-        more = f", about {duration(left)} left" if left >= 1 else ""
+        more = time_left(started, done, total)
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
         say(f"{encoder.name}: {len(found)}/{len(todo)} {unit.name} {outcome}{more}")
     return found, warnings
 
 
-def _rows(units: Sequence[Unit]) -> dict[str, int]:
+def _rows(units: Sequence[ScoringUnit]) -> dict[str, int]:
     return sentence_rows({unit.data.task.name: unit.data for unit in units}.values())
 
 
 def assemble(
     encoder: SentenceEncoder,
     inspections: Sequence[Inspection],
-    choice: Choice,
+    choice: ScoringChoice,
     units: Units,
     warnings: tuple[str, ...],
 ) -> Evaluated:
-    """Results of all protocols from the units."""
+    """Build the results of all protocols from the units."""
     reports = {protocol: _report(encoder.name, protocol, inspections, units) for protocol in choice.protocols}
     geometry = units.get(("STSBenchmark", "geometry"))
     return Evaluated(

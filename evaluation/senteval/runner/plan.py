@@ -1,4 +1,4 @@
-"""What is to be computed for one encoder: units, each a task by one method, with an identity that a file carries."""
+"""Scoring units of one encoder: one task scored by one method, with an identity stored in the unit's file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from evaluation.senteval.scores.results import Protocol
 from evaluation.senteval.scores.scoring import Method, cost, method_for
 
 _VERSION = 1
-"""Of the procedures: another one makes stored scores void."""
+"""Version of the scoring procedures; a new version invalidates stored scores."""
 
 SETS: Mapping[str, tuple[str, ...]] = {
     "all": tuple(task.name for task in TASKS),
@@ -28,44 +28,44 @@ SETS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Choice(Strict):
-    """What is asked for."""
+class ScoringChoice(Strict):
+    """Requested evaluation."""
 
     tasks: tuple[str, ...] = SETS["all"]
     """Names of tasks, in the order of the tables."""
     protocols: tuple[Protocol, ...] = Field(("senteval",), min_length=1)
-    """Which papers' numbers."""
+    """Protocols: the papers whose procedures are followed."""
     classifier: ClassifierConfig = ClassifierConfig()
-    """How classifiers are fitted."""
+    """Classifier settings."""
 
 
 class StoredUnit(Strict):
-    """A unit's file."""
+    """Content of a unit's file."""
 
     identity: str
-    """Of encoder, data, method and settings."""
+    """Hash of encoder, data, method and settings."""
     task: str
     method: Method
     scores: Mapping[str, float]
-    """By name, see `results.py`; empty where there could be none."""
+    """Scores by name, see `results.py`; empty if the unit failed."""
     warnings: tuple[str, ...] = ()
-    """What stands beside the score."""
+    """Warnings shown next to the score."""
     failed: str = ""
-    """Why there is no score."""
+    """Reason for a missing score; "" if scored."""
     seconds: float = Field(ge=0)
-    """That the scoring took, without embedding."""
+    """Scoring time, without embedding."""
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One task by one method, for one encoder.
+class ScoringUnit:
+    """One task scored by one method, for one encoder.
 
     Attributes:
-        data: the task's.
-        method: how it is scored.
-        identity: of everything that decides the scores.
-        path: of the unit's file.
-        cost: how long it takes, relative to others.
+        data: data of the task.
+        method: scoring method.
+        identity: hash of everything that decides the scores.
+        path: file of the unit.
+        cost: expected time, relative to other units.
     """
 
     data: TaskData
@@ -76,31 +76,31 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """For people: the task's label, and the method where it is not the task's own."""
+        """Label for people: the task's label, plus the method unless it is the task's own procedure."""
         label = self.data.task.label
         return label if self.method == "procedure" else f"{label} ({self.method})"
 
     def stored(self) -> StoredUnit | None:
-        """What an earlier call left, if it is of the same encoder, data and settings."""
+        """Result of an earlier call for the same encoder, data and settings, or None."""
         try:
             found = StoredUnit.model_validate(read_json(self.path))
         except (OSError, ValueError, ValidationError):
-            return None  # none yet, or not a file of ours: it is computed (again)
+            return None  # no file yet, or not a unit's file: compute the unit
         return found if found.identity == self.identity else None
 
 
 def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
-    """Tasks of names, labels and sets (all, downstream, probing, sts, transfer), in the order of the tables.
+    """Resolve names, labels and sets (all, downstream, probing, sts, transfer) to tasks, in the order of the tables.
 
     Raises:
-        UnknownTaskError: a name that is none of these.
+        UnknownTaskError: a name that matches no task and no set.
     """
     chosen = {name for word in words for name in SETS.get(word.lower()) or (find(word, SETS).name,)}
     return tuple(task.name for task in TASKS if task.name in chosen)
 
 
 def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]:
-    """How a task is scored for these protocols; STS-B also shows alignment and uniformity."""
+    """Methods that score a task for these protocols; STS-B also gets alignment and uniformity."""
     task = find(task_name)
     found: dict[Method, None] = {}
     for protocol in protocols:
@@ -112,14 +112,16 @@ def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]
     return tuple(found)
 
 
-def plan_units(inspections: Sequence[Inspection], choice: Choice, fingerprint: str, folder: Path) -> tuple[Unit, ...]:
-    """Units of all usable tasks, the longest first.
+def plan_units(
+    inspections: Sequence[Inspection], choice: ScoringChoice, fingerprint: str, folder: Path
+) -> tuple[ScoringUnit, ...]:
+    """Plan the units of all usable tasks, longest first.
 
     Args:
-        inspections: of the chosen tasks.
-        choice: what is asked for.
-        fingerprint: of the encoder.
-        folder: of the encoder's files.
+        inspections: checked data of the chosen tasks.
+        choice: requested evaluation.
+        fingerprint: fingerprint of the encoder.
+        folder: folder of the encoder's files.
     """
     units = []
     for inspection in inspections:
@@ -131,5 +133,5 @@ def plan_units(inspections: Sequence[Inspection], choice: Choice, fingerprint: s
             made_of += [inspection.standing, choice.classifier.model_dump(mode="json")]
             end = "" if method == "procedure" else f".{method}"
             path = folder / f"{inspection.task.name}{end}.json"
-            units.append(Unit(data, method, hash_json(made_of), path, cost(data, method, choice.classifier)))
+            units.append(ScoringUnit(data, method, hash_json(made_of), path, cost(data, method, choice.classifier)))
     return tuple(sorted(units, key=lambda unit: -unit.cost))

@@ -1,7 +1,7 @@
-"""Embeddings of a list of sentences on disk, in parts that are whole or absent: a killed evaluation goes on.
+"""Embeddings of a list of sentences on disk, in parts that are complete or absent, so that a kill loses one part.
 
-A folder belongs to one encoder (by its fingerprint) and one list (by its hash). A part is a `.npy` of at most 16,384
-rows, read back without unpickling anything.
+A folder belongs to one encoder (by fingerprint) and one list of sentences (by hash). A part is a `.npy` file of at most
+16,384 rows, read without unpickling.
 
 Legend: N sentences, D embedding size.
 """
@@ -17,20 +17,19 @@ from numpy.typing import NDArray
 
 from common.storage import write_aside
 from evaluation.encoders.protocol import EncoderError, SentenceEncoder
-from evaluation.senteval.runner.eta import duration
 
 PART_ROWS = 16_384
 
 
 @dataclass(frozen=True)
 class Vectors:
-    """`(N, D)` float32 in parts of `part_rows` rows.
+    """`(N, D)` float32 embeddings in parts of `part_rows` rows.
 
     Attributes:
-        folder: of the parts.
+        folder: folder of the parts.
         num_rows: N.
         size: D.
-        part_rows: of each part but the last.
+        part_rows: rows of each part except the last.
     """
 
     folder: Path
@@ -39,7 +38,7 @@ class Vectors:
     part_rows: int = PART_ROWS
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Rows `(len(rows), D)`, in that order; only the parts that hold them are opened."""
+        """Rows `(len(rows), D)` in the given order; opens only the parts that hold them."""
         taken = np.empty((len(rows), self.size), np.float32)
         parts = rows // self.part_rows
         for part in np.unique(parts):
@@ -49,11 +48,11 @@ class Vectors:
         return taken
 
     def path(self, part: int) -> Path:
-        """Where a part lies."""
+        """Path of a part."""
         return self.folder / f"part-{part:05d}.npy"
 
     def there(self, part: int) -> bool:
-        """Whether a part is there as it must be."""
+        """Return whether a part exists with the expected shape and type."""
         path = self.path(part)
         if not path.is_file():
             return False
@@ -74,7 +73,7 @@ def texts_hash(texts: Sequence[str]) -> str:
 
 
 def parts_folder(cache: Path, fingerprint: str, texts: Sequence[str], part_rows: int = PART_ROWS) -> Path:
-    """Where the parts of an encoder's embeddings of these texts lie."""
+    """Folder of an encoder's embedding parts for these texts."""
     return cache / fingerprint[:16] / f"{texts_hash(texts)[:16]}-{part_rows}"
 
 
@@ -85,38 +84,58 @@ def embed_all(
     say: Callable[[str], None],
     part_rows: int = PART_ROWS,
 ) -> Vectors:
-    """Embeds each text once; parts that an earlier call left are taken as they are.
+    """Embed each text once; reuse the parts of an earlier call.
 
     Args:
-        encoder: whose embeddings.
+        encoder: encoder to use.
         texts: N different sentences.
-        cache: folder of all caches; this one's is named by encoder and texts.
-        say: takes lines on the progress.
-        part_rows: sentences of a part.
+        cache: folder of all caches; a subfolder is named after encoder and texts.
+        say: receives progress lines.
+        part_rows: sentences per part.
 
     Raises:
-        EncoderError: the encoder gave another shape than it says, or values that are not finite.
+        EncoderError: embeddings have a shape other than `(N, encoder.size)`, or a value is not finite.
     """
     folder = parts_folder(cache, encoder.fingerprint, texts, part_rows)
     vectors = Vectors(folder, len(texts), encoder.size, part_rows)
     numbers = range(-(-len(texts) // part_rows))
     missing = [part for part in numbers if not vectors.there(part)]
     if len(missing) < len(numbers):
-        say(f"{encoder.name}: {len(numbers) - len(missing)} of {len(numbers)} parts of embeddings were there")
-    begun = time.monotonic()
+        say(f"{encoder.name}: reusing {len(numbers) - len(missing)} of {len(numbers)} embedding parts")
+    started = time.monotonic()
     for done, part in enumerate(missing, start=1):
         own = texts[part * part_rows : (part + 1) * part_rows]
         made = np.ascontiguousarray(encoder.encode(own), np.float32)
         if made.shape != (len(own), encoder.size):
-            raise EncoderError(f"{encoder.name}: {made.shape} embeddings of {len(own)} texts of {encoder.size} numbers")
+            raise EncoderError(f"{encoder.name}: embeddings are {made.shape}, expected {(len(own), encoder.size)}")
         wrong = int((~np.isfinite(made)).any(axis=1).sum())
         if wrong:
             raise EncoderError(
-                f"{encoder.name}: {wrong:,} of {len(own):,} embeddings hold values that are not finite: no score"
+                f"{encoder.name}: {wrong:,} of {len(own):,} embeddings have values that are not finite; no score"
             )
         with write_aside(vectors.path(part)) as aside, aside.open("wb") as stream:
             np.save(stream, made)
-        left = (time.monotonic() - begun) / done * (len(missing) - done)
-        more = f", about {duration(left)} left" if left >= 1 else ""
+        more = time_left(started, done, len(missing))
         say(f"{encoder.name}: embedded {min((part + 1) * part_rows, len(texts)):,} of {len(texts):,} sentences{more}")
     return vectors
+
+
+def duration(seconds: float) -> str:
+    """Format a duration for people: `8 s`, `3 min`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def time_left(started: float, done: float, total: float) -> str:
+    """Format the expected remaining time, `, about 3 min left`; "" below one second.
+
+    Args:
+        started: start on the monotonic clock.
+        done: finished part of the work.
+        total: all of it, in the same unit.
+    """
+    left = (time.monotonic() - started) * (total - done) / done
+    return f", about {duration(left)} left" if left >= 1 else ""

@@ -1,6 +1,6 @@
-"""Units scored on processes of one thread each: here, or as Ray tasks on this machine or a cluster.
+"""Scoring of units in single-threaded processes: in this process, or as Ray tasks on this machine or a cluster.
 
-Steps of the classifiers are many and small. Two threads wait for each other at each of them; two processes do not.
+Classifier steps are many and small. Two threads wait for each other at every step; two processes do not.
 """
 
 import time
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from common.session import SessionConfig, start_ray
 from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.taskdata import TaskData
-from evaluation.senteval.runner.plan import StoredUnit, Unit
+from evaluation.senteval.runner.plan import ScoringUnit, StoredUnit
 from evaluation.senteval.scores.scoring import Method, needs_fits, score
 
 _WORTH_IT = 5e6
-"""Cost of the fits, half a minute or more of one thread, from which on Ray's start of some seconds is worth it."""
+"""Cost of fits above which Ray's start-up of some seconds pays off: half a minute or more on one thread."""
 
-Take = Callable[[Unit], NDArray[np.float32]]
+Take = Callable[[ScoringUnit], NDArray[np.float32]]
 
 
 def score_unit(
     data: TaskData, method: Method, identity: str, embeddings: NDArray[np.float32], config: ClassifierConfig
 ) -> StoredUnit:
-    """A unit's file; a task that cannot be fitted (own data: a class smaller than the folds) says why instead."""
+    """Score a unit; a task that cannot be fitted, such as own data with a class below the folds, gets a reason."""
     begun = time.monotonic()
     with _one_thread():
         try:
@@ -47,15 +47,15 @@ def score_unit(
 
 
 def score_units(
-    units: Sequence[Unit], take: Take, config: ClassifierConfig, session: SessionConfig
-) -> Iterator[tuple[Unit, StoredUnit]]:
-    """Units with their results, as they finish.
+    units: Sequence[ScoringUnit], take: Take, config: ClassifierConfig, session: SessionConfig
+) -> Iterator[tuple[ScoringUnit, StoredUnit]]:
+    """Yield units with their results as they finish.
 
     Args:
-        units: the longest first.
-        take: the embeddings `(N, D)` of a unit's sentences; called when its turn comes.
-        config: of the classifiers.
-        session: a cluster's address, or how many CPUs of this machine are used; 1: all is done in this process.
+        units: units, longest first.
+        take: returns the embeddings `(N, D)` of a unit's sentences; called when the unit's turn comes.
+        config: classifier settings.
+        session: a cluster's address, or the number of CPUs to use on this machine; 1 scores everything in this process.
     """
     fits = [unit for unit in units if needs_fits(unit.data.task, unit.method)]
     spread = len(fits) > 1 and session.num_cpus != 1
@@ -67,14 +67,14 @@ def score_units(
 
 
 def _on_ray(
-    units: Sequence[Unit], take: Take, config: ClassifierConfig, session: SessionConfig
-) -> Iterator[tuple[Unit, StoredUnit]]:
-    """A task each, one more than there are CPUs at a time: embeddings of all tasks at once need not fit in memory."""
+    units: Sequence[ScoringUnit], take: Take, config: ClassifierConfig, session: SessionConfig
+) -> Iterator[tuple[ScoringUnit, StoredUnit]]:
+    """Run one Ray task per unit, at most CPUs + 1 at a time, so that not all embeddings must fit in memory at once."""
     start_ray(session.num_cpus, session.address)
     remote = ray.remote(num_cpus=1, max_retries=2)(score_unit)
     limit = int(ray.cluster_resources().get("CPU", 1)) + 1
     waiting = list(units)
-    running: dict[ray.ObjectRef, Unit] = {}
+    running: dict[ray.ObjectRef, ScoringUnit] = {}
     while waiting or running:
         while waiting and len(running) < limit:
             unit = waiting.pop(0)

@@ -1,10 +1,10 @@
-"""The number of each task that tables show, and the averages of SentEval, DeCLUTR and SimCSE over them.
+"""Headline number of each task, and the averages of SentEval, DeCLUTR and SimCSE over them.
 
 DeCLUTR (scripts/run_senteval.py): STS12-16 by the mean of the subsets' Spearman, SICK-R and STS-B by the Spearman of
 the regression on test, MRPC by the mean of accuracy and F1, COCO by the mean of six recalls, everything else by
 accuracy. Its first paper averages downstream (18 tasks) and probing (10) and takes the mean of the two; the second
 leaves SNLI out. SimCSE (evaluation.py): seven STS tasks by one Spearman over all pairs, seven transfer tasks by
-accuracy; the average is taken over values already rounded to two decimals.
+accuracy; values are rounded to two decimals before averaging.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,14 +21,14 @@ Scores = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Average:
-    """An average over a set of tasks.
+    """Average over a set of tasks.
 
     Attributes:
-        name: of the set.
-        value: in percent; None where a task is missing.
-        dev: the same of the dev scores, None also where the set has none.
+        name: name of the set.
+        value: average in percent; None if a task is missing.
+        dev: average of the dev scores; None also if the set has none.
         missing: tasks of the set without a score.
-        marked: tasks of the set whose data are not the published ones, so that the average is comparable with none.
+        marked: tasks of the set whose data are not the published ones; such an average is not comparable.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Average:
 
 
 def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] = "senteval") -> float:
-    """The number of a table, in percent.
+    """Number shown in a table, in percent.
 
     Raises:
-        KeyError: the score it is made of is not there.
+        KeyError: a score that the number needs is missing.
     """
     procedure = find(task).procedure
     if procedure == "similarity":
@@ -57,7 +57,7 @@ def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] 
 
 
 def dev_headline(task: str, scores: Scores) -> float:
-    """DeCLUTR's number on dev, in percent; an STS task has no dev split and counts as on test."""
+    """DeCLUTR's number on dev, in percent; an STS task has no dev split and uses its test number."""
     procedure = find(task).procedure
     if procedure == "similarity":
         return headline(task, scores)
@@ -74,10 +74,10 @@ def averages(
     """All averages of a protocol; only complete sets have a value.
 
     Args:
-        results: scores of the tasks, by task.
+        results: scores by task.
         protocol: senteval: downstream, downstream without SNLI, probing, the means of both, all 28, and transfer;
             simcse: STS and transfer.
-        marked: tasks on other data than the published ones.
+        marked: tasks whose data are not the published ones.
     """
     transfer = _rounded("transfer", TRANSFER, results, marked)
     if protocol == "simcse":

@@ -1,4 +1,4 @@
-"""Has an encoder collapsed? Embeddings that hardly differ score near the chance level, and tables do not show why.
+"""Detection of collapsed encoders: nearly equal embeddings score near chance, and tables do not show the cause.
 
 Legend: N embeddings of a sample, D their size.
 """
@@ -18,15 +18,15 @@ _MAX_ZERO_SHARE = 0.01
 
 
 def sample_rows(num_rows: int) -> NDArray[np.int64]:
-    """At most 2,000 rows, drawn by key and in order."""
+    """Select at most 2,000 rows, drawn by key and sorted."""
     keys = seeding.words(_SEED, "collapse", np.arange(num_rows, dtype=np.uint64), np.zeros(num_rows, np.uint64), 1)
     return np.sort(np.argsort(keys.reshape(-1), kind="stable")[:SAMPLE_ROWS]).astype(np.int64)
 
 
 def collapse_warnings(embeddings: NDArray[np.float32]) -> tuple[str, ...]:
-    """What should stand beside every score of an encoder with such embeddings `(N, D)`; none where all is well.
+    """Warnings to show next to every score of an encoder with such embeddings `(N, D)`; empty if all is well.
 
-    Mean cosine of different rows from the squared norm of the sum of unit vectors: (|sum u|^2 - N) / (N (N - 1)).
+    Mean cosine of different rows, from the squared norm of the sum of unit vectors: (|sum u|^2 - N) / (N (N - 1)).
     """
     values = embeddings.astype(np.float64)
     norms = np.linalg.norm(values, axis=1)

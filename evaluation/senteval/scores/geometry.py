@@ -28,7 +28,7 @@ _BLOCK = 2048
 
 @dataclass(frozen=True)
 class Geometry:
-    """Alignment (0 is perfect), uniformity (lower is better), and how many pairs and sentences they are over."""
+    """Alignment (0 is perfect), uniformity (lower is better), and the numbers of pairs and sentences behind them."""
 
     alignment: float
     uniformity: float
@@ -42,13 +42,13 @@ def score_geometry(
     embeddings: NDArray[np.floating],
     splits: Sequence[str] = ("train", "dev", "test"),
 ) -> Geometry:
-    """Both scores on pairs with gold scores (STS-B).
+    """Compute alignment and uniformity on pairs with gold scores (STS-B).
 
     Args:
-        data: the task.
+        data: data of the task.
         rows: row of each sentence in `embeddings`.
         embeddings: `(N, D)`.
-        splits: which splits are taken together.
+        splits: splits to pool.
 
     Raises:
         ValueError: no pair is scored above 4.
@@ -75,10 +75,10 @@ def score_geometry(
 
 
 def blockwise_uniformity(embeddings: Tensor) -> float:
-    """Uniformity of `(N, D)` without holding N^2 distances: blocks of B rows at a time.
+    """Uniformity of `(N, D)` embeddings, computed in blocks of B rows, so that N^2 distances are never held.
 
-    The value of `trainer.objectives.declutr.validation.uniformity`, in the type of the embeddings, summed in
-    float64; ||x - y||^2 = 2 - 2 x.y on the unit sphere.
+    Equals `trainer.objectives.declutr.validation.uniformity`, in the type of the embeddings, summed in float64;
+    ||x - y||^2 = 2 - 2 x.y on the unit sphere.
     """
     unit = F.normalize(embeddings, dim=-1)
     number, total = len(unit), 0.0

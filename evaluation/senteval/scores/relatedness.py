@@ -1,8 +1,9 @@
-"""SentEval's supervised relatedness (SICK-R, STS-B): softmax regression on five bins of a score of pairs.
+"""SentEval's supervised relatedness (SICK-R, STS-B): softmax regression on five bins of a pair's score.
 
-A score y in [1, 5] is the distribution over 1..5 with its mean (Tai et al., ACL 2015): 1 - (y - floor y) on floor y,
-the rest on the next. Trained by the mean squared error of the probabilities, with Adam; every 50 passes the Pearson
-correlation of the predicted means on the dev set decides what is kept, and the fourth miss of all ends it.
+A score y in [1, 5] becomes the distribution over 1..5 with mean y (Tai et al., ACL 2015): 1 - (y - floor y) on floor y,
+the rest on the next integer. The loss is the mean squared error of the probabilities, the optimizer Adam. Every 50
+passes, the Pearson correlation of the predicted means on the dev set decides which state is kept. The fourth miss in
+total stops the fit.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,12 @@ from evaluation.senteval.classifier.network import Network, linear_start
 from evaluation.senteval.classifier.updates import DEFAULT_RATES, Updates
 
 NUM_BINS = 5
-_PASSES = 50  # between two dev scores
+_PASSES = 50  # passes between two dev scores
 _MAX_PASSES = 1000
 _BATCH = 64
 _TENACITY = 3
 _SCORING_ROWS = 1024
-_FLAT = 1e-6  # predictions that differ by less are equal but for float32's rounding, which can correlate with anything
+_FLAT = 1e-6  # smaller differences between predictions are float32 rounding, which can correlate with anything
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Pairs:
     """Features of pairs and their gold scores (N,) in [1, 5].
 
     Raises:
-        ValueError: unequal numbers, or a score outside of 0 to 5.
+        ValueError: unequal lengths, or a score outside 0 to 5.
     """
 
     features: Table
@@ -52,15 +53,15 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Relatedness:
-    """Correlations in -1..1, 0 where they are undefined.
+    """Correlations in -1..1, 0 if undefined.
 
     Attributes:
-        dev_pearson: best on the dev set.
-        pearson: on the test set, as `spearman`; all predictions equal to within 1e-6 have none.
-        spearman: ties averaged.
+        dev_pearson: best Pearson on the dev set.
+        pearson: Pearson on the test set; undefined if all predictions are equal to within 1e-6.
+        spearman: Spearman on the test set, ties averaged; undefined in the same case.
         mse: mean squared error on the test set.
-        predicted: (N,) scores of the test pairs.
-        num_passes: over the training pairs, until it stopped.
+        predicted: (N,) predicted scores of the test pairs.
+        num_passes: passes over the training pairs until the fit stopped.
     """
 
     dev_pearson: float
@@ -72,7 +73,7 @@ class Relatedness:
 
 
 def bins(scores: ArrayLike) -> NDArray[np.float32]:
-    """Distributions (N, 5) of scores (N,); below 1 what would fall on 0 is lost, as in the official code."""
+    """Distributions (N, 5) of scores (N,); below score 1 the share of bin 0 is lost, as in the official code."""
     values = np.asarray(scores, np.float64)
     low = np.floor(values)
     levels = np.arange(1, NUM_BINS + 1)
@@ -81,10 +82,10 @@ def bins(scores: ArrayLike) -> NDArray[np.float32]:
 
 
 def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Relatedness:
-    """Fits on `train`, stops by `dev`, scores `test`; the steps are the official code's, as in `classifier.py`.
+    """Fit on `train`, stop by `dev`, score `test`; the steps equal the official code's, as in `classifier.py`.
 
-    A fit is one sequence of small steps, and there is nothing to batch it with: the gain is that of written-out
-    gradients alone.
+    A fit is one sequence of small steps, and no other fit can share its batches. The only gain over the official code
+    is that gradients are written out.
     """
     device = train.features.first.device
     target = torch.from_numpy(bins(train.scores)).to(device)

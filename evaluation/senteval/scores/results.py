@@ -1,4 +1,4 @@
-"""A task's scores with what they rest on, and the report over tasks: averages of complete sets, the missing named.
+"""A task's scores with their origin, and the report over tasks: averages of complete sets, missing tasks named.
 
 Scores of a result, by procedure (units as in SentEval: accuracies, F1 and recalls in percent, correlations -1..1):
 - inner_kfold, kfold, split: `acc`, `devacc`, and for MRPC `f1`;
@@ -12,9 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from evaluation.senteval.data.findings import Inspection, Standing
-from evaluation.senteval.data.tasks import find
 from evaluation.senteval.scores.averages import Average, averages, headline
-from evaluation.senteval.scores.similarity import StsScore
 
 Protocol = Literal["senteval", "simcse"]
 
@@ -25,11 +23,11 @@ class TaskResult:
 
     Attributes:
         task: SentEval's name.
-        protocol: which number a table shows.
-        scores: by name, see above.
-        num_rows: rows that were scored.
-        standing: how far the data are the published ones.
-        warnings: what should stand beside the score.
+        protocol: protocol that decides which number a table shows.
+        scores: scores by name, see above.
+        num_rows: scored rows.
+        standing: how closely the data match the published ones.
+        warnings: warnings to show next to the score.
     """
 
     task: str
@@ -41,12 +39,12 @@ class TaskResult:
 
     @property
     def headline(self) -> float:
-        """The number of a table, in percent."""
+        """Number shown in a table, in percent."""
         return headline(self.task, self.scores, self.protocol)
 
     @property
     def comparable(self) -> bool:
-        """Whether published numbers may stand beside it without a mark."""
+        """Return whether published numbers are comparable with it without a mark."""
         return self.standing == "identical"
 
 
@@ -55,10 +53,10 @@ class Report:
     """Results of one encoder.
 
     Attributes:
-        encoder: its name.
-        protocol: of all results.
-        results: by task.
-        missing: why there is no result, by task: no data, refused data, or not asked for.
+        encoder: name of the encoder.
+        protocol: protocol of all results.
+        results: results by task.
+        missing: reason for a missing result, by task: no data, refused data, or not requested.
     """
 
     encoder: str
@@ -67,13 +65,13 @@ class Report:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def averages(self) -> tuple[Average, ...]:
-        """Of complete sets; an incomplete one has no value and names what it lacks."""
+        """Averages of complete sets; an incomplete set has no value and names the missing tasks."""
         scores = {name: result.scores for name, result in self.results.items()}
         marked = {name for name, result in self.results.items() if not result.comparable}
         return averages(scores, self.protocol, marked)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, ready for `json.dumps`."""
+        """Return all results, ready for `json.dumps`."""
         return {
             "encoder": self.encoder,
             "protocol": self.protocol,
@@ -87,10 +85,10 @@ class Report:
 
 
 def result_of(inspection: Inspection, protocol: Protocol, scores: Mapping[str, float], *warnings: str) -> TaskResult:
-    """A result with its data's standing and warnings.
+    """Combine scores with the standing and warnings of their data.
 
     Raises:
-        ValueError: there may be no score from such data.
+        ValueError: such data must not be scored.
     """
     if not inspection.usable or inspection.data is None:
         raise ValueError(f"{inspection.task.name}: {inspection.reason}")
@@ -98,11 +96,3 @@ def result_of(inspection: Inspection, protocol: Protocol, scores: Mapping[str, f
     told = tuple(str(finding) for finding in inspection.findings if finding.level != "info")
     scored = sum(len(split) for name, split in data.splits.items() if name not in ("train", "dev"))
     return TaskResult(inspection.task.name, protocol, dict(scores), scored, inspection.standing, (*warnings, *told))
-
-
-def similarity_result(inspection: Inspection, protocol: Protocol, score: StsScore) -> TaskResult:
-    """A result of `score_sts`."""
-    scores = score.flat()
-    if find(inspection.task.name).procedure == "relatedness":  # one split, so that the three ways are one
-        scores = {"spearman": score.all.spearman, "pearson": score.all.pearson}
-    return result_of(inspection, protocol, scores, *score.warnings)

@@ -4,9 +4,9 @@ With unit projections v of an image and t of its caption, and 30 random captions
 
     loss = sum max(0, margin - v.t + v.t') + sum max(0, margin - t.v + t.v')      over pairs and contrasts
 
-The official code projects each pair once for every contrast, 30 times the same; here it is projected once. Its
-contrasts are drawn from a Python list of all other captions made anew for each step; here the same draws are turned
-into the same captions by arithmetic. Features of an image are held once, not once a caption.
+The official code projects each pair once per contrast, 30 times with the same result; here each pair is projected once.
+The official code draws contrasts from a Python list of all other captions, rebuilt at each step; here arithmetic turns
+the same draws into the same captions. Features of an image are stored once, not once per caption.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,24 +31,24 @@ _SCORED_QUERIES = 512
 
 
 class RetrievalConfig(Strict):
-    """How the projections are trained. The defaults are the published ones."""
+    """Settings for training the projections. The defaults are the published ones."""
 
     size: int = Field(1000, ge=1)
-    """Of the common space."""
+    """Size of the common space."""
     margin: float = Field(0.2, ge=0)
-    """By which a pair must beat its contrasts."""
+    """Margin by which a pair must beat its contrasts."""
     num_contrasts: int = Field(30, ge=1)
-    """Random captions, and random images, beside each pair."""
+    """Random captions, and random images, contrasted with each pair."""
     batch_size: int = Field(128, ge=1)
-    """Captions of a step."""
+    """Captions per step."""
     max_epoch: int = Field(20, ge=0)
-    """No pass is begun after more than this many."""
+    """Last pass after which another block of passes may start."""
     tenacity: int = Field(3, ge=0)
-    """Dev scores without a new best that training survives."""
+    """Tolerated dev scores without a new best; one more stops training."""
     fold_images: int = Field(1000, ge=1)
-    """Images among which one is to be found; recalls are means over such folds."""
+    """Candidate images per fold; recalls are means over folds."""
     seed: int = Field(1111, ge=0, lt=2**32)
-    """Of starting weights, orders and contrasts."""
+    """Seed of starting weights, orders and contrasts."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Recalls:
-    """Percent of queries whose answer is among the first 1, 5 and 10, and the median rank (from 1).
+    """Percentage of queries with the answer among the first 1, 5 and 10, and the median rank (from 1).
 
     Attributes:
-        to_text: images that look for one of their captions.
-        to_image: captions that look for their image.
+        to_text: queries are images, answers one of their captions.
+        to_image: queries are captions, answers their image.
     """
 
     to_text: tuple[float, float, float, float]
@@ -85,18 +85,18 @@ class Recalls:
 
     @property
     def total(self) -> float:
-        """Sum of the six recalls: what training is stopped by."""
+        """Sum of the six recalls, which decides when training stops."""
         return sum(self.to_text[:3]) + sum(self.to_image[:3])
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Of a trained pair of projections.
+    """Result of a trained pair of projections.
 
     Attributes:
         test: means over the test folds.
         dev_total: best sum of the six dev recalls.
-        num_passes: over the training captions.
+        num_passes: passes over the training captions.
     """
 
     test: Recalls
@@ -105,16 +105,16 @@ class Retrieval:
 
 
 def gallery(images: NDArray[np.float32], captions: NDArray[np.float32], device: torch.device | None = None) -> Gallery:
-    """Arrays as tensors.
+    """Convert arrays to tensors.
 
     Raises:
-        ValueError: not five captions an image, or a value that is not finite.
+        ValueError: an image does not have exactly five captions, or a value is not finite.
     """
     return Gallery(table(images, device).first, table(captions, device).first)
 
 
 def retrieval(train: Gallery, dev: Gallery, test: Gallery, config: RetrievalConfig | None = None) -> Retrieval:
-    """Trains the projections on `train`, keeps the best on `dev`, scores `test`."""
+    """Train the projections on `train`, keep the best on `dev`, score `test`."""
     config = config or RetrievalConfig()
     start = torch.Generator().manual_seed(config.seed)
     device = train.images.device
@@ -145,13 +145,13 @@ def retrieval(train: Gallery, dev: Gallery, test: Gallery, config: RetrievalConf
 
 
 def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int, config: RetrievalConfig) -> Rows:
-    """Captions (B, num_contrasts), drawn with replacement from all that are not in the batch.
+    """Captions (B, num_contrasts), drawn with replacement from all captions outside the batch.
 
     `choice` of a list with replacement is `randint` below its length; a place at or after `begin` in the list without
     the batch is one batch further in the permutation.
 
     Raises:
-        ValueError: there are no captions but the batch's.
+        ValueError: there are no captions outside the batch.
     """
     size = min(config.batch_size, len(permutation) - begin)
     others = len(permutation) - size
@@ -162,7 +162,7 @@ def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int, conf
 
 
 def _loss(train: Gallery, parameters: list[Tensor], rows: list[Tensor], margin: float) -> Tensor:
-    """Of captions (B,) against other images and other captions, given as captions (B, num_contrasts)."""
+    """Ranking loss of captions (B,) against other images and captions, given as captions (B, num_contrasts)."""
     batch, other_images, other_captions = rows
 
     def project_images(captions: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _project(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_recalls(held: Gallery, parameters: Sequence[Tensor], fold_images: int) -> Recalls:
-    """Means over folds of `fold_images` images; what is left of the last one is not scored, unless it is the only one.
+    """Means over folds of `fold_images` images; an incomplete last fold is not scored, unless it is the only one.
 
     The official code takes five folds of 1,000 images, which is all that the published dev and test sets hold.
     """
@@ -206,9 +206,10 @@ def mean_recalls(held: Gallery, parameters: Sequence[Tensor], fold_images: int) 
 
 
 def recalls(images: Tensor, captions: Tensor) -> Recalls:
-    """Of one fold: unit vectors (I, size) and (5 I, size).
+    """Recalls of one fold: unit vectors (I, size) and (5 I, size).
 
-    A rank is the number of candidates that score higher. The official code sorts, and equal scores fall as they fall.
+    A rank is the number of candidates that score higher. The official code sorts, with arbitrary order among equal
+    scores.
     """
     owner = torch.arange(len(captions), device=images.device) // CAPTIONS_PER_IMAGE
     text_ranks, image_ranks = [], []

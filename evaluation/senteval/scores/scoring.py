@@ -1,4 +1,4 @@
-"""One task's scores from the embeddings of its sentences, by the task's own procedure, by cosine, or of the geometry.
+"""Scores of one task from the embeddings of its sentences: by the task's own procedure, by cosine, or of the geometry.
 
 Legend: N distinct sentences of a task, D embedding size.
 """
@@ -23,22 +23,22 @@ from evaluation.senteval.scores.retrieval import Gallery, RetrievalConfig, galle
 from evaluation.senteval.scores.similarity import score_sts
 
 Method = Literal["procedure", "cosine", "geometry"]
-"""procedure: the task's own in SentEval; cosine: of test pairs, where SentEval trains a regression; geometry: alignment
-and uniformity (STS-B)."""
+"""procedure: the task's own in SentEval; cosine: of test pairs, for tasks where SentEval trains a regression; geometry:
+alignment and uniformity (STS-B)."""
 
 Embeddings = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores by name (`results.py` has the names; geometry: the fields of `Geometry`) and what stands beside them."""
+    """Scores by name (see `results.py`; geometry: the fields of `Geometry`) and warnings to show with them."""
 
     scores: Mapping[str, float]
     warnings: tuple[str, ...] = ()
 
 
 def method_for(task: Task, protocol: Protocol) -> Method | None:
-    """How a protocol scores a task; None where the protocol leaves it out."""
+    """Method by which a protocol scores a task; None if the protocol leaves it out."""
     if protocol == "senteval":
         return "procedure"
     if task.name not in STS + TRANSFER:
@@ -47,12 +47,12 @@ def method_for(task: Task, protocol: Protocol) -> Method | None:
 
 
 def needs_fits(task: Task, method: Method) -> bool:
-    """Whether something is trained: seconds to minutes; the rest is arithmetic."""
+    """Return whether the method trains something, which takes seconds to minutes; the others are arithmetic."""
     return method == "procedure" and task.procedure != "similarity"
 
 
 def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
-    """For the order of work and the time that is left: rows times fits, and for the rest what takes as long."""
+    """Relative cost for scheduling and for the remaining time: rows times fits, and equivalents for other methods."""
     rows, folds, decays = data.num_rows, config.num_folds, len(config.decays)
     if not needs_fits(data.task, method):
         return float(rows * (40 if method == "geometry" else 1))
@@ -60,20 +60,20 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
         "inner_kfold": folds * (folds - 1) * decays,
         "kfold": folds * decays,
         "split": 1 if data.task.name == "SNLI" else decays,
-        "relatedness": 250,  # one fit of up to 1,000 passes, with nothing to be batched with
+        "relatedness": 250,  # one fit of up to 1,000 passes that no other fit can share batches with
         "retrieval": 60,
     }
     return float(rows * fits[data.task.procedure] * max(1.0, len(data.classes) / 50))
 
 
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
-    """Scores of a task.
+    """Compute the scores of a task.
 
     Args:
-        data: the task.
-        method: one that the task has.
+        data: data of the task.
+        method: a method that the task has.
         embeddings: `(N, D)` of `sentences(data)`, in that order.
-        config: of the classifiers; the exceptions for SNLI and WordContent are made here.
+        config: classifier settings; the exceptions for SNLI and WordContent are applied here.
 
     Raises:
         ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
@@ -84,7 +84,7 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         return Scored({name: float(value) for name, value in asdict(score_geometry(data, rows, embeddings)).items()})
     if method == "cosine" or task.procedure == "similarity":
         found = score_sts(data, rows, embeddings)
-        if task.procedure == "relatedness":  # one split, so that the three ways are one
+        if task.procedure == "relatedness":  # one split, so that the three aggregates are equal
             return Scored({"spearman": found.all.spearman, "pearson": found.all.pearson}, found.warnings)
         return Scored(found.flat(), found.warnings)
     if task.procedure == "relatedness":

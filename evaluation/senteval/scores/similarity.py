@@ -1,4 +1,4 @@
-"""Semantic textual similarity: cosine of two embeddings against people's scores.
+"""Semantic textual similarity: cosine of two embeddings against human scores.
 
 Legend: R pairs, N embeddings, D their size.
 """
@@ -17,13 +17,13 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Correlation:
-    """Of R cosines with R gold scores.
+    """Correlations of R cosines with R gold scores.
 
     Attributes:
-        pearson: within -1..1; 0 where it is undefined.
-        spearman: within -1..1, ties averaged; 0 where it is undefined.
+        pearson: within -1..1; 0 if undefined.
+        spearman: within -1..1, ties averaged; 0 if undefined.
         num_pairs: R.
-        undefined: all cosines, or all gold scores, are equal: the encoder has collapsed, or the data have.
+        undefined: all cosines, or all gold scores, are equal, because the encoder or the data have collapsed.
     """
 
     pearson: float
@@ -34,13 +34,13 @@ class Correlation:
 
 @dataclass(frozen=True)
 class StsScore:
-    """Correlations of the subsets and the three ways in which papers put them together.
+    """Correlations of the subsets and the three ways in which papers aggregate them.
 
     Attributes:
-        subsets: by name.
+        subsets: correlations by subset name.
         mean: unweighted means (DeCLUTR's tables).
         wmean: means weighted by numbers of pairs (SCL's tables).
-        all: one correlation over all pairs of all subsets (SimCSE's tables, and those of its family).
+        all: one correlation over all pairs of all subsets (tables of SimCSE and its followers).
     """
 
     subsets: Mapping[str, Correlation]
@@ -49,7 +49,7 @@ class StsScore:
     all: Correlation
 
     def flat(self) -> dict[str, float]:
-        """The scores by name, as a result keeps them: `spearman.mean`, `pearson.all`, `spearman.MSRpar`..."""
+        """Scores by name, as a result stores them: `spearman.mean`, `pearson.all`, `spearman.MSRpar`..."""
         parts = {"mean": self.mean, "wmean": self.wmean, "all": self.all, **self.subsets}
         return {
             f"{kind}.{name}": getattr(part, kind) for kind in ("spearman", "pearson") for name, part in parts.items()
@@ -57,7 +57,7 @@ class StsScore:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What should stand beside the score."""
+        """Warnings to show next to the score."""
         flat = [name for name, part in self.subsets.items() if part.undefined]
         return (f"no correlation in {', '.join(flat)} (all cosines are equal); counted as 0",) if flat else ()
 
@@ -65,9 +65,9 @@ class StsScore:
 def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector:
     """Cosines `(R,)` of rows of two `(R, D)` arrays; 0 for a pair with a zero vector, and for NaN.
 
-    SentEval's arithmetic to the last bit, pair by pair in the type of the embeddings: cosines that are equal on paper
-    differ by rounding, ranks follow, and another order of the same sums moves a Spearman by up to 0.13 points (hashed
-    words on STS12, float64 instead of float32).
+    The arithmetic equals SentEval's to the last bit, pair by pair in the type of the embeddings. Mathematically equal
+    cosines differ by rounding, and ranks follow: another order of the same sums moves a Spearman by up to 0.13 points
+    (hashed words on STS12, float64 instead of float32).
     """
     one, two = np.nan_to_num(first), np.nan_to_num(second)
     with np.errstate(all="ignore"):  # a zero vector divides by zero; `nan_to_num` makes it 0
@@ -93,7 +93,7 @@ def correlate(predicted: Vector, gold: Vector) -> Correlation:
 
 
 def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
-    """Scores of `(cosines, gold)` by subset."""
+    """Aggregate `(cosines, gold)` of each subset."""
     parts = {name: correlate(*pair) for name, pair in subsets.items()}
     weights = np.array([part.num_pairs for part in parts.values()], dtype=np.float64)
     together = correlate(*(np.concatenate(side) for side in zip(*subsets.values(), strict=True)))
@@ -108,10 +108,10 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
 
 
 def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> StsScore:
-    """Scores of an STS task; of SICK-R and STS-B, of their test split, as SimCSE's protocol has it.
+    """Scores of an STS task; for SICK-R and STS-B on their test split, as in SimCSE's protocol.
 
     Args:
-        data: the task.
+        data: data of the task.
         rows: row of each sentence in `embeddings`.
         embeddings: `(N, D)`.
     """

@@ -53,9 +53,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, tmp_path):
 
 def test_the_next_call_goes_on_where_the_last_gave_up(server, tmp_path):
     server.break_after = [1000] * 3
-    with pytest.raises(
-        TransferError, match="the connection ended after 3,000 bytes; the same command goes on from there"
-    ):
+    with pytest.raises(TransferError, match="the connection ended after 3,000 bytes; run the same command to resume"):
         fetch(f"{server.address}/file", tmp_path / "file", MEBI)
     assert not (tmp_path / "file").exists()
     assert fetch(f"{server.address}/file", tmp_path / "file", MEBI) == len(TEXT) - 3000
@@ -74,7 +72,7 @@ def test_another_content_or_a_server_without_ranges_starts_anew(server, tmp_path
 
 
 def test_what_is_too_large_missing_or_wrong_leaves_nothing(server, tmp_path):
-    with pytest.raises(TransferError, match=r"70,000 bytes, more than the 69,999 that are expected"):
+    with pytest.raises(TransferError, match=r"70,000 bytes exceed the limit of 69,999"):
         fetch(f"{server.address}/file", tmp_path / "file", len(TEXT) - 1)
     with pytest.raises(TransferError, match="404"):
         fetch(f"{server.address}/nowhere", tmp_path / "file", MEBI)
@@ -98,7 +96,7 @@ def test_a_file_must_have_its_published_hash(server, tmp_path):
         (found,) = download(tmp_path / outcome, sources)
         assert found.outcome == outcome
         assert (tmp_path / outcome / path).exists() == (outcome == "fetched")
-    assert "holds something else" in found.note  # than published.json has for that path
+    assert "but the published file has" in found.note  # than published.json has for that path
 
 
 def test_an_archive_is_read_as_a_stream_and_only_what_is_wanted_is_written(server, tmp_path):
@@ -121,15 +119,15 @@ def test_an_archive_is_read_as_a_stream_and_only_what_is_wanted_is_written(serve
     (data / "downstream/SUBJ").mkdir(parents=True)
     (data / "downstream/SUBJ/subj.objective").write_bytes(b"mine\n")
     outcomes = {file.path: file for file in download(data, sources)}
-    assert outcomes["downstream/CR/custrev.pos"].note == "differs from the copy whose hash is known"
-    assert outcomes["downstream/MR/rt-polarity.neg"].note == "senteval.tar does not hold it"
+    assert outcomes["downstream/CR/custrev.pos"].note == "differs from the copy with the known hash"
+    assert outcomes["downstream/MR/rt-polarity.neg"].note == "not in senteval.tar"
     assert outcomes["downstream/SUBJ/subj.objective"].outcome == "kept"
     files = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
         "data/downstream/CR/custrev.pos": b"good\n",
         "data/downstream/SUBJ/subj.objective": b"mine\n",
     }
-    assert "failed: downstream/MR/rt-polarity.neg: senteval.tar does not hold it" in "\n".join(
+    assert "failed: downstream/MR/rt-polarity.neg: not in senteval.tar" in "\n".join(
         transfers(tuple(outcomes.values()), sources)
     )
 
@@ -191,7 +189,7 @@ def test_snli_is_made_from_its_zip(tmp_path):
         "s1.dev": "A `` man '' is n't here . \nA dog . \n",
         "s2.dev": "He ca n't : no . \nCaf\u00e9 ( x ) ! \n",
     }
-    with pytest.raises(SnliError, match=r"s2.test made from snli_1.0.zip has git SHA-1 \w+, published is 0000"):
+    with pytest.raises(SnliError, match=r"s2.test made from snli_1.0.zip has git SHA-1 \w+, expected 0000"):
         make_split(archive, "test", tmp_path / "out", {"s2.test": "0000"})
     with pytest.raises(SnliError, match=r"has columns gold, "):
         make_split(snli_zip(archive, HEADER.replace("gold_label", "gold")), "test", tmp_path / "out", {})
@@ -237,7 +235,7 @@ def test_the_command(server, tmp_path, capsys):
     arguments = ["evaluate", "--download", str(tmp_path), "--mirror", server.address]
     assert main(arguments) == 1
     said = capsys.readouterr().out
-    assert "files: 1 fetched, 0 were there, 90 failed" in said
+    assert "files: 1 fetched, 0 already present, 90 failed" in said
     assert "404" in said
     assert "cannot be fetched: ImageCaptionRetrieval: published as pickles alone" in said
     assert "no subj.subjective" in said

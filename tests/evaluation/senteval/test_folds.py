@@ -56,7 +56,7 @@ def test_the_global_generator_is_neither_read_nor_moved():
 
 
 def test_too_few_rows_to_hold_any_out_are_refused():
-    with pytest.raises(ValueError, match="a refit holds out 5%, which needs 20 rows"):
+    with pytest.raises(ValueError, match="a refit holds out 5%, which needs at least 20 rows"):
         hold_out(np.arange(19), 1111)
     with pytest.raises(ValueError, match="found 0 and 1"):
         TrainingSet(np.arange(0), np.arange(1))

@@ -14,7 +14,7 @@ from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.taskdata import sentence_rows
 from evaluation.senteval.data.tasks import find
 from evaluation.senteval.runner.harness import evaluate
-from evaluation.senteval.runner.plan import Choice, choose_tasks
+from evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
 from evaluation.senteval.runner.vectors import Vectors, embed_all
 from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
 
@@ -55,7 +55,9 @@ def inspected(folder, *names):
 
 
 def scored(encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), **settings):
-    choice = Choice(tasks=choose_tasks(names), protocols=protocols, classifier=CONFIG.model_copy(update=settings))
+    choice = ScoringChoice(
+        tasks=choose_tasks(names), protocols=protocols, classifier=CONFIG.model_copy(update=settings)
+    )
     say = said.append if said is not None else lambda _: None
     return evaluate(encoder, inspected(folder, *names), choice, output, session, say)
 
@@ -138,7 +140,7 @@ def test_a_killed_scoring_goes_on(folder, tmp_path):
     encoder, said = Counting(), []
     again = scored(encoder, folder, tmp_path / "killed", "SICK-E", "SST2", "STS12", said=said)
     assert again.reports == whole.reports
-    assert "2 of 3 results were there" in said[0]
+    assert "reusing 2 of 3 results" in said[0]
     assert encoder.texts == []  # the embeddings were there too
     assert any(": 1/1 " in line for line in said)
 
@@ -176,7 +178,7 @@ def test_a_collapsed_encoder_is_warned_of_and_one_without_numbers_refused(folder
     assert scored(Constant(8), folder, tmp_path, "STS12").warnings == found.warnings  # also when read
     broken = Constant(9)
     broken.value = np.nan
-    with pytest.raises(EncoderError, match="hold values that are not finite: no score"):
+    with pytest.raises(EncoderError, match="have values that are not finite; no score"):
         scored(broken, folder, tmp_path, "STS12")
 
 

@@ -112,7 +112,7 @@ def test_pickles_are_never_opened(tmp_path):
 
     for split in ("train", "valid", "test"):
         (tmp_path / f"downstream/COCO/{split}.pkl").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(DataError, match=r"test.pkl, train.pkl, valid.pkl are pickles: they run code"):
+    with pytest.raises(DataError, match=r"test.pkl, train.pkl, valid.pkl are pickles, which run code"):
         load(find("COCO"), tmp_path)
     write_retrieval(tmp_path)
     np.save(tmp_path / "downstream/COCO/valid.npy", np.array([Bomb()], dtype=object), allow_pickle=True)
@@ -165,7 +165,7 @@ def test_each_distinct_sentence_once(folder):
             "Tense",
             "probing/past_present.txt",
             "tr\tA\tx\nva\tA\ty\nte\tB\tz\n",
-            "test has classes that train has not: B",
+            "test has classes that train does not have: B",
         ),
         ("SST2", "downstream/SST/binary/sentiment-dev", "<!DOCTYPE html><html>404", "is a web page, not data"),
         ("SST2", "downstream/SST/binary/sentiment-dev", "", "is empty: its download failed"),

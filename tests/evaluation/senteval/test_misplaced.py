@@ -13,22 +13,22 @@ from evaluation.senteval.data.tasks import TASKS, find
 @pytest.mark.parametrize(
     ("given", "moved", "said"),
     [
-        (".", {"downstream": "data/downstream"}, r"2 of 2 files are at .*data/downstream/MR: name .*data with --data"),
-        (".", {"downstream": "SentEval/data/downstream"}, r"name .*SentEval/data with --data"),
-        ("downstream", {}, r"name .*/data with --data"),
-        ("downstream/MR", {}, r"name .*/data with --data"),
+        (".", {"downstream": "data/downstream"}, r"2 of 2 files are in .*data/downstream/MR: use --data .*data"),
+        (".", {"downstream": "SentEval/data/downstream"}, r"use --data .*SentEval/data"),
+        ("downstream", {}, r"use --data .*/data"),
+        ("downstream/MR", {}, r"use --data .*/data"),
         (
             ".",
             {"downstream": "Downstream"},
-            r"Downstream/MR/rt-polarity.pos was found: it must be called downstream/MR",
+            r"Downstream/MR/rt-polarity.pos was found: rename it to downstream/MR",
         ),
         (
             ".",
             {"downstream/MR": "downstream/mr"},
-            r"mr/rt-polarity.pos was found: it must be called downstream/MR/rt-pol",
+            r"mr/rt-polarity.pos was found: rename it to downstream/MR/rt-pol",
         ),
-        (".", {"downstream/MR": "MR"}, r"MR/rt-polarity.pos was found: it belongs to .*downstream/MR/rt-polarity.pos"),
-        ("gone", {}, r"gone is no folder"),
+        (".", {"downstream/MR": "MR"}, r"MR/rt-polarity.pos was found: move it to .*downstream/MR/rt-polarity.pos"),
+        ("gone", {}, r"gone is not a folder"),
     ],
 )
 def test_files_that_are_elsewhere_are_found(tmp_path, given, moved, said):

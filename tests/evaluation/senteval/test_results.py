@@ -8,8 +8,7 @@ from sentevaldata import write_rest
 from evaluation.senteval.checks.checking import inspect
 from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
 from evaluation.senteval.scores.averages import averages, dev_headline, headline
-from evaluation.senteval.scores.results import Report, TaskResult, result_of, similarity_result
-from evaluation.senteval.scores.similarity import Correlation, StsScore
+from evaluation.senteval.scores.results import Report, TaskResult, result_of
 
 
 def scores_of(name, value):
@@ -92,16 +91,3 @@ def test_refused_data_give_no_result(tmp_path):
     write_rest(tmp_path)
     with pytest.raises(ValueError, match=r"Tense: Tense train: 2 rows, published about 100,000"):
         result_of(inspect(find("Tense"), tmp_path), "senteval", {"acc": 99.6})
-
-
-def test_similarity_of_one_split_has_one_number(tmp_path):
-    write_rest(tmp_path)
-    part = Correlation(0.5, 0.6, 3)
-    flat = Correlation(0.0, 0.0, 3, undefined=True)
-    score = StsScore({"test": part}, part, part, part)
-    result = similarity_result(inspect(find("STS-B"), tmp_path, allow_unchecked=True), "simcse", score)
-    assert result.scores == {"spearman": 0.6, "pearson": 0.5}
-    assert result.headline == pytest.approx(60)
-    collapsed = StsScore({"test": flat}, flat, flat, flat)
-    result = similarity_result(inspect(find("STS-B"), tmp_path, allow_unchecked=True), "simcse", collapsed)
-    assert "all cosines are equal" in result.warnings[0]

@@ -1,0 +1,76 @@
+"""Loading of encoders in the formats of transformers and sentence-transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import normalizers
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+from common import seeding
+from common.hub import hub_problem
+from evaluation.encoders.modules import Pooling, Recipe, read_recipe
+from evaluation.encoders.protocol import EncoderError
+from evaluation.encoders.weights import DAMAGE, broken_file, check_weights, explain
+from trainer.model.encoder import Encoder
+from trainer.model.language_model import UnfitEncoderError
+from trainer.model.settings import EncoderConfig
+from trainer.model.layouts import embedding_layout
+
+Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
+"""Encoder, tokenizer, recipe of the steps after pooling, and unused parts of its files."""
+
+
+def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, seed: int | None) -> Loaded:
+    """Load a transformers model, padded if it cannot pack; with a seed, use random weights."""
+    recipe = read_recipe(name, pooling)
+    if recipe and recipe.size and seed is not None:
+        raise EncoderError(f"untrained:{name}: has dense layers after its pooling, which would stay trained")
+    where: dict[str, Any] = {"subfolder": recipe.subfolder} if recipe and recipe.subfolder else {}
+    trust = {"trust_remote_code": trust_remote_code}
+    local = Path(name).is_dir()
+    if not local and hub_problem():
+        where["local_files_only"] = True  # files of an earlier download
+    unused: tuple[str, ...] = ()
+    try:
+        config = AutoConfig.from_pretrained(name, **where, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(name, **where, **trust)
+        if seed is None:
+            kinds = _without_pooler(config) | where | trust
+            # Sizes that differ are reported with the other weights, by name.
+            kinds |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, report = AutoModel.from_pretrained(name, dtype=torch.float32, **kinds)
+            unused = check_weights(name, model, report)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seeding.torch_seed(seed, "weights"))
+                model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
+    except EncoderError:
+        raise
+    except DAMAGE as error:
+        broken = broken_file(Path(name, recipe.subfolder if recipe else "")) if local else ""
+        raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or explain(error)}") from error
+    if recipe and recipe.lower_case:
+        _lower_case(tokenizer)
+    chosen = pooling or (recipe.pooling if recipe else "mean")
+    encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen), model, seed=0).eval()
+    try:
+        layout = embedding_layout(encoder)
+    except UnfitEncoderError as error:
+        raise EncoderError(
+            f"{name}: {error}. Batches of it would give wrong embeddings; take another encoder"
+        ) from error
+    encoder.set_layout(encoder.config.model_copy(update={"layout": layout}))
+    return encoder, tokenizer, recipe, unused
+
+
+def _lower_case(tokenizer: Any) -> None:
+    """Make the tokenizer lower-case texts before anything else; idempotent."""
+    engine = tokenizer.backend_tokenizer
+    first = normalizers.Lowercase()
+    engine.normalizer = normalizers.Sequence([first, engine.normalizer]) if engine.normalizer else first
+
+
+def _without_pooler(config: Any) -> dict[str, Any]:
+    """Options without BERT's and RoBERTa's extra dense layer, which is never used here and often not in the file."""
+    return {"add_pooling_layer": False} if config.model_type in ("bert", "roberta", "xlm-roberta", "camembert") else {}

@@ -1,0 +1,89 @@
+"""Loading of encoders from runs and checkpoints, which may come from somebody else."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+from common.paths import expand
+from common.storage import read_json
+from common.stores.address import child, is_remote
+from common.stores.copies import pull_all
+from common.yamlfile import read_yaml_file
+from evaluation.encoders.modules import Pooling
+from evaluation.encoders.pretrained import Loaded
+from evaluation.encoders.protocol import EncoderError
+from evaluation.encoders.weights import DAMAGE, explain
+from pipeline.shards.manifest import TOKENIZER
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.driver.export import EXPORT, SETTINGS
+from trainer.setup.build import build_encoder
+from trainer.setup.config import TrainConfig
+
+_STORES = ("s3://", "gs://", "gcs://", "file://")
+
+
+def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:
+    """Load the encoder of a checkpoint, or of a run's newest complete checkpoint.
+
+    The run may come from somebody else: its `config.yaml` names an encoder and shards, and grants nothing.
+    """
+    if (path / CHECKPOINTS).is_dir():
+        found = checkpoint.find_latest(path / CHECKPOINTS)
+        if found is None:
+            raise EncoderError(f"{path}: the run has no complete checkpoint yet")
+        path = found[0]
+    settings = path.parent.parent / "config.yaml"
+    try:
+        config = TrainConfig.model_validate(read_yaml_file(settings))
+        if not is_remote(config.data) and not (folder := expand(config.data) / TOKENIZER).is_dir():
+            raise EncoderError(
+                f"{path} needs the tokenizer of its run's shards; data = {config.data!r} of {settings} is not a folder "
+                f"with a tokenizer on this machine ({folder.absolute()}); copy the shards there, or score the run's "
+                f"{EXPORT} folder, which contains its tokenizer"
+            )
+        tokenizer = _tokenizer_of(config.data)
+        plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
+        update = plain | ({"pooling": pooling} if pooling else {})
+        config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
+        encoder = build_encoder(config, tokenizer)
+        checkpoint.read_state(path)
+        checkpoint.load_encoder(path, encoder)
+    except EncoderError:
+        raise
+    except (*DAMAGE, ValidationError) as error:
+        raise EncoderError(
+            f"{path} cannot be loaded; it needs its run's config.yaml and shards: {explain(error)}"
+        ) from error
+    return encoder.eval(), tokenizer, None, ()
+
+
+def start_of(path: Path) -> str:
+    """Encoder from which an export or a run was trained; "" if none or unknown."""
+    for file in (path / EXPORT / SETTINGS, path / SETTINGS):
+        if file.is_file():
+            try:
+                return str(read_json(file)["config"]["encoder"]["pretrained"] or "")
+            except (OSError, ValueError, KeyError, TypeError):
+                return ""  # settings of another program; nothing depends on them here
+    return ""
+
+
+def _tokenizer_of(data: str) -> Any:
+    """Load the tokenizer of shards.
+
+    For shards at an address, fetch only the tokenizer, and not into the `cache` that the run's settings name.
+
+    Raises:
+        OSError, ValueError: the tokenizer cannot be read, or the address is of a kind that no run has.
+    """
+    if not is_remote(data):
+        return AutoTokenizer.from_pretrained(expand(data) / TOKENIZER, trust_remote_code=False)
+    if not data.startswith(_STORES):
+        raise ValueError(f"data = {data}: only addresses that start with {', '.join(_STORES)} are fetched")
+    with TemporaryDirectory(prefix="declutr-") as folder:
+        pull_all(child(data, TOKENIZER), Path(folder) / TOKENIZER)
+        return AutoTokenizer.from_pretrained(Path(folder) / TOKENIZER, trust_remote_code=False)
