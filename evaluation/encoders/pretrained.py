@@ -14,8 +14,8 @@ from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE, broken_file, check_weights, explain
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import UnfitEncoderError
-from trainer.model.settings import EncoderConfig
 from trainer.model.layouts import embedding_layout
+from trainer.model.settings import EncoderConfig
 
 Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
 """Encoder, tokenizer, recipe of the steps after pooling, and unused parts of its files."""
