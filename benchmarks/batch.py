@@ -22,7 +22,7 @@ from benchmarks import documents, memory, models, packed, record
 from trainer.data.batches import RankBatch
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 from trainer.step.step import Stepper
 
 SIZES = (16, 64, 256, 1024, 4096)

@@ -8,7 +8,7 @@ import pyarrow as pa
 from common import seeding
 from pipeline.shards.schema import ID_BYTES, shard_schema
 from pipeline.shards.windows import Geometry, window_starts
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 
 _FIRST_ORDINARY = 4  # ids below are RoBERTa's specials
 

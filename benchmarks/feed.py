@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import documents, models, record
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 
 _TABLES = 8  # steps' documents that are read in turns, so that they do not all lie in the processor's cache
 _PAPER, _SHORT = (32, 512), (8, 64)

@@ -4,11 +4,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
-from trainer.model.language_model import EncoderConfig, build_model, load_hf_config
-from trainer.objectives.declutr.feed import Feed, Vocabulary
+from trainer.model.language_model import build_model, load_hf_config
+from trainer.model.settings import EncoderConfig
+from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 
 _POSITIONS = 514  # RoBERTa's first two are never used
 _ROBERTA = {"model_type": "roberta", "max_position_embeddings": _POSITIONS, "type_vocab_size": 1}
@@ -60,9 +62,9 @@ def _model(size: str, config: EncoderConfig, seed: int) -> PreTrainedModel:
     return build_model(config, load_hf_config(config, int(SIZES[size]["vocab_size"]), dict(_IDS)), seed)
 
 
-def feed(size: str, spans: SpanConfig, masking: MaskingConfig | None, seed: int) -> Feed:
+def feed(size: str, spans: SpanConfig, masking: MaskingConfig | None, seed: int) -> SpanFeed:
     """Spans and masks of a benchmark's documents; a span leaves room for its two specials."""
-    return Feed(
+    return SpanFeed(
         spans=spans,
         masking=masking,
         unmasked_anchors=False,

@@ -6,12 +6,14 @@ import torch
 
 from trainer.data.batches import RankBatch
 from trainer.model.encoder import Encoder
+from trainer.objectives.config import RunContext
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.feed import Feed
+from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.objective import Declutr
 from trainer.parallel.world import World
 from trainer.step.microbatch import Microbatch
-from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
 from trainer.step.step import Stepper
 
 TOTAL_STEPS = 1000  # of the learning rate's schedule
@@ -19,7 +21,7 @@ TOTAL_STEPS = 1000  # of the learning rate's schedule
 
 def stepper(
     encoder: Encoder,
-    feed: Feed,
+    feed: SpanFeed,
     objective: DeclutrConfig,
     microbatch_tokens: int | None = None,
     autocast: torch.dtype | None = None,
@@ -27,10 +29,11 @@ def stepper(
 ) -> Stepper:
     """A stepper with the trainer's default optimizer; of one worker, unless said otherwise."""
     optim = OptimConfig()
+    loss = Declutr(objective, RunContext(seed=feed.seed, spans=feed.spans), encoder.embedding_size)
     return Stepper(
         encoder=encoder,
-        objective=Declutr(objective, feed.spans.num_anchors, feed.spans.num_positives),
-        optimizer=build_optimizer(optim, encoder),
+        objective=loss,
+        optimizer=build_optimizer(optim, encoder, loss),
         optim=optim,
         world=world or World(),
         seed=feed.seed,
@@ -40,13 +43,12 @@ def stepper(
     )
 
 
-def rank_batch(feed: Feed, documents: pa.Table, device: torch.device) -> RankBatch:
+def rank_batch(feed: SpanFeed, documents: pa.Table, device: torch.device) -> RankBatch:
     """A step's batch of one worker."""
-    count = len(documents)
-    return RankBatch(feed.batch(documents, np.zeros(count, np.int64)).to(device), 0, count, count)
+    return feed.feed(documents, np.zeros(len(documents), np.int64)).to(device)
 
 
 def loss_and_gradients(made: Stepper, batch: RankBatch) -> torch.Tensor:
     """Accumulates the gradient in the encoder's parameters; returns the loss, contrastive + MLM."""
     found = made.gradients(batch, 1)
-    return found.contrastive + found.mlm_sum / max(1, found.num_selected)
+    return found.terms.get("contrastive", 0.0) + found.mlm_sum / max(1, found.num_selected)

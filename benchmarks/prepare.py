@@ -14,11 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -26,6 +24,7 @@ import yaml
 from benchmarks import others, record
 from common.console.logs import setup_logging
 from common.session import start_ray
+from common.watcher import Watcher
 from pipeline.config import PipelineConfig
 from pipeline.job.units import plan_units, read_unit
 from pipeline.prepare import prepare
@@ -210,27 +209,18 @@ def engine_alone(settings: dict[str, Any], cache: Path) -> float:
     return max(float(found["seconds"]) for found in others.run("limit", shares, cache))
 
 
-class WorkerMemory:
+class WorkerMemory(Watcher):
     """Peak resident memory of Ray's workers below this process, MiB; None where there is no /proc."""
 
     def __init__(self) -> None:
+        super().__init__(0.2, "worker-memory")
         self.peak_mib: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "WorkerMemory":
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, t: TracebackType | None) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.2):
-            for status in _descendants(os.getpid()):
-                if status.get("Name", "").strip().startswith("ray::") and "VmHWM" in status:
-                    self.peak_mib = max(self.peak_mib or 0.0, round(int(status["VmHWM"].split()[0]) / 1024, 1))
+    def look(self) -> None:
+        """Reads the peaks of the processes of now."""
+        for status in _descendants(os.getpid()):
+            if status.get("Name", "").strip().startswith("ray::") and "VmHWM" in status:
+                self.peak_mib = max(self.peak_mib or 0.0, round(int(status["VmHWM"].split()[0]) / 1024, 1))
 
 
 def _descendants(root: int) -> list[dict[str, str]]:

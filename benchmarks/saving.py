@@ -32,14 +32,14 @@ from benchmarks import documents, models, packed, record
 from common.storage import write_text
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import Saver
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.tensorfile import num_bytes
 from trainer.data.batches import RankBatch
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
-from trainer.parallel.world import Wish, World
-from trainer.setup.config import CheckpointConfig
+from trainer.objectives.span_settings import SpanConfig
+from trainer.parallel.world import Request, World
 from trainer.step.step import Stepper
 
 _AGREE_TIMES = 300
@@ -105,7 +105,7 @@ class Stretches:
         self._written_at = time.perf_counter()
 
     def _save(self) -> None:
-        memory = self.saver.lend()
+        memory = self.saver.reuse_memory()
         stepper = self.stepper
         contents = checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective, memory=memory)
         state = RunState(
@@ -117,7 +117,7 @@ class Stretches:
             scores={},
             files={},
         )
-        self.saver.give(state, contents)
+        self.saver.submit(state, contents)
         self.num_bytes = sum(map(num_bytes, contents.values()))
 
 
@@ -188,7 +188,7 @@ def _agree(rank: int, folder: str) -> None:
         world, taken = World(rank, 2), []
         for _ in range(_AGREE_TIMES):
             begun = time.perf_counter()
-            world.agree(Wish(0))
+            world.agree(Request(0))
             taken.append(time.perf_counter() - begun)
         write_text(Path(folder) / f"{rank}.json", json.dumps(statistics.median(taken)))
     finally:

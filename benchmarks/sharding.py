@@ -23,11 +23,10 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import documents, memory, models, packed, record
 from common.storage import write_text
-from trainer.data.batches import RankBatch
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.step.step import Stepper
@@ -55,8 +54,7 @@ def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
     feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
     start, end = Plan(options.seed, options.documents, options.documents).slice(world.rank, world.size)
     table = documents.documents(start, end - start, spans, feed.vocabulary.size, options.seed)
-    share = packed.rank_batch(feed, table, torch.device("cpu"))
-    batch = RankBatch(share.spans, start, end - start, options.documents)
+    batch = packed.rank_batch(feed, table, torch.device("cpu"))
     steppers = {}
     for name in ("whole", "sharded"):
         encoder = models.encoder(options.model, options.dropout, options.seed)

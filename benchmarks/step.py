@@ -25,9 +25,9 @@ from benchmarks.released import PaddedBatch, ReleasedStep, pad_batch
 from trainer.data.batches import RankBatch, SpanBatch
 from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.feed import Feed
+from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 
 TEMPERATURE = 0.05
 
@@ -73,7 +73,7 @@ class Setting:
             table = documents.documents(step * self.documents, self.documents, self.spans, vocab_size, self.seed)
             yield packed.rank_batch(feed, table, torch.device("cpu")).spans
 
-    def _feed(self) -> Feed:
+    def _feed(self) -> SpanFeed:
         return models.feed(self.size, self.spans, self.objective.masking if self.objective.mlm else None, self.seed)
 
     def ours(self) -> Side:
@@ -84,7 +84,8 @@ class Setting:
         made = packed.stepper(encoder, self._feed(), self.objective, None, self.autocast)
 
         def prepare(spans: SpanBatch) -> RankBatch:
-            return RankBatch(spans.to(self.device), 0, self.documents, self.documents)
+            contrasted = self.documents * self.spans.num_anchors if self.objective.contrastive else 0
+            return RankBatch(spans.to(self.device), self.documents, contrasted)
 
         def gradients(batch: RankBatch) -> Tensor:
             return packed.loss_and_gradients(made, batch)

@@ -13,13 +13,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
     given = parser.parse_intermixed_args(arguments)
     from common.config import ConfigError, load_config
-    from trainer.driver.places import look
+    from trainer.driver.places import place_problems
     from trainer.setup.config import TrainConfig
 
     if given.documents < 1 or min(given.processes) < 1:
         parser.error("--documents and --processes: at least 1")
     try:
-        config = load_config(given.config, "train", TrainConfig, given.overrides, look)
+        config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
         from trainer.driver.checks import problems, refuse
         from trainer.verify import verify
 

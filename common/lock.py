@@ -8,16 +8,16 @@ import fcntl
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Self, TextIO
 
 import msgspec
 
 from common.console.logs import get_logger
 from common.records import DamagedError, decode_record
+from common.watcher import Watcher
 
 LOCK = "lock.json"
 _BEAT_SECONDS = 5.0
@@ -42,7 +42,7 @@ class Holder(msgspec.Struct, frozen=True):
     """Of this one command."""
 
 
-class RunLock:
+class RunLock(Watcher):
     """Holds a run folder while its block runs.
 
     Args:
@@ -56,13 +56,11 @@ class RunLock:
     """
 
     def __init__(self, run: Path, lost: Callable[[], None], beat_seconds: float = _BEAT_SECONDS) -> None:
-        self._path = run / LOCK
-        self._lost, self._beat_seconds = lost, beat_seconds
+        super().__init__(beat_seconds, "declutr-lock")
+        self._path, self._lost = run / LOCK, lost
         self._token = secrets.token_hex(8)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="declutr-lock")
 
-    def __enter__(self) -> "RunLock":
+    def __enter__(self) -> Self:
         with _open_locked(self._path) as stream:
             holder = self._read(stream)
             if holder is not None and lives(holder, lambda: _age_seconds(self._path)):
@@ -70,12 +68,10 @@ class RunLock:
                     f"{refusal(self._path.parent, holder)}; wait for it, stop it, or name another folder"
                 )
             self._write(stream)
-        self._thread.start()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        super().__exit__()
         try:
             with _open_locked(self._path) as stream:
                 holder = self._read(stream)
@@ -95,20 +91,21 @@ class RunLock:
         stream.seek(0)
         return read_holder(stream.buffer.read(), str(self._path))
 
-    def _beat(self) -> None:
-        while not self._stop.wait(self._beat_seconds):
-            try:
-                with self._path.open() as stream:
-                    holder = self._read(stream)
-                if holder is None or holder.token != self._token:
-                    self._lost()
-                    return
+    def look(self) -> bool:
+        """Renews the lock; False when it is lost."""
+        try:
+            with self._path.open() as stream:
+                holder = self._read(stream)
+            if holder is not None and holder.token == self._token:
                 os.utime(self._path)
-            except FileNotFoundError:
-                self._lost()
-                return
-            except OSError as error:  # a storage that is away: the next one may get through
-                get_logger().debug("%s cannot be renewed: %s", self._path, error.strerror)
+                return True
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # the storage does not answer: the next call may succeed
+            get_logger().debug("%s cannot be renewed: %s", self._path, error.strerror)
+            return True
+        self._lost()
+        return False
 
 
 def _open_locked(path: Path) -> TextIO:

@@ -19,8 +19,8 @@ from doctor.exposure import Exposure
 from doctor.facts import Facts
 from doctor.finding import EVERYWHERE, Finding, as_json, as_text, counts, judged
 from doctor.needs import Needs, needs_of
-from trainer.driver.begun import as_begun
 from trainer.driver.checks import problems
+from trainer.driver.original_score import with_original_score
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
 
@@ -47,7 +47,7 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
 def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
     """What can be said of the configuration itself: what `train` would refuse before it starts."""
     remedy = "mend the setting; `declutr train` refuses it as well"
-    wrong = problems(as_begun(config, run_folder(config)))
+    wrong = problems(with_original_score(config, run_folder(config.run, config.cache)))
     found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
     try:
         needs = needs_of(config)

@@ -87,7 +87,9 @@ def _checkpoints(config: TrainConfig) -> int:
     elif validation.every_steps:
         number += 1
     if saving.keep_every_steps is not None:
-        documents = load_manifest(data_folder(config)).totals["kept_train"] if config.steps is None else 0
+        documents = (
+            load_manifest(data_folder(config.data, config.cache)).totals["kept_train"] if config.steps is None else 0
+        )
         number += total_steps(config, Plan(config.seed, documents, config.batch_documents)) // saving.keep_every_steps
     return number
 
@@ -96,7 +98,7 @@ def _parameters(config: TrainConfig) -> int:
     encoder = config.encoder
     vocabulary, ids = 0, {}
     if encoder.pretrained is None:
-        tokenizer = load_tokenizer(str(data_folder(config) / TOKENIZER))
+        tokenizer = load_tokenizer(str(data_folder(config.data, config.cache) / TOKENIZER))
         vocabulary, ids = len(tokenizer), {"pad_token_id": tokenizer.pad_token_id}
     hf = load_hf_config(encoder, vocabulary, ids)
     with torch.device("meta"):  # shapes only

@@ -16,7 +16,8 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.export import EXPORT, SETTINGS, read_settings
 from trainer.metrics.metrics import read_metrics
 from trainer.objectives.declutr.feed import document_keys, ragged
-from trainer.objectives.declutr.spans import SpanConfig, draw, place
+from trainer.objectives.declutr.spans import draw, place
+from trainer.objectives.span_settings import SpanConfig
 
 _SHOWN_CHARACTERS = 160
 

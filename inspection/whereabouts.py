@@ -12,7 +12,7 @@ from pipeline.job.selection import REASONS
 from pipeline.shards.ledger import find_entries
 from pipeline.shards.manifest import SPLITS, load_manifest
 from pipeline.shards.shards import ShardSet
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 
 _SHOWN = 20
 

@@ -18,7 +18,6 @@ from cli.settings_page import page
 from common.config import load_config
 from common.meanings import annotated_yaml
 from pipeline.config import PipelineConfig
-from trainer.objectives.declutr.ease import small_batch
 from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +54,7 @@ def test_sections_fit_each_other(name):
     run = load_config(f"configs/{name}.yaml", "train", TrainConfig)
     assert run.data == data.output
     assert run.encoder.pretrained is None or run.encoder.pretrained == data.tokenizer.name
-    assert small_batch(run) is None
+    assert run.objective.remark_before(run.context("drop")) is None
     assert (run.spans.max_tokens, run.spans.num_anchors) == (data.geometry.max_tokens, data.geometry.num_anchors)
 
 

@@ -22,7 +22,7 @@ from common.console.logs import get_logger, setup_logging
 from common.meanings import annotated_yaml
 from common.paths import expand
 from common.stores.address import is_remote
-from trainer.driver.places import fork_problem, look, place_problems
+from trainer.driver.places import fork_problem, place_problems
 from trainer.setup.config import TrainConfig
 from trainer.setup.scaling import ScalingConfig
 
@@ -105,12 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
     try:  # before torch and Ray are loaded, which takes many seconds on a busy machine
-        config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, look)
+        config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
         if arguments.print_config:
             sys.stdout.write(annotated_yaml(config))
             return 0
-        wrong = place_problems(config)
-        if arguments.fork is not None and (problem := fork_problem(arguments.fork, config)):
+        wrong = place_problems(config.model_dump())
+        if arguments.fork is not None and (problem := fork_problem(arguments.fork, config.run)):
             wrong.append(problem)
         if wrong:
             raise ConfigError("train", wrong)

@@ -20,12 +20,13 @@ from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
 from pipeline.shards.shards import ShardSet
+from trainer.checkpoints.checkpoint import trained_parameters
 from trainer.data.batches import RankBatch
 from trainer.data.plan import Plan
 from trainer.model.encoder import Encoder
 from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_feed, build_stepper, load_tokenizer
+from trainer.setup.build import build_encoder, build_feed, build_objective, build_stepper, load_tokenizer
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.microbatch import Microbatch
@@ -60,7 +61,7 @@ class Difference:
 
     Attributes:
         case: the case.
-        loss: absolute difference of contrastive + MLM.
+        loss: absolute difference of the loss.
         absolute: largest absolute difference of a gradient's entry.
         relative: the same divided by the largest entry of the reference.
         limit: of `relative`, up to which it is rounding.
@@ -104,11 +105,18 @@ def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterato
 
 
 def _distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, float]:
-    """Largest difference of a gradient's entry, and the same divided by the largest entry of the reference."""
-    names = [name for name in reference if name != "loss"]
-    absolute = max(float((found[name] - reference[name]).abs().max()) for name in names)
-    largest = max(float(reference[name].abs().max()) for name in names)
-    return absolute, absolute / largest
+    """Largest difference of a gradient's entry, and the largest one relative to the largest entry of the reference.
+
+    The parameters of the objective are compared apart from the encoder's, whose gradients may be much larger.
+    """
+    own = [name for name in reference if name.startswith("objective.")]
+    encoder = [name for name in reference if name != "loss" and name not in own]
+    absolute, relative = 0.0, 0.0
+    for names in filter(None, (encoder, own)):
+        difference = max(float((found[name] - reference[name]).abs().max()) for name in names)
+        largest = max(float(reference[name].abs().max()) for name in names)
+        absolute, relative = max(absolute, difference), max(relative, difference / largest if largest else difference)
+    return absolute, relative
 
 
 def _single(config: TrainConfig, size: int, case: Case) -> tuple[dict[str, Tensor], int]:
@@ -147,26 +155,26 @@ def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str,
 
 def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[Stepper, RankBatch]:
     """The configuration's stepper, and this rank's share of the run's first batch."""
-    shards = ShardSet(data_folder(config), "train")
-    tokenizer, vocabulary = load_tokenizer(shards.folder)
+    shards = ShardSet(data_folder(config.data, config.cache), "train")
+    tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
     transformers_logging.disable_progress_bar()  # one a case and process
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
     plan = Plan(config.seed, shards.num_documents, size)
     start, end = plan.slice(world.rank, world.size)
     epochs, documents = plan.documents(0, 1, start, end)
-    spans = build_feed(config, encoder, vocabulary).batch(shards.take(documents), epochs)
-    # The objective's share of several workers is a wanted difference; everything else must not matter.
-    objective = config.objective.model_copy(update={"released_rank_scaling": False})
-    exact = config.model_copy(update={"precision": "fp32", "objective": objective})
-    stepper = build_stepper(exact, encoder, world, total_steps=1, microbatch=Microbatch(case.microbatch_tokens))
-    return stepper, RankBatch(spans, start, end - start, size)
+    exact = config.model_copy(update={"precision": "fp32", "objective": config.objective.exact()})
+    objective = build_objective(exact, encoder, shards.manifest)
+    batch = build_feed(objective, encoder, vocabulary).feed(shards.take(documents), epochs)
+    microbatch = Microbatch(case.microbatch_tokens)
+    return build_stepper(exact, encoder, objective, world, total_steps=1, microbatch=microbatch), batch
 
 
 def _gradients(stepper: Stepper, batch: RankBatch) -> dict[str, Tensor]:
     """Summed gradients by parameter name, and the loss."""
     found = stepper.gradients(batch, 1)
-    named = {name: p for name, p in stepper.encoder.named_parameters() if p.requires_grad}
+    parameters = trained_parameters(stepper.encoder, stepper.objective)
+    named = {name: p for name, p in parameters.items() if p.requires_grad}
     stepper.world.sum_gradients(list(named.values()))
-    loss = found.contrastive + stepper.world.sum(found.mlm_sum) / max(1, found.num_selected)
+    loss = sum(found.terms.values()) + stepper.world.sum(found.mlm_sum) / max(1, found.num_selected)
     gradients = {name: whole(p.grad).contiguous() for name, p in named.items() if p.grad is not None}
     return {"loss": loss.detach().reshape(1), **gradients}

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.watcher import Watcher
+
 _EVERY_SECONDS = 1.0
 
 
@@ -53,22 +55,13 @@ def running() -> dict[int, Process]:
     return found
 
 
-class Census:
+class Census(Watcher):
     """Watches which processes descend from this one, in a thread, while its block runs."""
 
     def __init__(self) -> None:
+        super().__init__(_EVERY_SECONDS, "census")
         self._known: dict[tuple[int, int], Process] = {}
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> "Census":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
     @contextmanager
     def nothing_outlives(self) -> Iterator[None]:
@@ -80,9 +73,9 @@ class Census:
                 self.end(left)
                 time.sleep(0.2)
 
-    def _watch(self) -> None:
-        while not self._stop.wait(_EVERY_SECONDS):
-            self.alive()
+    def look(self) -> None:
+        """Notes the processes of now."""
+        self.alive()
 
     def alive(self) -> list[Process]:
         """Ours that live now: zombies are dead."""

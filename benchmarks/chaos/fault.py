@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from benchmarks.chaos.run import Mark, Run
 
-_WORDS_SECONDS = 5.0  # a worker's words reach the command's output by way of the bulletin
+_WORDS_SECONDS = 5.0  # a worker's words reach the command's output by way of the channel
 Setting = Literal["machine", "cluster", "elastic", "skip"]
 
 

@@ -31,8 +31,9 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.export import EXPORT, SETTINGS
 from trainer.model.encoder import Encoder
-from trainer.model.language_model import EncoderConfig, UnfitEncoderError, max_span_tokens
+from trainer.model.language_model import UnfitEncoderError, max_span_tokens
 from trainer.model.layouts import embedding_layout
+from trainer.model.settings import EncoderConfig
 from trainer.setup.build import build_encoder
 from trainer.setup.config import TrainConfig
 

@@ -8,12 +8,12 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from pydantic import ValidationError
 
 from common.config import Strict
 from common.console.bars import bar
+from common.watcher import Watcher
 from pipeline.shards.manifest import Sidecar
 
 PROGRESS = "progress.jsonl"
@@ -61,7 +61,7 @@ class Heartbeat:
             aside.replace(path)
 
 
-class Progress:
+class Progress(Watcher):
     """Counts finished units, and what the tasks say of unfinished ones; time left is estimated from input bytes.
 
     Args:
@@ -72,6 +72,7 @@ class Progress:
     """
 
     def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar]) -> None:
+        super().__init__(_BEAT_SECONDS, "declutr-progress")
         self._folder, self._stage, self._total_bytes = folder, stage, total_bytes
         self._log = (folder / PROGRESS).open(
             "ab", buffering=0
@@ -79,7 +80,7 @@ class Progress:
         self._finished = {sidecar.unit for sidecar in done}
         self._done = self._before = sum((_of_sidecar(sidecar) for sidecar in done), Done())
         self._started = time.monotonic()
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
         self._bar = bar(
             total=total_bytes,
             initial=self._done.num_bytes,
@@ -90,7 +91,6 @@ class Progress:
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
         shutil.rmtree(folder / BEATS, ignore_errors=True)
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def add(self, sidecar: Sidecar) -> None:
         """One more unit is finished."""
@@ -99,10 +99,10 @@ class Progress:
             self._done += _of_sidecar(sidecar)
             self._show()
 
-    def _watch(self) -> None:
-        while not self._stop.wait(_BEAT_SECONDS):
-            with self._lock:
-                self._show()
+    def look(self) -> None:
+        """Shows and logs the numbers of now."""
+        with self._lock:
+            self._show()
 
     def _under_way(self) -> Done:
         """What unfinished units have done so far."""
@@ -138,15 +138,8 @@ class Progress:
         )
         self._bar.update(now.num_bytes - self._bar.n)
 
-    def __enter__(self) -> "Progress":
-        self._watcher.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._watcher.join()
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
         self._bar.close()
         self._log.close()
         shutil.rmtree(self._folder / BEATS, ignore_errors=True)

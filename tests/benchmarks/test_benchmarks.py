@@ -21,7 +21,7 @@ from pipeline.tokenizer.tokenization import train_tokenizer
 from trainer.data.plan import permute
 from trainer.model import flops
 from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"hardware", "versions", "commit", "command"}

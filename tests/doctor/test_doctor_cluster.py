@@ -8,8 +8,8 @@ from ray.cluster_utils import Cluster
 from doctor import examination
 from doctor.cluster import ANSWER_SECONDS, Examiners, nodes_of_cluster
 from doctor.finding import counts
-from trainer.driver.failure import Failure, blame_nodes
-from trainer.worker.heartbeat import Pulse
+from trainer.driver.failure import GroupFailure, blame_nodes
+from trainer.worker.heartbeat import Heartbeat
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -77,11 +77,16 @@ def test_a_node_that_does_not_answer_is_named(cluster, disks):
 def test_a_death_is_put_down_to_a_node_that_is_gone(cluster):
     """At once: Ray itself calls it alive for some seconds more."""
     head, other = (node.node_id for node in (cluster.head_node, *cluster.worker_nodes))
-    pulses = [Pulse(rank, 2, node=node).snapshot() for rank, node in enumerate((head, other))]
-    death, error = Failure("worker 1 died", "death", "account"), Failure("worker 1: OSError", "OSError", "account")
-    assert blame_nodes(death, pulses) == death
+    heartbeats = [Heartbeat(rank, 2, node=node).snapshot() for rank, node in enumerate((head, other))]
+    death, error = (
+        GroupFailure("worker 1 died", "death", "account"),
+        GroupFailure("worker 1: OSError", "OSError", "account"),
+    )
+    assert blame_nodes(death, heartbeats) == death
     cluster.remove_node(*cluster.worker_nodes, allow_graceful=False)
-    blamed = blame_nodes(death, pulses)
-    assert blamed.summary == f"worker 1 (host {pulses[1]['host']}, pid {pulses[1]['pid']}) died: its node is gone"
+    blamed = blame_nodes(death, heartbeats)
+    assert (
+        blamed.summary == f"worker 1 (host {heartbeats[1]['host']}, pid {heartbeats[1]['pid']}) died: its node is gone"
+    )
     assert (blamed.kind, blamed.account) == ("death", "account")
-    assert blame_nodes(error, pulses) == error
+    assert blame_nodes(error, heartbeats) == error

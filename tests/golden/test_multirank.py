@@ -4,9 +4,9 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
+from tiny import contrastive, declutr, rows_of
 
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.objective import Declutr
 
 pytestmark = [pytest.mark.golden, pytest.mark.dist]
 
@@ -20,10 +20,11 @@ def rank_gradients(world, arrays, name, tau, released):
     anchors.retain_grad()
     positives.retain_grad()
     settings = {"loss": {"kind": "ntxent", "temperature": tau}, "released_rank_scaling": released}
-    objective = Declutr(DeclutrConfig(**settings), 1, positives.shape[1])
+    objective = declutr(DeclutrConfig(**settings), 1, positives.shape[1])
     rows = len(anchors)
-    views = objective.represent(torch.cat([anchors, positives.flatten(0, 1)]), rows)
-    value, _ = objective.loss(views, world.rank * rows, world.size * rows, world)
+    views = objective.views(torch.cat([anchors, positives.flatten(0, 1)]), rows_of(anchors, rows))
+    gathered = world.gather(views.flatten(1), world.rank * rows, world.size * rows).view(world.size * rows, 2, -1)
+    value = contrastive(objective, gathered, world.size)
     value.backward()
     world.sum_gradients([weight, bias])
     return {

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from measures import deviation
+from tiny import contrastive, declutr, rows_of
 
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.ntxent import ntxent
-from trainer.objectives.declutr.objective import Declutr
-from trainer.parallel.world import World
 
 pytestmark = pytest.mark.golden
 
@@ -17,10 +16,10 @@ def loss_and_gradients(case, arrays, dtype, loss=None, autocast=False):
     name, a, p, n = case["name"], case["A"], case["P"], case["N"]
     anchors = torch.tensor(arrays[f"{name}/anchors"], dtype=dtype, requires_grad=True)
     positives = torch.tensor(arrays[f"{name}/positives"], dtype=dtype, requires_grad=True)
-    objective = Declutr(DeclutrConfig(loss=loss or {"kind": "ntxent", "temperature": case["tau"]}), a, p)
+    objective = declutr(DeclutrConfig(loss=loss or {"kind": "ntxent", "temperature": case["tau"]}), a, p)
     spans = torch.cat([anchors, positives.flatten(0, 1)])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        value, _ = objective.loss(objective.represent(spans, n), 0, n * a, World())
+        value = contrastive(objective, objective.views(spans, rows_of(spans, n * a)))
     value.backward()
     return value, (anchors.grad, positives.grad)
 

@@ -6,7 +6,8 @@ from measures import deviation
 from tiny import tiny_encoder
 from torch import nn
 
-from trainer.step.optim import OptimConfig, build_optimizer, learning_rate, parameter_groups
+from trainer.step.optim import build_optimizer, learning_rate, parameter_groups
+from trainer.step.settings import OptimConfig
 
 pytestmark = pytest.mark.golden
 
@@ -36,7 +37,7 @@ def test_trajectories(figures, bias_correction, measured):
         decays = case["name"] != "no_decay_group"
         parameter = nn.Parameter(get["p0"])
         setattr(module, "weight" if decays else "bias", parameter)
-        optimizer = build_optimizer(OptimConfig(bias_correction=bias_correction), module)
+        optimizer = build_optimizer(OptimConfig(bias_correction=bias_correction), module, torch.nn.Module())
         trajectory = []
         for gradient, lr in zip(get["grads"], get["lrs"].tolist(), strict=True):
             for group in optimizer.param_groups:

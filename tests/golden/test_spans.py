@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 
 from pipeline.shards.windows import window_starts
-from trainer.objectives.declutr.spans import Draws, SpanConfig, draw, place
+from trainer.objectives.declutr.spans import Draws, draw, place
+from trainer.objectives.span_settings import SpanConfig
 
 pytestmark = pytest.mark.golden
 

@@ -4,16 +4,18 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
+from tiny import declutr
 
 from trainer.data.batches import RankBatch, SpanBatch, pad_rows
 from trainer.model.attention import PACKED
 from trainer.model.encoder import Encoder
-from trainer.model.language_model import EncoderConfig, build_model, load_hf_config, mlm_head
+from trainer.model.language_model import build_model, load_hf_config, mlm_head
+from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.objective import Declutr
 from trainer.parallel.world import World
 from trainer.step.microbatch import Microbatch
-from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
 from trainer.step.step import Stepper
 
 pytestmark = pytest.mark.golden
@@ -51,10 +53,11 @@ def stepper(case, arrays, world, layout="packed", microbatch_tokens=None, terms=
     encoder = RecordersEncoder(config, model, seed=0)
     objective = DeclutrConfig(terms=terms, loss={"kind": "ntxent", "temperature": case["tau"]})
     optim = OptimConfig(lr=case["base_lr"], bias_correction=False)
+    loss = declutr(objective, case["A"], case["P"])
     return Stepper(
         encoder=encoder,
-        objective=Declutr(objective, case["A"], case["P"]),
-        optimizer=build_optimizer(optim, encoder),
+        objective=loss,
+        optimizer=build_optimizer(optim, encoder, loss),
         optim=optim,
         world=world,
         seed=0,
@@ -78,7 +81,8 @@ def share_of(case, arrays, number, world, positives=True):
     if positives:
         ids, lengths = torch.cat([ids, kept[kept != pad]]), torch.cat([lengths, (kept != pad).sum(1)])
     selected = (labels != -100).nonzero()[:, 0]
-    return RankBatch(SpanBatch(ids, lengths, selected, labels[selected]), start, end - start, total)
+    contrasted = (end - start) * case["A"] if positives else 0
+    return RankBatch(SpanBatch(ids, lengths, selected, labels[selected]), end - start, contrasted)
 
 
 def recorded(arrays, prefix):
@@ -98,7 +102,7 @@ def run(world, case, arrays, layout, microbatch_tokens):
         assert after.keys() == state.keys()
         measured = {
             "losses": deviation(
-                [metrics.contrastive, metrics.mlm, metrics.loss], [step["contrastive"], step["mlm"], step["total"]]
+                [*metrics.terms.values(), metrics.loss], [step["contrastive"], step["mlm"], step["total"]]
             ),
             "grad_norm": deviation([metrics.grad_norm], [step["grad_norm_before_clip"]]),
             "lr": deviation([metrics.lr], [step["lr"]]),
@@ -140,7 +144,7 @@ def test_gradients_of_each_term(figures, terms, microbatch_tokens, measured):
     if terms == "contrastive":
         nothing = torch.empty(0, dtype=torch.int64)
         spans = SpanBatch(batch.spans.input_ids, batch.spans.lengths, nothing, nothing)
-        batch = RankBatch(spans, batch.start, batch.num_documents, batch.batch_documents)
+        batch = RankBatch(spans, batch.num_documents, batch.num_rows)
     runner.gradients(batch, 1)
     gradients = {name: p.grad for name, p in runner.encoder.model.named_parameters() if p.grad is not None}
     expected = recorded(arrays, f"grad_{terms}/")

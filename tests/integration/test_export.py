@@ -9,6 +9,7 @@ import tinyruns as runs
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from tiny import declutr
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from evaluation.encoders.loading import load_encoder
@@ -106,7 +107,6 @@ def test_every_family_and_pooling_exports_what_was_trained_without_the_projectio
     """No training: random weights, written as a checkpoint of a finished run."""
     from trainer.checkpoints.state import RunState
     from trainer.driver.export import export
-    from trainer.objectives.declutr.objective import Declutr
     from trainer.step.optim import build_optimizer
 
     scratch = {**runs.SCRATCH, "model_type": family}
@@ -115,8 +115,8 @@ def test_every_family_and_pooling_exports_what_was_trained_without_the_projectio
     encoder = build_encoder(config, AutoTokenizer.from_pretrained(data / "tokenizer"))
     counts = {"step": 6, "documents": 48, "world_size": 1}
     state = RunState(**counts, config_hash="c", data_hash="d", scores={}, files={})
-    objective = Declutr(config.objective, 2, 2)
-    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder), objective)
+    objective = declutr(config.objective)
+    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
     checkpoint.save(tmp_path / "checkpoints", state, contents)
     folder = export(config, tmp_path)
     assert not any("projection" in name for name in load_file(folder / "model.safetensors"))

@@ -11,12 +11,10 @@ from transformers import AutoTokenizer
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
-from trainer.data.batches import RankBatch
 from trainer.data.plan import Plan
 from trainer.model.language_model import vocabulary_of
-from trainer.objectives.declutr.objective import Declutr
 from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_feed, freeze_unused
+from trainer.setup.build import build_encoder, build_feed, build_objective, freeze_unused
 from trainer.step.microbatch import Microbatch
 from trainer.step.optim import build_optimizer
 from trainer.step.step import Stepper
@@ -62,11 +60,12 @@ class Run:
         freeze_unused(encoder, config)
         self.shards = ShardSet(data, "train")
         self.plan = Plan(config.seed, self.shards.num_documents, config.batch_documents)
-        self.feed = build_feed(config, encoder.train(), vocabulary_of(tokenizer))
+        objective = build_objective(config, encoder.train(), self.shards.manifest)
+        self.feed = build_feed(objective, encoder, vocabulary_of(tokenizer))
         self.stepper = Stepper(
             encoder=encoder,
-            objective=Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives),
-            optimizer=build_optimizer(config.optim, encoder),
+            objective=objective,
+            optimizer=build_optimizer(config.optim, encoder, objective),
             optim=config.optim,
             world=World(),
             seed=config.seed,
@@ -79,8 +78,7 @@ class Run:
         measured = []
         for step in range(first, last + 1):
             epochs, rows = self.plan.documents(step - 1, step)
-            spans = self.feed.batch(self.shards.take(rows), epochs)
-            measured.append(self.stepper.step(RankBatch(spans, 0, len(rows), len(rows)), step))
+            measured.append(self.stepper.step(self.feed.feed(self.shards.take(rows), epochs), step))
         return measured
 
     def parts(self):
@@ -106,10 +104,10 @@ def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
     measured = whole.steps(1, STEPS)
     objective = whole.config.objective
     # what a queue holds is easy to tell from the batch while the encoder changes fast: its loss rises at first
-    losses = [m.mlm if objective.queue_size else m.loss for m in measured]
+    losses = [m.terms["mlm"] if objective.queue_size else m.loss for m in measured]
     assert np.mean(losses[-6:]) < np.mean(losses[:6]), losses
-    assert all((m.contrastive > 0) == objective.contrastive for m in measured)
-    assert all((m.mlm > 0) == objective.mlm for m in measured)
+    assert all((m.terms["contrastive"] > 0) == objective.contrastive for m in measured)
+    assert all((m.terms["mlm"] > 0) == objective.mlm for m in measured)
     assert (max(m.padding_share for m in measured) > 0) == (whole.config.encoder.layout == "padded")
 
     half = Run(data, **changes)

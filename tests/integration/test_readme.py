@@ -13,7 +13,8 @@ from sentevalsets import write_sets
 from transformers import AutoTokenizer
 
 from cli.main import main
-from trainer.model.language_model import EncoderConfig, build_model, load_hf_config
+from trainer.model.language_model import build_model, load_hf_config
+from trainer.model.settings import EncoderConfig
 
 SECTION = (runs.ROOT / "README.md").read_text().split("\n## Your own corpus\n")[1].split("\n## ")[0]
 BLOCK = [line.removeprefix("    ") for line in SECTION.splitlines() if line.startswith("    ")]

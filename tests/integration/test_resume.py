@@ -15,8 +15,8 @@ from inspection.describe import describe
 from pipeline.shards.shards import load_manifest
 from trainer.checkpoints.checkpoint import CheckpointError, find_latest, read_state, steps_in
 from trainer.checkpoints.ranking import find_best
-from trainer.driver.begun import as_begun
 from trainer.driver.checks import problems
+from trainer.driver.original_score import with_original_score
 from trainer.train import main, train
 
 pytestmark = pytest.mark.ray
@@ -120,12 +120,12 @@ def test_a_run_of_a_former_default_score_keeps_it(data, copied, log):
     lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
     older = [{name: value for name, value in line.items() if not name.startswith("distant")} for line in lines]
     (copied / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
-    assert problems(as_begun(config, copied)) == []
+    assert problems(with_original_score(config, copied)) == []
     summary = train(config)
     assert not ray.is_initialized()
     assert summary["exported_step"] == 6
     assert "distant_mrr" not in summary["last_scores"]
-    assert any("began with validation.score = recall_at_1 and keeps it" in line for line in log)
+    assert any("keeping validation.score = recall_at_1" in line for line in log)
     assert "score: recall_at_1" in (copied / "config.yaml").read_text()
     assert [one["kept"] for one in map(asdict, rows(copied)) if one["step"] in (6, 8)] == [["last", "best"], ["last"]]
     shown = "\n".join(describe(copied))

@@ -13,9 +13,10 @@ from measures import deviation
 from safetensors.torch import load_file
 
 from common.storage import hash_file
+from pipeline.shards.shards import ShardSet
 from trainer.checkpoints.checkpoint import steps_in
 from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_stepper, held_out_validator, load_tokenizer
+from trainer.setup.build import build_encoder, build_objective, build_stepper, build_validator, load_tokenizer
 from trainer.setup.config import TrainConfig
 from trainer.step.microbatch import Microbatch
 from trainer.train import train
@@ -28,9 +29,11 @@ def held_out_embeddings(world, values, chunk_documents):
     config = TrainConfig.model_validate(values)
     tokenizer, vocabulary = load_tokenizer(runs.Path(config.data))
     encoder = build_encoder(config, tokenizer).double().train()
-    stepper = build_stepper(config, encoder, world, 1, Microbatch())
+    shards = ShardSet(runs.Path(config.data), "train")
+    objective = build_objective(config, encoder, shards.manifest)
+    stepper = build_stepper(config, encoder, objective, world, 1, Microbatch())
     assert encoder.sharded == (world.size > 1)
-    validator = held_out_validator(config, stepper.encoder, vocabulary, world, torch.device("cpu"))
+    validator = build_validator(config, stepper, shards, vocabulary, torch.device("cpu"))
     return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(encoder)
 
 

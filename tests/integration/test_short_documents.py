@@ -8,6 +8,7 @@ import pytest
 import ray
 import tinyruns as runs
 import torch
+from tinyruns import span_validator
 
 from common.session import start_ray
 from inspection.describe import describe
@@ -15,8 +16,7 @@ from pipeline.config import PipelineConfig
 from pipeline.prepare import prepare
 from pipeline.shards.shards import ShardSet
 from trainer.driver.checks import problems
-from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_feed, held_out_validator, load_tokenizer
+from trainer.setup.build import build_encoder, build_feed, build_objective, load_tokenizer
 from trainer.verify import verify
 
 pytestmark = pytest.mark.ray
@@ -56,7 +56,8 @@ def test_shorter_documents_are_kept_and_the_trainer_follows(prepared):
         config = config_of(folder)
         assert problems(config) == []
         tokenizer, vocabulary = load_tokenizer(folder)
-        feed = build_feed(config, build_encoder(config, tokenizer), vocabulary)
+        encoder = build_encoder(config, tokenizer)
+        feed = build_feed(build_objective(config, encoder, shards.manifest), encoder, vocabulary)
         spans = feed.sample(table, np.zeros(len(table), np.int64))
         anchors = np.minimum(2, lengths // 32) if mode == "fewer_anchors" else np.full(len(table), 2)
         assert spans.present.sum(axis=1).tolist() == anchors.tolist()
@@ -95,7 +96,7 @@ def test_every_held_out_document_is_scored(prepared, mode):
     config = config_of(prepared[mode])
     tokenizer, vocabulary = load_tokenizer(prepared[mode])
     encoder = build_encoder(config, tokenizer)
-    validator = held_out_validator(config, encoder, vocabulary, World(), torch.device("cpu"))
+    validator = span_validator(config, encoder, vocabulary)
     held_out = validator.embed(encoder)
     assert {len(rows) for rows in held_out} == {len(validator.rows)} == {40}
     lengths = validator.shards.take(validator.rows).column("num_tokens").to_numpy()

@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp
     assert problems(second) == []
     assert main(["checkpoints", bucket("runs/one")]) == 1
     assert "declutr pull s3://" in capsys.readouterr().err
-    assert run_folder(second).parent == tmp_path / "other"
+    assert run_folder(second.run, second.cache).parent == tmp_path / "other"
 
 
 def test_a_run_that_ends_early_is_whole_in_the_store(bucket, tmp_path):

@@ -9,17 +9,19 @@ import pytest
 import ray
 import tinyruns as runs
 import torch
+from safetensors.torch import load_file
+from tiny import declutr
 
 from common.config import ConfigError
 from common.lock import RunLock, RunLockedError
 from common.storage import hash_file, read_json, write_json
-from trainer.checkpoints.checkpoint import checkpoint_path, read_state, steps_in, write_objective
+from trainer.checkpoints.checkpoint import checkpoint_path, read_state, steps_in
+from trainer.checkpoints.tensorfile import write_tensors
 from trainer.driver.failure import FAILURES
 from trainer.driver.fork import FORK, fork
 from trainer.driver.run import ended_early, run_training
 from trainer.driver.supervisor import TrainingFailedError
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.objective import Declutr
 from trainer.train import main
 
 pytestmark = pytest.mark.ray
@@ -71,17 +73,18 @@ def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, f
 @pytest.mark.parametrize(("queue_size", "carried"), [(24, True), (32, True), (23, False), (0, False)])
 def test_a_fork_carries_the_queue_where_there_is_room_for_it(data, copied, tmp_path, queue_size, carried):
     old = checkpoint_path(copied / "checkpoints", 8)
-    objective = Declutr(DeclutrConfig(queue_size=24), 2, 2)
-    objective.remember(torch.ones(24, 32))
     state = read_json(old / "state.json")
-    state["files"]["objective.safetensors"] = write_objective(old, objective)
+    (old / "objective.safetensors").unlink()
+    queue = {"queue": torch.ones(24, 32)}
+    state["files"]["objective.safetensors"] = write_tensors(old / "objective.safetensors", queue)
     state["sizes"]["objective.safetensors"] = (old / "objective.safetensors").stat().st_size
     write_json(old / "state.json", state)
     fork(config_of(data, copied, objective={"queue_size": queue_size}, steps=10), str(tmp_path / "new"))
     path = checkpoint_path(tmp_path / "new" / "checkpoints", 8)
     assert read_state(path).step == 8  # its checksums hold
-    same = hash_file(path / "objective.safetensors") == hash_file(old / "objective.safetensors")
-    assert same == carried
+    objective = declutr(DeclutrConfig(queue_size=queue_size))
+    objective.restore(load_file(path / "objective.safetensors"))
+    assert (objective.queue is not None) == carried
 
 
 def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_path):
@@ -123,11 +126,11 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
     assert "none of the 2 scores since is better (validation.patience = 2)" in why
     assert any("ended early after step 3 of 40: distant_recall_at_1" in line for line in log)
     assert again(2) == again(1) == (*figures, why, steps)
-    assert any("finished already, early: distant_recall_at_1" in line for line in log)
+    assert any("already stopped early: distant_recall_at_1" in line for line in log)
     assert list(runs.steps_of(tmp_path / "run")) == [1, 2, 3]
     assert not any("starting again" in line for line in log)
     for patience, ended in ((2, True), (3, False), (None, False)):
-        assert (ended_early(tmp_path / "run", config(patience), 3) is not None) == ended, "more patience goes on"
+        assert (ended_early(tmp_path / "run", patience, 3) is not None) == ended, "more patience goes on"
 
 
 def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, tmp_path, log):
@@ -150,7 +153,7 @@ def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data,
         run_training(config)
     message = str(ended.value)
     assert "worker 0: ShardError" in message
-    assert "The same happened 2 times in a row" in message
+    assert "The same failure happened 2 times in a row" in message
     assert len(message.splitlines()) == 2
     assert "Traceback" not in message
     account = (copied / FAILURES).read_text()

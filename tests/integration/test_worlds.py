@@ -19,7 +19,7 @@ from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
 from trainer.data.stream import Ahead, batches, documents
 from trainer.model.language_model import vocabulary_of
-from trainer.setup.build import build_encoder, build_feed
+from trainer.setup.build import build_encoder, build_feed, build_objective
 from trainer.train import train
 
 pytestmark = pytest.mark.ray
@@ -38,7 +38,9 @@ def session():
 def feed(data):
     config = runs.train_config(data, "unused")
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-    return build_feed(config, build_encoder(config, tokenizer), vocabulary_of(tokenizer))
+    encoder = build_encoder(config, tokenizer)
+    objective = build_objective(config, encoder, ShardSet(data, "train").manifest)
+    return build_feed(objective, encoder, vocabulary_of(tokenizer))
 
 
 def rank_plans(data, world, first=0, last=STEPS, chunk_steps=None):

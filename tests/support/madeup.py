@@ -39,9 +39,12 @@ def save(config, run, step=STEPS, seed=0):
     """A checkpoint with weights of that seed, as the run would leave it."""
     tokenizer = AutoTokenizer.from_pretrained(f"{config.data}/tokenizer")
     encoder = build_encoder(config.model_copy(update={"seed": seed}), tokenizer)
-    objective = Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives)
-    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder), objective)
-    hashes = {"config_hash": config.hash(), "data_hash": data_hash(load_manifest(data_folder(config)))}
+    objective = Declutr(config.objective, config.context("drop"), encoder.embedding_size)
+    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
+    hashes = {
+        "config_hash": config.hash(),
+        "data_hash": data_hash(load_manifest(data_folder(config.data, config.cache))),
+    }
     state = RunState(step=step, documents=8 * step, world_size=1, **hashes, scores={}, files={})
     return checkpoint.save(run / "checkpoints", state, contents)
 

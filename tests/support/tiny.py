@@ -8,16 +8,21 @@ import torch
 
 from pipeline.shards.windows import window_starts
 from trainer.data.batches import RankBatch, SpanBatch
+from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
-from trainer.model.language_model import EncoderConfig, build_model, load_hf_config
+from trainer.model.language_model import build_model, load_hf_config
+from trainer.model.settings import EncoderConfig
+from trainer.objectives.base import Gathered
+from trainer.objectives.config import RunContext
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.feed import Feed, Vocabulary
+from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.objective import Declutr
-from trainer.objectives.declutr.spans import SpanConfig
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.step.microbatch import Microbatch
-from trainer.step.optim import OptimConfig, build_optimizer
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
 from trainer.step.step import Stepper
 
 VOCAB_SIZE = 64
@@ -93,10 +98,10 @@ def documents(lengths: list[int], max_tokens: int, seed: int = 0) -> pa.Table:
     )
 
 
-def tiny_feed(objective: DeclutrConfig | None = None, spans: SpanConfig | None = None, seed: int = 0) -> Feed:
+def tiny_feed(objective: DeclutrConfig | None = None, spans: SpanConfig | None = None, seed: int = 0) -> SpanFeed:
     """The feed that an objective asks for."""
     objective = objective or DeclutrConfig()
-    return Feed(
+    return SpanFeed(
         spans=spans or SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12),
         masking=objective.masking if objective.mlm else None,
         unmasked_anchors=objective.unmasked_anchors,
@@ -107,19 +112,46 @@ def tiny_feed(objective: DeclutrConfig | None = None, spans: SpanConfig | None =
     )
 
 
+def declutr(
+    config: DeclutrConfig | None = None, num_anchors: int = 2, num_positives: int = 2, size: int = 32
+) -> Declutr:
+    """The objective over spans of this shape, for embeddings of this size."""
+    spans = SpanConfig(num_anchors=num_anchors, num_positives=num_positives)
+    return Declutr(config or DeclutrConfig(), RunContext(spans=spans), size)
+
+
+def contrastive(objective: Declutr, views: torch.Tensor, world_size: int = 1) -> torch.Tensor:
+    """The contrastive loss of these views as the global batch."""
+    return objective.loss(Gathered(views, world_size=world_size))["contrastive"]
+
+
+def rows_of(spans: torch.Tensor | SpanBatch, num_rows: int, num_documents: int = 1) -> RankBatch:
+    """A batch of which only the numbers matter."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    made = spans if isinstance(spans, SpanBatch) else SpanBatch(nothing, nothing, nothing, nothing)
+    return RankBatch(made, num_documents, num_rows)
+
+
 def tiny_stepper(encoder: Encoder, objective: DeclutrConfig | None = None, **settings: Any) -> Stepper:
     """A stepper for 2 anchors with 2 positives each. `settings` are Stepper's, and `sharded`."""
     optim = settings.pop("optim", OptimConfig(lr=1e-2, bias_correction=False))
     shape = {"num_anchors": settings.pop("num_anchors", 2), "num_positives": settings.pop("num_positives", 2)}
+    loss = declutr(objective, **shape, size=encoder.embedding_size)
     settings["microbatch"] = Microbatch(settings.pop("microbatch_tokens", None))
     if settings.pop("sharded", False):
         shard(encoder, settings["world"])
-    given = {"optimizer": build_optimizer(optim, encoder), "world": World(), "seed": 0, "total_steps": 10, **settings}
-    return Stepper(encoder, Declutr(objective or DeclutrConfig(), **shape), optim=optim, **given)
+    given = {
+        "optimizer": build_optimizer(optim, encoder, loss),
+        "world": World(),
+        "seed": 0,
+        "total_steps": 10,
+        **settings,
+    }
+    return Stepper(encoder, loss, optim=optim, **given)
 
 
-def rank_batch(feed: Feed, table: pa.Table, start: int = 0, end: int | None = None, epoch: int = 0) -> RankBatch:
+def rank_batch(feed: SpanFeed, table: pa.Table, start: int = 0, end: int | None = None, epoch: int = 0) -> RankBatch:
     """Rows [start, end) of a global batch of all the rows."""
     end = len(table) if end is None else end
     part = table.slice(start, end - start)
-    return RankBatch(feed.batch(part, np.full(end - start, epoch)), start, end - start, len(table))
+    return feed.feed(part, np.full(end - start, epoch))

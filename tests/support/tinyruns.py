@@ -79,6 +79,21 @@ def train_config(data, run, **changes):
     return TrainConfig.model_validate(train_values(data, run, **changes))
 
 
+def span_validator(config, encoder, vocabulary):
+    """The objective's validator of the held-out split, without a stepper."""
+    import torch
+
+    from pipeline.shards.shards import ShardSet
+    from trainer.parallel.world import World
+    from trainer.setup.build import build_objective, max_content
+
+    held_out = ShardSet(Path(config.data), "held-out")
+    room = max_content(encoder, vocabulary)
+    objective = build_objective(config, encoder, held_out.manifest)
+    maximum = config.validation.max_documents
+    return objective.validator(held_out, vocabulary, room, maximum, World(), torch.device("cpu"))
+
+
 def write_config(path, **sections):
     path.write_text(yaml.safe_dump(sections))
     return path

@@ -13,6 +13,7 @@ from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
 from common.scores import ScoreLine, append_score
+from pipeline.shards.manifest import data_hash
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import SaveError, Saver
@@ -21,7 +22,7 @@ from trainer.metrics.metrics import MetricsWriter
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.unloaded import Unloaded
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.world import Wish, World
+from trainer.parallel.world import Request, World
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError
@@ -129,12 +130,12 @@ def test_stopping_is_the_default(tmp_path):
 
 def on_ranks(world, folder):
     """A bad loss on one rank's share alone, a notice on the last rank alone, a storage that only rank 0 sees fail."""
-    union = world.agree(Wish.SAVE if world.rank == 0 else Wish.STOP if world.rank == 1 else Wish(0))
-    nothing = world.agree(Wish(0))
+    union = world.agree(Request.SAVE if world.rank == 0 else Request.STOP if world.rank == 1 else Request(0))
+    nothing = world.agree(Request(0))
     one = worker(folder, world, notice=lambda: world.rank == world.size - 1)
     skipped = [m.skipped for m in take(one, 1, 3, world)]
     saver = Saver(folder / "checkpoints", one.config.checkpoint, "mrr") if world.rank == 0 else None
-    one.patience.wish = Wish.EARLY if world.rank == 0 else Wish(0)
+    one.early_stopping.request = Request.EARLY if world.rank == 0 else Request(0)
     ended = one.between(3, {}, saver) and one.early
     world.largest(0)
     other = worker(folder, world)
@@ -155,8 +156,8 @@ def on_ranks(world, folder):
 def test_every_rank_does_the_same(tmp_path):
     results = run_group(2, on_ranks, tmp_path)
     for union, nothing, skipped, ended, resumed, count, equal, words in results:
-        assert union == Wish.SAVE | Wish.STOP
-        assert nothing == Wish(0)
+        assert union == Request.SAVE | Request.STOP
+        assert nothing == Request(0)
         assert skipped == [False, True, False]
         assert ended
         assert resumed == 3
@@ -208,18 +209,19 @@ def patient(run, patience=2, **changes):
 def go_on(one, kill_after=None):
     """Steps without training, with the scores above: the last step, and whether the run has ended early."""
     done, config = one.resume(), one.config
-    if one.patience.wish == Wish.EARLY:
+    if one.early_stopping.request == Request.EARLY:
         return done, True
     with contextlib.ExitStack() as stack:
         metrics = stack.enter_context(contextlib.closing(MetricsWriter(one.run, done)))
         folder, score = one.run / "checkpoints", config.validation.score
-        saver = Saver(folder, config.checkpoint, score, metrics.flush, after_save(config) or one.patience.saved)
+        after = after_save(config.run, one.run, config.checkpoint, score) or one.early_stopping.saved
+        saver = Saver(folder, config.checkpoint, score, metrics.flush, after)
         stack.enter_context(contextlib.closing(saver))
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
             if scores:
                 metrics.scores(step, scores)
-                one.patience.measured(step, scores)
+                one.early_stopping.measured(step, scores)
             if one.between(step, scores, saver):
                 return step, one.early
             saver.wait()
@@ -247,15 +249,17 @@ def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path)
     def on(host):
         one = patient(tmp_path)
         config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
-        fetch_run(config, World())
-        return dataclasses.replace(one, config=config, run=run_folder(config))
+        run = run_folder(config.run, config.cache)
+        expected = {"config_hash": config.hash(), "data_hash": data_hash(one.shards.manifest)}
+        fetch_run(store_of(config.run, run), expected, World())
+        return dataclasses.replace(one, config=config, run=run)
 
     assert go_on(on("one"), kill_after=7) is None
     assert go_on(on("two")) == (8, True)
     third = on("three")
     assert (third.run_to_end(), third.early) == (8, True)
     found = [checkpoint.steps_in(third.run / "checkpoints")]
-    store_of(third.config).fetch_best("mrr")
+    store_of(third.config.run, third.run).fetch_best("mrr")
     assert [*found, checkpoint.steps_in(third.run / "checkpoints")] == [[8], [4]]
 
 

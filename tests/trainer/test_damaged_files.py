@@ -89,7 +89,7 @@ def test_the_command_mends_what_it_wrote_itself(made, run, log, name, damage):
     if name == "seconds.json":
         _add_seconds(run, 2.0)
     elif name == "summary.json":
-        assert ended_early(run, made[0], STEPS) is None
+        assert ended_early(run, made[0].validation.patience, STEPS) is None
         train(made[0], run)
     else:
         train(made[0], run)
@@ -138,7 +138,7 @@ def test_an_impossible_state_is_passed_over(run, log, changed):
 def test_a_step_beyond_the_last_is_no_end(made, run):
     config = made[0].model_copy(update={"run": str(run)})
     save(config, run, step=STEPS + 93)
-    with pytest.raises(CheckpointError, match="step 99 lies beyond the run's last step 6"):
+    with pytest.raises(CheckpointError, match="step 99 is beyond the run's last step 6"):
         run_training(config)
 
 
@@ -172,7 +172,7 @@ def test_the_last_step_before_a_damaged_line(run, damage):
     [
         *((name, "folder") for name in ("config.yaml", "lock.json", METRICS, "seconds.json", "export/declutr.json")),
         *((name, "file") for name in ("checkpoints", "export", "tensorboard")),
-        ("export", "link to nothing"),
+        ("export", "broken link"),
     ],
 )
 def test_an_entry_of_another_kind_is_named_before_any_work(made, run, name, kind):
@@ -187,5 +187,5 @@ def test_an_entry_of_another_kind_is_named_before_any_work(made, run, name, kind
         place.write_text("")
     else:
         place.symlink_to("gone")
-    with pytest.raises(ConfigError, match=f"run = .*: {name} in it is a {kind}"):
+    with pytest.raises(ConfigError, match=f"run = .*: contains the {kind} {name}"):
         train(made[0], run)

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prepared import Row, write_prepared
+from tinyruns import span_validator
 
 from trainer.objectives.declutr.distant import DISTANT, place_distant
-from trainer.objectives.declutr.spans import SpanConfig, draw, pair_lengths
-from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, held_out_validator, load_tokenizer
+from trainer.objectives.declutr.spans import draw, pair_lengths
+from trainer.objectives.span_settings import SpanConfig
+from trainer.setup.build import build_encoder, load_tokenizer
 
 
 def pairs(config, lengths, longest, seed=0, keys=None):
@@ -91,7 +92,7 @@ def scored(folder, texts):
     config = runs.train_config(folder, "unused", spans={"num_anchors": 1}, validation={"every_steps": 1})
     tokenizer, vocabulary = load_tokenizer(folder)
     encoder = build_encoder(config, tokenizer)
-    validator = held_out_validator(config, encoder, vocabulary, World(), torch.device("cpu"))
+    validator = span_validator(config, encoder, vocabulary)
     return validator, encoder, validator.embed(encoder)
 
 

@@ -4,13 +4,20 @@ import math
 
 import pytest
 
-from trainer.objectives.declutr.ease import easy_start, small_batch
 from trainer.setup.config import TrainConfig
 
 
 def config(**given):
     values = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}}
     return TrainConfig.model_validate(values | given)
+
+
+def small_batch(run):
+    return run.objective.remark_before(run.context("drop"))
+
+
+def easy_start(run, loss):
+    return run.objective.remark_after_first_step(run.context("drop"), {"contrastive": loss, "mlm": 0.0})
 
 
 def test_a_batch_smaller_than_the_papers():

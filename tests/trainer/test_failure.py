@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 from tinyruns import ROOT
 
-from trainer.driver.failure import FAILURES, Failure, blame_memory, describe, oom_kills
+from trainer.driver.failure import FAILURES, GroupFailure, blame_memory, describe, oom_kills
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
@@ -73,7 +73,7 @@ def small_cgroup():
 
 
 def test_a_container_that_is_too_small_is_named(small_cgroup):
-    before, failure = oom_kills(), Failure("worker 0 died", "death", "")
+    before, failure = oom_kills(), GroupFailure("worker 0 died", "death", "")
     assert blame_memory(failure, before) == failure
     program = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); bytearray(b'x' * 2**28)"
     ended = subprocess.run([sys.executable, "-c", program, str(small_cgroup)], check=False)

@@ -11,8 +11,9 @@ from tiny import documents, random_spans, rank_batch, tiny_encoder, tiny_feed, t
 
 from trainer.data.batches import SpanBatch, pad_rows
 from trainer.driver.export import write_encoder
-from trainer.model.language_model import FAMILIES, EncoderConfig, UnfitEncoderError, load_hf_config
+from trainer.model.language_model import FAMILIES, UnfitEncoderError, load_hf_config
 from trainer.model.layouts import fitting_layout
+from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.world import World
 

@@ -7,14 +7,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from volumes import small_volume
 
 from trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
-from trainer.metrics.tensorboard import BOARD
+from trainer.metrics.tensorboard import TENSORBOARD
 from trainer.step.step import StepMetrics
 
 
 def measured(step):
     numbers = {
-        "contrastive": 1.0,
-        "mlm": 2.0,
+        "terms": {"contrastive": 1.0, "mlm": 2.0},
         "grad_norm": 1.0,
         "lr": 0.1,
         "num_selected": 1,
@@ -30,7 +29,7 @@ def take(writer, steps):
 
 
 def shown(folder, tag="step/loss"):
-    board = EventAccumulator(str(folder / BOARD), size_guidance={"scalars": 0})
+    board = EventAccumulator(str(folder / TENSORBOARD), size_guidance={"scalars": 0})
     board.Reload()
     return [(event.step, event.value) for event in board.Scalars(tag)]
 
@@ -54,7 +53,7 @@ def test_lines_and_events_and_a_resume(tmp_path):
 
 def test_what_is_not_finite_is_null(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
-    bad = StepMetrics(math.nan, math.inf, 1.0, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
+    bad = StepMetrics(math.nan, {"contrastive": math.inf, "mlm": 1.0}, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
     writer.step(1, bad, {})
     writer.close()
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from trainer.data.batches import SpanBatch
 from trainer.model.attention import AttentionLayout
-from trainer.model.language_model import EncoderConfig, max_span_tokens, mlm_head, vocabulary_of
+from trainer.model.language_model import max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.layouts import embedding_layout
+from trainer.model.settings import EncoderConfig
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
 SHAPES = {

@@ -6,11 +6,11 @@ import pytest
 import torch
 from measures import deviation
 from pydantic import ValidationError
+from tiny import contrastive, declutr, rows_of
 
+from trainer.objectives.base import Gathered
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.ntxent import MetricLearningConfig, MetricLearningLoss, ntxent
-from trainer.objectives.declutr.objective import Declutr
-from trainer.parallel.world import World
 
 
 def randn(*shape, seed=0):
@@ -60,40 +60,41 @@ def test_one_pair_with_a_queue_has():
 @pytest.mark.parametrize("unmasked", [False, True])
 def test_views(unmasked):
     """Anchor beside the mean of its own positives; with a second forward it is the unmasked anchor that counts."""
-    objective = Declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_anchors=2, num_positives=3)
+    objective = declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_positives=3)
     masked, plain, positives = randn(4, 5), randn(4, 5, seed=1), randn(12, 5, seed=2)
-    views = objective.represent(torch.cat([masked, *([plain] if unmasked else []), positives]), num_documents=2)
+    spans = torch.cat([masked, *([plain] if unmasked else []), positives])
+    views = objective.views(spans, rows_of(spans, 4))
     assert torch.equal(views[:, 0], plain if unmasked else masked)
     for anchor in range(4):
         assert deviation([views[anchor, 1]], [positives[3 * anchor : 3 * anchor + 3].mean(0)]) < 1e-15
 
 
 def test_queue_holds_the_latest_and_only_as_negatives():
-    objective = Declutr(DeclutrConfig(queue_size=6, loss={"kind": "ntxent", "temperature": 0.3}), 1, 1)
+    objective = declutr(DeclutrConfig(queue_size=6, loss={"kind": "ntxent", "temperature": 0.3}), 1, 1, size=5)
+    assert objective.remembers
     batches = [randn(2, 2, 5, seed=seed) for seed in range(3)]
     seen = torch.empty(0, 5, dtype=torch.float64)
     for views in batches:
         views.requires_grad_(True)
-        value, embeddings = objective.loss(views, 0, 2, World())
+        value, embeddings = contrastive(objective, views), torch.cat([views[:, 0], views[:, 1]]).detach()
         assert deviation([value], [by_hand(embeddings, 0.3, seen)]) < 1e-12
-        assert not embeddings.requires_grad
         before = objective.queue
         assert before is None or torch.equal(before, seen)  # the loss itself changes nothing
-        objective.remember(embeddings)
+        objective.remember(Gathered(views).detach())
+        assert not objective.queue.requires_grad
         seen = torch.cat([seen, embeddings])[-6:]
         assert torch.equal(objective.queue, seen)
-    twin = Declutr(objective.config, 1, 1)
-    twin.load_state_dict(objective.state_dict())
+    twin = declutr(objective.config, 1, 1, size=5)
+    twin.restore(objective.state())
     assert torch.equal(twin.queue, objective.queue)
-    twin.load_state_dict({})
+    twin.restore({})
     assert twin.queue is None
 
 
 def test_without_a_queue_nothing_is_kept():
-    objective = Declutr(DeclutrConfig(), 1, 1)
-    objective.remember(randn(4, 5))
-    assert objective.queue is None
-    assert objective.state_dict() == {}
+    objective = declutr(DeclutrConfig(), 1, 1)
+    assert not objective.remembers
+    assert objective.state() == {}
 
 
 def test_queue_with_another_loss_is_refused():

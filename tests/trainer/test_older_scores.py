@@ -13,10 +13,10 @@ from states import state_of
 from common.config import config_yaml
 from common.storage import read_json, write_json
 from trainer.checkpoints import checkpoint
-from trainer.checkpoints.ranking import Patience, find_best, history
-from trainer.driver.begun import as_begun
+from trainer.checkpoints.ranking import EarlyStopping, find_best, history
 from trainer.driver.checks import _run_problems
-from trainer.parallel.world import Wish
+from trainer.driver.original_score import with_original_score
+from trainer.parallel.world import Request
 from trainer.setup.config import TrainConfig
 
 WRITTEN = Path(__file__).parent / "data" / "recall_run"
@@ -25,7 +25,7 @@ DISTANT = "distant_recall_at_1"
 
 
 def refused(config, run):
-    return _run_problems(as_begun(config, run), run)
+    return _run_problems(with_original_score(config, run), run)
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def config_of(run, **changes):
 def test_it_keeps_its_score_and_with_it_its_identity(run):
     config = config_of(run)
     assert config.validation.score == DISTANT
-    assert as_begun(config, run).validation.score == "recall_at_1"
-    assert as_begun(config, run).decisive() == read_json(run / "decisive.json")
-    assert as_begun(config, run).hash() == read_json(run / "state.json")["config_hash"]
+    assert with_original_score(config, run).validation.score == "recall_at_1"
+    assert with_original_score(config, run).decisive() == read_json(run / "decisive.json")
+    assert with_original_score(config, run).hash() == read_json(run / "state.json")["config_hash"]
     assert refused(config, run) == []
-    assert as_begun(config, run.parent / "new") == config
+    assert with_original_score(config, run.parent / "new") == config
     assert config.decisive()["validation"]["score"] == DISTANT
 
 
@@ -58,10 +58,10 @@ def test_its_checkpoints_tell_its_score_where_no_file_does(run, damage):
     (run / "decisive.json").unlink()
     if damage is not None:
         (run / "decisive.json").write_text(damage)
-    assert as_begun(config_of(run), run).validation.score == "recall_at_1"
-    assert as_begun(config_of(run, seed=1), run).validation.score == DISTANT, "another configuration"
+    assert with_original_score(config_of(run), run).validation.score == "recall_at_1"
+    assert with_original_score(config_of(run, seed=1), run).validation.score == DISTANT, "another configuration"
     state.write_text("")
-    assert as_begun(config_of(run), run).validation.score == DISTANT
+    assert with_original_score(config_of(run), run).validation.score == DISTANT
 
 
 def test_a_score_that_is_named_is_not_replaced(run):
@@ -71,7 +71,7 @@ def test_a_score_that_is_named_is_not_replaced(run):
     assert "--fork NEW_RUN" in problem
     former = config_of(run, validation={"every_steps": 2, "score": "recall_at_1"})
     assert refused(former, run) == []
-    shown = TrainConfig.model_validate(yaml.safe_load(config_yaml(as_begun(config_of(run), run))))
+    shown = TrainConfig.model_validate(yaml.safe_load(config_yaml(with_original_score(config_of(run), run))))
     assert refused(shown, run) == [], "what the run writes as its config.yaml names the score"
 
 
@@ -80,18 +80,18 @@ def test_a_run_of_another_score_is_compared_as_ever(run, score):
     begun = read_json(run / "decisive.json")
     begun["validation"]["score"] = score
     write_json(run / "decisive.json", begun)
-    assert as_begun(config_of(run), run) == config_of(run)
+    assert with_original_score(config_of(run), run) == config_of(run)
     assert bool(refused(config_of(run), run)) == (score == "mrr")
 
 
 def test_its_patience_counts_all_its_scores(run):
-    config = as_begun(config_of(run, validation={"every_steps": 2, "patience": 2}), run)
+    config = with_original_score(config_of(run, validation={"every_steps": 2, "patience": 2}), run)
     assert history(run, config.validation.score, 6) == STEP_2_IS_BEST
-    patience = Patience(run, config.validation)
+    patience = EarlyStopping(run, config.validation.score, config.validation.patience)
     patience.resume(4)
-    assert patience.wish == Wish(0)
+    assert patience.request == Request(0)
     patience.measured(6, {"recall_at_1": 0.01, DISTANT: 0.9})
-    assert patience.wish == Wish.EARLY, "6 is the second score after 2 that is no better"
+    assert patience.request == Request.EARLY, "6 is the second score after 2 that is no better"
 
 
 def test_lines_and_checkpoints_without_a_score_do_not_count(run):

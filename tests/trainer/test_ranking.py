@@ -10,14 +10,15 @@ from states import state_of
 
 from common.scores import ScoreLine, append_score, scoring
 from trainer.checkpoints import checkpoint, retention
-from trainer.checkpoints.ranking import FOLLOWED, Standing, find_best, history, unscored
+from trainer.checkpoints.ranking import FOLLOWED, BestScore, find_best, history, unscored
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.metrics.metrics import MetricsWriter
-from trainer.setup.config import CheckpointConfig, TrainConfig
+from trainer.setup.config import TrainConfig
 
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
 def test_laws_of_a_standing(scores):
-    now = Standing.of(scores)
+    now = BestScore.of(scores)
     assert (now is None) == (not scores)
     if now is not None:
         assert now.score == scores[now.step] == max(scores.values())

@@ -10,8 +10,8 @@ from states import state_of
 
 from trainer.checkpoints import checkpoint, retention
 from trainer.checkpoints.retention import kept
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
-from trainer.setup.config import CheckpointConfig
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)
 CONFIGS = st.builds(

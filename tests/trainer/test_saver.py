@@ -10,7 +10,7 @@ from volumes import small_volume
 
 from trainer.checkpoints import checkpoint, saver
 from trainer.checkpoints.saver import SaveError, Saver
-from trainer.setup.config import CheckpointConfig
+from trainer.checkpoints.settings import CheckpointConfig
 
 MIB = 2**20
 
@@ -38,8 +38,8 @@ def opened():
 
 def give(one, step, mib=1.0):
     contents = {"encoder.safetensors": {"weight": torch.full((int(mib * MIB / 4),), float(step))}}
-    one.lend()
-    one.give(state_of(step), contents)
+    one.reuse_memory()
+    one.submit(state_of(step), contents)
 
 
 def until(condition, what, seconds=60):
@@ -59,7 +59,7 @@ def test_checkpoints_are_written_verified_and_pruned(tmp_path, opened):
     assert state.step == 4
     assert state.sizes["encoder.safetensors"] > MIB
     assert not one.failed()
-    assert one.lend()["encoder.safetensors"]["weight"][0] == 4  # the memory comes back
+    assert one.reuse_memory()["encoder.safetensors"]["weight"][0] == 4  # the memory comes back
 
 
 def test_a_full_disk_is_waited_out(volume, opened, log):
@@ -100,7 +100,7 @@ def test_patience_ends_with_one_reason(volume, opened, fault):
         assert f"step 2 cannot be written to {one.folder} ({words}): it needs 1.0 MiB, " in str(given_up.value)
         assert "checkpoint.patience_seconds" in str(given_up.value)
         with pytest.raises(SaveError):
-            one.lend()
+            one.reuse_memory()
         assert checkpoint.find_latest(one.folder)[1].step == 1
     finally:
         if fault == "read-only":
@@ -181,9 +181,9 @@ def test_due_by_steps_and_by_the_clock(tmp_path, opened):
 
 def test_an_error_that_is_no_storage_is_raised_in_the_training(tmp_path, opened):
     one = opened(tmp_path)
-    one.lend()
+    one.reuse_memory()
     state = state_of(1)
-    one.give(state, {"encoder.safetensors": {"weight": torch.zeros(3, dtype=torch.complex64)}})
+    one.submit(state, {"encoder.safetensors": {"weight": torch.zeros(3, dtype=torch.complex64)}})
     with pytest.raises(KeyError, match="complex64"):
         one.wait()
 

@@ -9,13 +9,14 @@ from groups import run_group
 from hypothesis import given
 from hypothesis import strategies as st
 from measures import deviation
-from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import contrastive, documents, rank_batch, rows_of, tiny_encoder, tiny_feed, tiny_stepper
 
 from pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.feed import ragged
-from trainer.objectives.declutr.spans import SpanConfig, draw, place
+from trainer.objectives.declutr.spans import draw, place
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import World
 
 MODES = ("fewer_anchors", "shrink_spans")
@@ -210,21 +211,21 @@ def test_the_loss_is_that_of_all_documents_views(mode):
     feed = feed_for(mode, OBJECTIVES["unmasked anchors"])
     views = []
     for row in range(5):
-        spans = feed.batch(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH)
-        views.append(stepper.objective.represent(stepper.encoder(spans)[0], 1))
+        alone = feed.feed(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH)
+        views.append(stepper.objective.views(stepper.encoder(alone.spans)[0], alone))
     assert [len(view) for view in views] == ([1, 2, 1, 2, 1] if mode == "fewer_anchors" else [2] * 5)
     whole = torch.cat(views)
-    expected, _ = stepper.objective.loss(whole, 0, len(whole), World())
-    assert deviation([found.contrastive], [expected]) < 1e-10
+    expected = contrastive(stepper.objective, whole)
+    assert deviation([found.terms["contrastive"]], [expected]) < 1e-10
 
 
 def test_spans_of_other_documents_are_refused():
     stepper, batch = setup("fewer_anchors", OBJECTIVES["both"])
     spans = stepper.encoder(batch.spans)[0]
-    assert len(stepper.objective.represent(spans, 5)) == 7
-    for documents_ in (3, 8):
-        with pytest.raises(ValueError, match=f"21 spans are 7 anchors, {documents_} documents have 1 to 2 each"):
-            stepper.objective.represent(spans, documents_)
+    assert len(stepper.objective.views(spans, batch)) == batch.num_rows == 7
+    for rows in (6, 8):
+        with pytest.raises(ValueError, match=f"21 spans are not {rows} anchors with 3 spans each"):
+            stepper.objective.views(spans, rows_of(spans, rows))
 
 
 CASES = [(mode, objective, tokens) for mode in MODES for objective in OBJECTIVES.values() for tokens in (None, 40)]

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.shards.windows import window_starts
-from trainer.objectives.declutr.spans import Draws, SpanConfig, draw, place
+from trainer.objectives.declutr.spans import Draws, draw, place
+from trainer.objectives.span_settings import SpanConfig
 
 
 @st.composite

@@ -18,12 +18,12 @@ from common.stores.patience import Patience, RemoteError
 from pipeline.shards.shards import ShardError, ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import Saver
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.store import RunStore
 from trainer.data.chunks import rank_plan, read_chunk
 from trainer.data.plan import Plan
 from trainer.metrics.metrics import METRICS
 from trainer.setup.cache import data_folder, run_folder
-from trainer.setup.config import CheckpointConfig
 
 ONCE = Patience(total_seconds=0.0)
 
@@ -98,7 +98,7 @@ def test_of_several_ranks_on_a_host_all_find_the_same(tmp_path):
     save(one, 7)
     make(other, 6)
     make(other, 7, value=70)
-    threads = [threading.Thread(target=other.bring, args=(7,)) for _ in range(4)]
+    threads = [threading.Thread(target=other.fetch_step, args=(7,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -159,7 +159,7 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
 
     saver = Saver(one.folder / "checkpoints", config, "mrr", before, after=after)
     state = state_of(1)
-    saver.give(state, {"encoder.safetensors": {"weight": torch.ones(2)}})
+    saver.submit(state, {"encoder.safetensors": {"weight": torch.ones(2)}})
     deadline = time.monotonic() + 30
     while order.count(1) < 2:
         assert time.monotonic() < deadline
@@ -185,7 +185,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     address = f"file://{tmp_path}/there"
     push_folder(tmp_path / "data", address)
     config = runs.train_config(address, tmp_path / "run", cache=str(tmp_path / "cache"))
-    folder = data_folder(config)
+    folder = data_folder(config.data, config.cache)
     assert folder.parent == tmp_path / "cache"
     shards = ShardSet(folder, "train")
     mine = rank_plan(Plan(0, shards.num_documents, 2), shards, 0, 1, 0, 3, address)
@@ -229,10 +229,13 @@ def test_a_file_that_is_gone_here_goes_there_and_the_other_way_round(tmp_path):
 
 def test_folders_stay_what_they_are(tmp_path):
     config = runs.train_config(tmp_path / "data", tmp_path / "run")
-    assert (data_folder(config), run_folder(config)) == (tmp_path / "data", tmp_path / "run")
+    assert (data_folder(config.data, config.cache), run_folder(config.run, config.cache)) == (
+        tmp_path / "data",
+        tmp_path / "run",
+    )
     remote = runs.train_config(tmp_path / "data", "s3://bucket/runs/one", cache=str(tmp_path / "cache"))
-    assert run_folder(remote).parent == tmp_path / "cache"
-    assert run_folder(remote) != run_folder(remote.model_copy(update={"run": "s3://bucket/runs/two"}))
+    assert run_folder(remote.run, remote.cache).parent == tmp_path / "cache"
+    assert run_folder(remote.run, remote.cache) != run_folder("s3://bucket/runs/two", remote.cache)
     assert remote.hash() == config.hash()
 
 

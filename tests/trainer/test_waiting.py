@@ -9,11 +9,11 @@ import torch
 
 from trainer.driver.checks import ray_problems
 from trainer.driver.signals import Signals
-from trainer.driver.waiting import Waiting, crowded
+from trainer.driver.waiting import Waiting, oversubscribed
 from trainer.setup.scaling import ScalingConfig
 
 
-def pulse(phase, steps=0, size=4):
+def heartbeat(phase, steps=0, size=4):
     return {"phase": phase, "steps": steps, "size": size}
 
 
@@ -27,19 +27,19 @@ def test_it_says_what_is_missing_and_who_has_begun():
     )
     assert waiting.look([], 111.0) is None
     assert "after 70 s: none of 4" in waiting.look([], 170.5)
-    assert "1 of 4 workers have begun (1 loading)" in waiting.look([pulse("starting")], 171.0)
-    two = [pulse("starting"), pulse("data")]
+    assert "1 of 4 workers have begun (1 loading)" in waiting.look([heartbeat("starting")], 171.0)
+    two = [heartbeat("starting"), heartbeat("data")]
     assert "2 of 4 workers have begun (1 waiting for its first batch, 1 loading)" in waiting.look(two, 172.0)
-    assert waiting.look([pulse("data", steps=1), pulse("data")], 300.0) is None
-    assert waiting.look([pulse("starting")], 400.0) is None
+    assert waiting.look([heartbeat("data", steps=1), heartbeat("data")], 300.0) is None
+    assert waiting.look([heartbeat("starting")], 400.0) is None
 
 
 def test_more_workers_than_cpus_are_named(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     many = (os.cpu_count() or 1) + 1
-    assert f"scaling.workers = {many}, of 1 CPU(s) each" in crowded(ScalingConfig(workers=many))
-    assert crowded(ScalingConfig(workers=1)) is None
-    assert crowded(ScalingConfig(workers=many, address="head:6379")) is None
+    assert f"scaling.workers = {many}, of 1 CPU(s) each" in oversubscribed(ScalingConfig(workers=many))
+    assert oversubscribed(ScalingConfig(workers=1)) is None
+    assert oversubscribed(ScalingConfig(workers=many, address="head:6379")) is None
 
 
 def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Who hangs and who is slow, told from pulses."""
+"""Who hangs and who is slow, told from heartbeats."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ import pytest
 
 from trainer.driver.watchdog import Watchdog
 from trainer.worker.backend import _signalled, listen
-from trainer.worker.channel import Bulletin
-from trainer.worker.heartbeat import Pulse, Stopwatch, describe_start
-from trainer.worker.listener import Ear
+from trainer.worker.channel import ControlChannel
+from trainer.worker.heartbeat import Heartbeat, Stopwatch, describe_start
+from trainer.worker.listener import Listener
 
 
-def pulse(rank, step=7, entered=30, phase="gather", group="g", **more):
+def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):
     return {
         "rank": rank,
         "size": 3,
@@ -49,13 +49,13 @@ def alive(now, **changes):
 def test_a_stopped_worker_is_found_by_its_silence_and_named():
     hang, at = watch(
         lambda now: [
-            pulse(0, **alive(now)),
-            pulse(1, phase="forward", entered=29, **alive(min(now, 3))),  # stops at 3 s
-            pulse(2, **alive(now)),
+            heartbeat(0, **alive(now)),
+            heartbeat(1, phase="forward", entered=29, **alive(min(now, 3))),  # stops at 3 s
+            heartbeat(2, **alive(now)),
         ]
     )
     assert at == pytest.approx(20, abs=1)
-    assert (hang.pulse["rank"], round(hang.silent_seconds)) == (1, 17)
+    assert (hang.heartbeat["rank"], round(hang.silent_seconds)) == (1, 17)
     said = str(hang)
     for word in ("worker 1", "host-1", "pid 101", "last seen in forward", "after step 7", "the others wait in gather"):
         assert word in said
@@ -64,52 +64,56 @@ def test_a_stopped_worker_is_found_by_its_silence_and_named():
 def test_of_living_workers_the_one_that_did_not_enter_the_exchange_is_named():
     hang, _ = watch(
         lambda now: [
-            pulse(0, entered=31, **alive(now)),
-            pulse(1, entered=31, **alive(now)),
-            pulse(2, entered=30, phase="data", **alive(now)),
+            heartbeat(0, entered=31, **alive(now)),
+            heartbeat(1, entered=31, **alive(now)),
+            heartbeat(2, entered=30, phase="data", **alive(now)),
         ]
     )
-    assert hang.pulse["rank"] == 2
+    assert hang.heartbeat["rank"] == 2
     assert "hangs: in data after step 7" in str(hang)
     assert "the others wait in gather" in str(hang)
 
 
 def test_where_all_wait_alike_that_is_said():
-    hang, _ = watch(lambda now: [pulse(rank, **alive(now)) for rank in range(3)])
+    hang, _ = watch(lambda now: [heartbeat(rank, **alive(now)) for rank in range(3)])
     assert "all 3 workers wait alike, none is missing" in str(hang)
 
 
 def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
-    assert watch(lambda now: [pulse(rank, entered=int(now) // 15) for rank in range(3)])[0] is None
-    _, at = watch(lambda now: [pulse(rank, steps=0, phase="data", **alive(now)) for rank in range(3)], hang_seconds=5)
+    assert watch(lambda now: [heartbeat(rank, entered=int(now) // 15) for rank in range(3)])[0] is None
+    _, at = watch(
+        lambda now: [heartbeat(rank, steps=0, phase="data", **alive(now)) for rank in range(3)], hang_seconds=5
+    )
     assert at == pytest.approx(60, abs=1)
 
 
-def test_a_finished_group_and_the_pulses_of_a_group_that_is_gone_do_not_hang():
-    assert watch(lambda now: [pulse(rank, phase="ended", **alive(now)) for rank in range(3)])[0] is None
+def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang():
+    assert watch(lambda now: [heartbeat(rank, phase="ended", **alive(now)) for rank in range(3)])[0] is None
 
     def shrunk(now):
-        gone = pulse(2, group="old", entered=3)
-        return [pulse(rank, group="new", entered=int(now * 2)) for rank in range(2)] + [gone]
+        gone = heartbeat(2, group="old", entered=3)
+        return [heartbeat(rank, group="new", entered=int(now * 2)) for rank in range(2)] + [gone]
 
     assert watch(shrunk)[0] is None
 
 
 def test_who_fetches_does_not_hang_while_it_lives():
     def looks(now, silent_from):
-        fetches = pulse(0, phase="fetching", steps=0, **alive(min(now, silent_from)))
-        return [fetches, pulse(1, steps=0, **alive(now))]
+        fetches = heartbeat(0, phase="fetching", steps=0, **alive(min(now, silent_from)))
+        return [fetches, heartbeat(1, steps=0, **alive(now))]
 
     assert watch(lambda now: looks(now, silent_from=1000))[0] is None
     hang, _ = watch(lambda now: looks(now, silent_from=3))
-    assert hang.pulse["rank"] == 0
+    assert hang.heartbeat["rank"] == 0
 
 
 def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
     def looks(own):
         dog, found = Watchdog(600.0, slow_factor=2.0), []
         for look in range(100):
-            dog.look([pulse(rank, steps=50, step=look, own_seconds=own(rank, look)) for rank in range(3)], look * 0.5)
+            dog.look(
+                [heartbeat(rank, steps=50, step=look, own_seconds=own(rank, look)) for rank in range(3)], look * 0.5
+            )
             found += dog.slow()
         return found
 
@@ -119,30 +123,30 @@ def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
     assert looks(lambda rank, _: 0.19 if rank == 1 else 0.1) == []
 
 
-def test_a_pulse_tells_a_workers_own_time_from_waiting():
-    pulse = Pulse(0, 2)
-    pulse.finished(1, 100.0)  # a first step is not typical
-    assert pulse.own_seconds is None
-    with pulse.exchange("gather"):
-        assert pulse.snapshot()["phase"] == "gather"
-    waited = pulse._waited
+def test_a_heartbeat_separates_a_workers_own_time_from_waiting():
+    heartbeat = Heartbeat(0, 2)
+    heartbeat.finish_step(1, 100.0)  # a first step is not typical
+    assert heartbeat.own_seconds is None
+    with heartbeat.exchange("gather"):
+        assert heartbeat.snapshot()["phase"] == "gather"
+    waited = heartbeat._waited
     assert waited > 0
-    pulse.finished(2, 1.0)
-    assert pulse.own_seconds == pytest.approx(1.0 - waited)
-    assert (pulse.step, pulse.steps, pulse.entered, pulse.phase) == (2, 2, 1, "data")
+    heartbeat.finish_step(2, 1.0)
+    assert heartbeat.own_seconds == pytest.approx(1.0 - waited)
+    assert (heartbeat.step, heartbeat.steps, heartbeat.entered, heartbeat.phase) == (2, 2, 1, "data")
 
 
 def test_a_signal_is_told_with_the_workers_name():
     before = signal.getsignal(signal.SIGTERM)
-    pulse = Pulse(3, 4)
+    heartbeat = Heartbeat(3, 4)
     try:
         listen()
-        with Ear(Bulletin("of no session"), pulse) as ear:
-            assert ear.notice() is None
+        with Listener(ControlChannel("of no session"), heartbeat) as listener:
+            assert listener.notice() is None
             os.kill(os.getpid(), signal.SIGTERM)
             name = f"SIGTERM to worker 3 (host {socket.gethostname()}, pid {os.getpid()})"
-            assert ear.notice() == name
-        assert pulse.snapshot()["notice"] == name
+            assert listener.notice() == name
+        assert heartbeat.snapshot()["notice"] == name
     finally:
         signal.signal(signal.SIGTERM, before)
         _signalled.clear()

@@ -1,7 +1,7 @@
 """Checkpoints: whole folders with checksums. "Latest" means the latest that verifies.
 
 A checkpoint is `step-XXXXXXXX/` with encoder.safetensors (every parameter once), optimizer.safetensors (moments by
-parameter name), objective.safetensors (the queue, if any) and state.json (RunState). Nothing in it is pickled.
+parameter name), objective.safetensors (those of the objective) and state.json (RunState). Nothing in it is pickled.
 """
 
 import os
@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,7 +20,7 @@ from common.console.logs import get_logger
 from common.storage import folder_aside, read_json, write_json
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.tensorfile import has_checksum, write_tensors
-from trainer.objectives.declutr.objective import Declutr
+from trainer.objectives.base import Objective
 from trainer.parallel.sharding import part_for, whole
 
 Contents = dict[str, dict[str, Tensor]]
@@ -53,7 +54,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def collect(
     encoder: nn.Module,
     optimizer: torch.optim.Optimizer,
-    objective: Declutr,
+    objective: Objective[Any],
     keep: bool = True,
     memory: Contents | None = None,
 ) -> Contents:
@@ -62,7 +63,7 @@ def collect(
     Args:
         encoder: whose parameters are saved.
         optimizer: whose moments are saved.
-        objective: whose queue is saved.
+        objective: whose state is saved.
         keep: False: take part in the gathering, but answer nothing.
         memory: an earlier answer that nobody needs any more; its memory is written over, which takes a fraction of the
             time that fresh memory takes.
@@ -70,8 +71,8 @@ def collect(
     memory = memory or {}
     files: dict[str, Mapping[str, Tensor]] = {
         ENCODER: dict(encoder.named_parameters()),
-        OPTIMIZER: _moments(encoder, optimizer),
-        OBJECTIVE: objective.state_dict(),
+        OPTIMIZER: _moments(trained_parameters(encoder, objective), optimizer),
+        OBJECTIVE: objective.state(),
     }
     contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
     if next(encoder.parameters()).is_cuda:
@@ -221,12 +222,6 @@ def find_latest(
     return None
 
 
-def write_objective(path: Path, objective: Declutr) -> str:
-    """Replaces the objective's state in a checkpoint that is being made; returns the file's checksum."""
-    (path / OBJECTIVE).unlink()
-    return write_tensors(path / OBJECTIVE, _copies(objective.state_dict(), keep=True, memory={}))
-
-
 def load_encoder(path: Path, encoder: nn.Module) -> None:
     """Copies a checkpoint's parameters into the encoder.
 
@@ -236,7 +231,7 @@ def load_encoder(path: Path, encoder: nn.Module) -> None:
     _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
 
 
-def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Declutr) -> None:
+def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Objective[Any]) -> None:
     """Restores encoder, optimizer and objective from a checkpoint.
 
     What stays on the CPU is cloned: tensors of `load_file` are the file itself, mapped, and a checkpoint that is
@@ -248,7 +243,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
     load_encoder(path, encoder)
     stored = load_file(path / OPTIMIZER)
     fused = bool(optimizer.defaults.get("fused"))
-    for name, parameter in encoder.named_parameters():
+    for name, parameter in trained_parameters(encoder, objective).items():
         prefix = f"{name}:"
         moments = {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
         if moments:
@@ -258,13 +253,22 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
                 for key, value in moments.items()
             }
     device = next(encoder.parameters()).device
-    objective.load_state_dict({name: value.clone().to(device) for name, value in load_file(path / OBJECTIVE).items()})
+    try:
+        objective.restore({name: value.clone().to(device) for name, value in load_file(path / OBJECTIVE).items()})
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {OBJECTIVE} does not fit the objective: {error}") from error
 
 
-def _moments(encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def trained_parameters(encoder: nn.Module, objective: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of encoder and objective by the name under which a checkpoint keeps their moments."""
+    own = {f"objective.{name}": parameter for name, parameter in objective.named_parameters()}
+    return dict(encoder.named_parameters()) | own
+
+
+def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
         f"{name}:{key}": value
-        for name, parameter in encoder.named_parameters()
+        for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 

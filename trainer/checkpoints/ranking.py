@@ -15,10 +15,8 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.checkpoints.state import RunState, read_origin
 from trainer.metrics.metrics import read_metrics
-from trainer.objectives.declutr.validation import ValidationConfig
-from trainer.parallel.world import Wish
-
-FOLLOWED = "followed"
+from trainer.metrics.settings import FOLLOWED
+from trainer.parallel.world import Request
 
 
 def rating(folder: Path, score: str) -> Callable[[RunState], float | None]:
@@ -91,7 +89,7 @@ def from_best(scores: Mapping[int, float]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class BestScore:
     """Where the best score lies.
 
     Attributes:
@@ -105,58 +103,64 @@ class Standing:
     since: int
 
     @staticmethod
-    def of(scores: Mapping[int, float]) -> "Standing | None":
+    def of(scores: Mapping[int, float]) -> "BestScore | None":
         """Of scores by step; None where there are none."""
         if not scores:
             return None
         step = from_best(scores)[0]
-        return Standing(step, scores[step], sum(at > step for at in scores))
+        return BestScore(step, scores[step], sum(at > step for at in scores))
 
-    def told(self, config: ValidationConfig) -> str:
-        """Why a run has ended early, in words."""
-        name = "the follower's score" if config.score == FOLLOWED else config.score
+    def reason(self, score: str, patience: int | None) -> str:
+        """A sentence on why a run has ended early.
+
+        Args:
+            score: `validation.score`.
+            patience: `validation.patience`.
+        """
+        name = "the follower's score" if score == FOLLOWED else score
         return (
             f"{name} was best after step {self.step} ({self.score:.4g}), and none of the {self.since} scores "
-            f"since is better (validation.patience = {config.patience})"
+            f"since is better (validation.patience = {patience})"
         )
 
 
-class Patience:
-    """Early stopping: is the best score so long ago that the run shall end? Only the first worker's is told scores.
+class EarlyStopping:
+    """Ends the run when its scores no longer improve. Only the first worker's instance receives scores.
 
     Args:
-        run: its folder.
-        config: its score and its patience.
+        run: folder of the run.
+        score: `validation.score`.
+        patience: `validation.patience`; None: the run is never ended early.
 
     Attributes:
-        wish: EARLY when it shall end.
+        request: EARLY when the run is to end.
     """
 
-    def __init__(self, run: Path, config: ValidationConfig) -> None:
-        self.wish = Wish(0)
-        self._run, self._config = run, config
+    def __init__(self, run: Path, score: str, patience: int | None) -> None:
+        self.request = Request(0)
+        self._run, self._score, self._patience = run, score, patience
         self._scores: dict[int, float] = {}
 
     def resume(self, step: int) -> None:
-        """Takes up what is known after a step."""
-        if self._config.patience is not None:
-            self._judge(history(self._run, self._config.score, step))
+        """Reads the scores up to a step from the run's files."""
+        if self._patience is not None:
+            self._judge(history(self._run, self._score, step))
 
     def measured(self, step: int, scores: Mapping[str, float]) -> None:
-        """Takes in the held-out scores of a step."""
-        if self._config.score in scores and step:
-            self._judge({**self._scores, step: scores[self._config.score]})
+        """Adds the held-out scores of a step."""
+        if self._score in scores and step:
+            self._judge({**self._scores, step: scores[self._score]})
 
     def saved(self, step: int) -> None:
-        """Looks, after a checkpoint was written, for what a follower has scored meanwhile. May be another thread."""
-        if self._config.score == FOLLOWED:
+        """Reads a follower's new scores after a checkpoint was written. May be called from another thread."""
+        if self._score == FOLLOWED:
             try:
                 self.resume(step)
             except OSError as error:  # no reason to write the checkpoint again
-                get_logger().warning("what a follower has scored cannot be read now (%s)", error.strerror)
+                get_logger().warning("cannot read the follower's scores now (%s)", error.strerror)
 
     def _judge(self, scores: dict[int, float]) -> None:
         self._scores = scores
-        now, patience = Standing.of(scores), self._config.patience
+        now, patience = BestScore.of(scores), self._patience
         spent = patience is not None and now is not None and now.since >= patience
-        self.wish = Wish.EARLY if spent else Wish(0)
+        self.request = Request.EARLY if spent else Request(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.ranking import being_scored, rating
-from trainer.setup.config import CheckpointConfig
+from trainer.checkpoints.settings import CheckpointConfig
 
 
 def kept(

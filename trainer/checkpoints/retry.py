@@ -23,7 +23,7 @@ class Job:
     contents: Contents
 
 
-class Outage:
+class StorageRetry:
     """Counts the failures of a storage until it is back.
 
     Args:
@@ -48,7 +48,7 @@ class Outage:
         if left <= 0:
             return None
         if self.tries == 0 or error.errno != self.number:
-            get_logger().warning("%s. Training goes on; trying again for %.0f s", self.words(job, error), left)
+            get_logger().warning("%s. Training goes on; trying again for %.0f s", self.message(job, error), left)
         self.tries, self.number = self.tries + 1, error.errno
         shortest, longest = _BACK_OFF_SECONDS
         return min(longest, left, shortest * 2.0 ** (self.tries - 1))
@@ -56,11 +56,11 @@ class Outage:
     def over(self, job: Job) -> None:
         """The storage is back."""
         if self.since is not None:
-            words = "the checkpoint of step %d is written, after %d tries in %.0f s"
-            get_logger().info(words, job.state.step, self.tries + 1, self.clock() - self.since)
+            message = "the checkpoint of step %d is written, after %d tries in %.0f s"
+            get_logger().info(message, job.state.step, self.tries + 1, self.clock() - self.since)
         self.since, self.tries, self.number = None, 0, None
 
-    def words(self, job: Job, error: OSError) -> str:
+    def message(self, job: Job, error: OSError) -> str:
         """What failed, what is needed, what is free."""
         if isinstance(error, RemoteError):
             return f"the checkpoint of step {job.state.step} cannot be sent ({error})"

@@ -1,7 +1,7 @@
 """Checkpoints written beside the training: one copy in memory, a thread that writes it, patience with the storage.
 
-Only rank 0 has a saver. The training thread copies the tensors between two steps (`lend`, `give`) and goes on; the
-writer makes the checkpoint, and when the storage fails it tries again, with whatever was copied last.
+Only rank 0 has a saver. The training thread copies the tensors between two steps (`reuse_memory`, `submit`) and
+continues. The writer makes the checkpoint; when the storage fails it retries, with the newest copy.
 """
 
 import os
@@ -14,9 +14,9 @@ from pathlib import Path
 from common.console.logs import get_logger
 from trainer.checkpoints import checkpoint, retention
 from trainer.checkpoints.checkpoint import Contents
-from trainer.checkpoints.retry import Job, Outage
+from trainer.checkpoints.retry import Job, StorageRetry
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
-from trainer.setup.config import CheckpointConfig
 
 _NICENESS = 10
 _UNHURRIED_SECONDS = 60.0
@@ -87,7 +87,7 @@ class Saver:
                     get_logger().warning("the checkpoint before step %d is still being written: going on without", step)
             return not self._busy()
 
-    def lend(self) -> Contents | None:
+    def reuse_memory(self) -> Contents | None:
         """Memory for the next copy; what is in it is lost, also to a writer that would have tried again.
 
         Raises:
@@ -99,7 +99,7 @@ class Saver:
             memory, self._memory = self._memory, None
             return memory
 
-    def give(self, state: RunState, contents: Contents) -> None:
+    def submit(self, state: RunState, contents: Contents) -> None:
         """Hands a copy over to the writer.
 
         Args:
@@ -157,17 +157,17 @@ class Saver:
         self.check()
 
     def _run(self) -> None:
-        _be_nice()
-        outage = Outage(self.folder, self.config.patience_seconds, self._clock)
+        _lower_priority()
+        retry = StorageRetry(self.folder, self.config.patience_seconds, self._clock)
         try:
             while (job := self._next()) is not None:
                 try:
                     self._write(job)
                 except OSError as error:
-                    if not self._wait_out(outage, job, error):
+                    if not self._wait_out(retry, job, error):
                         return
                 else:
-                    outage.over(job)
+                    retry.over(job)
                     self._done(job)
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             with self._changed:
@@ -199,18 +199,18 @@ class Saver:
                 self._job = None
             self._changed.notify_all()
 
-    def _wait_out(self, outage: Outage, job: Job, error: OSError) -> bool:
+    def _wait_out(self, retry: StorageRetry, job: Job, error: OSError) -> bool:
         """Pauses after a failure, or gives up; answers whether to go on. Meanwhile the copy may be replaced."""
-        pause = outage.failed(job, error)
+        pause = retry.failed(job, error)
         with self._changed:
             self._writing_since, self._pausing = None, True
             if pause is None:
-                self._failure = outage.words(job, error)
+                self._failure = retry.message(job, error)
             self._changed.notify_all()
             return pause is not None and not self._changed.wait_for(lambda: self._closed, pause)
 
 
-def _be_nice() -> None:
+def _lower_priority() -> None:
     """Lets the training go first where both want a core; on Linux every thread has a niceness of its own."""
     if sys.platform == "linux":
         own = threading.get_native_id()

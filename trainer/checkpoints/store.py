@@ -16,48 +16,58 @@ from common.stores.address import child, is_remote
 from common.stores.files import names, pull_file, push_file, read_file, remove_file, size_of
 from common.stores.folders import is_whole, pull_folder, push_folder, remove_folder
 from common.stores.patience import PATIENT, AlteredError, Patience, RemoteError
-from pipeline.shards.manifest import data_hash, load_manifest
 from trainer.checkpoints import checkpoint, ranking, retention
 from trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
+from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
 from trainer.metrics.metrics import METRICS
-from trainer.metrics.tensorboard import BOARD
+from trainer.metrics.tensorboard import TENSORBOARD
 from trainer.parallel.world import World
-from trainer.setup.cache import data_folder, run_folder
-from trainer.setup.config import CheckpointConfig, TrainConfig
 
 Found = tuple[Path, RunState] | None
 
 
-def store_of(config: TrainConfig, patience: Patience = PATIENT) -> "RunStore | None":
-    """Where the run lies, if that is an address."""
-    return RunStore(config.run, run_folder(config), patience) if is_remote(config.run) else None
+def store_of(address: str, folder: Path, patience: Patience = PATIENT) -> "RunStore | None":
+    """The store of a run; None for a run in a folder.
+
+    Args:
+        address: `run` of the configuration.
+        folder: the folder of the run on this host.
+        patience: limits the retries when the store does not answer.
+    """
+    return RunStore(address, folder, patience) if is_remote(address) else None
 
 
-def fetch_run(config: TrainConfig, world: World) -> None:
-    """Where the run is at an address, makes the hosts of all workers hold the checkpoint it goes on from, and no other.
+def fetch_run(store: "RunStore", expected: Mapping[str, str], world: World) -> None:
+    """Fetches the newest checkpoint that verifies to the hosts of all workers, and deletes other local checkpoints.
+
+    Args:
+        store: of the run.
+        expected: as for `checkpoint.find_latest`.
+        world: the workers.
 
     Raises:
-        AlteredError: a worker does not find whole what the first one found whole.
+        AlteredError: a checkpoint that verified on the first worker does not verify on this one.
         RemoteError: the store refuses, or did not answer in time.
         UnreadableError: the disk of this host fails.
     """
-    store = store_of(config)
-    if store is None:
-        return
-    found = None
-    if world.rank == 0:
-        shards = load_manifest(data_folder(config))
-        found = store.fetch(expected={"config_hash": config.hash(), "data_hash": data_hash(shards)})
+    found = store.fetch(expected=expected) if world.rank == 0 else None
     step = world.largest(0 if found is None else found[1].step)
     if step and world.rank != 0:
-        store.bring(step)
+        store.fetch_step(step)
 
 
-def after_save(config: TrainConfig) -> Callable[[int], None] | None:
-    """Sends a checkpoint that lies on this host, in a single try; None: the run lies in a folder."""
-    store = store_of(config, Patience(total_seconds=0.0))  # the saver has a patience of its own
-    return None if store is None else partial(store.save, config.checkpoint, config.validation.score)
+def after_save(address: str, folder: Path, config: CheckpointConfig, score: str) -> Callable[[int], None] | None:
+    """A function that sends the checkpoint of a step from this host, without retries; None for a run in a folder.
+
+    Args:
+        address: `run` of the configuration.
+        folder: the folder of the run on this host.
+        config: which checkpoints are kept.
+        score: `validation.score`.
+    """
+    store = store_of(address, folder, Patience(total_seconds=0.0))  # the saver retries
+    return None if store is None else partial(store.save, config, score)
 
 
 class RunStore:
@@ -91,7 +101,7 @@ class RunStore:
         for name in (METRICS, *files):
             if not pull_file(child(self.address, name), self.folder / name, self._patience):
                 (self.folder / name).unlink(missing_ok=True)
-        return self._bring_first(list(reversed(self._steps())), expected)
+        return self._fetch_first(list(reversed(self._steps())), expected)
 
     def fetch_best(self, score: str) -> None:
         """As `ranking.find_best`: fetches that checkpoint, in place of those here.
@@ -100,9 +110,9 @@ class RunStore:
             RemoteError: the store refuses, or did not answer in time.
         """
         scores = self._scores(self._steps(), score)
-        self._bring_first(ranking.from_best({step: value for step, value in scores.items() if value is not None}))
+        self._fetch_first(ranking.from_best({step: value for step, value in scores.items() if value is not None}))
 
-    def bring(self, step: int) -> None:
+    def fetch_step(self, step: int) -> None:
         """Makes this host hold that checkpoint as it lies in the store, and no other.
 
         Raises:
@@ -120,7 +130,9 @@ class RunStore:
         Raises:
             RemoteError: the store refuses, or did not answer in time.
         """
-        self.send(METRICS, *(f"{BOARD}/{path.name}" for path in sorted((self.folder / BOARD).glob("*"))[-1:]))
+        self.send(
+            METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
+        )
         place = self._place(step)
         if is_whole(place, self._patience):  # passed over at the start: this run has come by its step again
             remove_folder(place, self._patience)
@@ -193,11 +205,11 @@ class RunStore:
             found[step] = rate(self._states[step])
         return found
 
-    def _bring_first(self, steps: Sequence[int], expected: Mapping[str, str] | None = None) -> Found:
+    def _fetch_first(self, steps: Sequence[int], expected: Mapping[str, str] | None = None) -> Found:
         """Brings the first of these that verifies; none stays here if there is none."""
         for step in steps:
             try:
-                self.bring(step)
+                self.fetch_step(step)
             except FileNotFoundError:  # it was on its way when its writer was killed
                 continue
             except AlteredError as error:

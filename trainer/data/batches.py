@@ -4,7 +4,7 @@ Legend: S spans, T tokens of all spans together (specials included), K tokens th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -128,18 +128,24 @@ class RankBatch:
     """A rank's share of a step.
 
     Attributes:
-        spans: the spans of its documents, on the encoder's device.
-        start: place of its first document in the global batch.
-        num_documents: documents of the rank; 0 when there are more ranks than documents.
-        batch_documents: documents of the global batch.
-        digest: of the spans (SpanBatch.digest); 0 where nobody asks for it.
+        spans: packed spans of its documents.
+        num_documents: rows of the shards; 0 when there are more ranks than documents.
+        num_rows: m, rows of views that the objective makes of the spans; 0 where the loss uses no embeddings.
+        facts: `(m,)` int64 each, what the loss must know of a row besides its views, such as a label.
+        digest: digest of the spans (SpanBatch.digest); 0 where it was not computed.
     """
 
     spans: SpanBatch
-    start: int
     num_documents: int
-    batch_documents: int
+    num_rows: int
+    facts: dict[str, Tensor] = field(default_factory=dict)
     digest: int = 0
+
+    def to(self, device: torch.device) -> "RankBatch":
+        """The batch on another device; copies to a GPU overlap with its work."""
+        spans = self.spans.pin_memory() if device.type == "cuda" else self.spans
+        facts = {name: values.to(device) for name, values in self.facts.items()}
+        return replace(self, spans=spans.to(device), facts=facts)
 
 
 def _pieces(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:

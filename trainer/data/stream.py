@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from common.console.logs import get_logger
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
 from trainer.data.chunks import RankPlan, read_chunk
-from trainer.objectives.declutr.feed import Feed
+from trainer.data.feed import Feed
 
 _MOST_CHUNKS = 512  # of one Dataset: before its first block comes, Ray Data takes about a millisecond for each
 _AHEAD_BATCHES = 4
@@ -104,15 +104,11 @@ def _no_documents(rank_plan: RankPlan) -> pa.Table:
 
 
 def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[RankBatch]:
-    """The rank's span batches, on its device, in step order."""
-    size = rank_plan.plan.batch_documents
+    """The rank's batches, on its device, in step order."""
     for table in documents(rank_plan):
         table = table.combine_chunks()
-        spans = feed.batch(table, table.column("epoch").to_numpy())
-        digest = spans.digest()
-        if device.type == "cuda":
-            spans = spans.pin_memory()
-        yield RankBatch(spans.to(device), rank_plan.start, len(table), size, digest)
+        batch = feed.feed(table, table.column("epoch").to_numpy())
+        yield replace(batch, digest=batch.spans.digest()).to(device)
 
 
 @dataclass

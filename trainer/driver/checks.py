@@ -18,8 +18,6 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import read_origin
 from trainer.driver.encoder_checks import encoder_problems
 from trainer.driver.places import place_problems
-from trainer.objectives.declutr.ease import small_batch
-from trainer.objectives.declutr.ntxent import MetricLearningConfig, MetricLearningLoss
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 
@@ -28,27 +26,32 @@ DECISIVE = "decisive.json"
 
 def problems(config: TrainConfig) -> list[str]:
     """Everything that is wrong with this run, one line a problem: key, value, limit, what to do."""
-    found = place_problems(config)
+    found = place_problems(config.model_dump())
     if any(problem.startswith("run = ") for problem in found):
         return found
-    found += _run_problems(config, run_folder(config))
+    run = run_folder(config.run, config.cache)
+    found += _run_problems(config, run)
     try:
-        folder = data_folder(config)
+        folder = data_folder(config.data, config.cache)
         manifest = load_manifest(folder)
     except (ShardError, RemoteError, OSError) as error:
         missing = any(problem.startswith("data = ") for problem in found)
         return found if missing else [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
     found += [
-        *_other_shards(config, run_folder(config), manifest),
+        *_other_shards(config, run, manifest),
         *_data_problems(config, manifest),
-        *_objective_problems(config),
     ]
-    if not checkpoint.steps_in(run_folder(config) / CHECKPOINTS) and (remark := small_batch(config)):
+    if not checkpoint.steps_in(run / CHECKPOINTS) and (remark := _remark(config, manifest)):
         get_logger().warning("%s", remark)
-    if _began_before(config, run_folder(config)) or any(line.startswith("encoder.pretrained = ") for line in found):
+    if _began_before(config, run) or any(line.startswith("encoder.pretrained = ") for line in found):
         return found
     return [*found, *encoder_problems(config, manifest)]
+
+
+def _remark(config: TrainConfig, manifest: Manifest) -> str | None:
+    """The objective's warning about a run that can start but will teach little."""
+    return config.objective.remark_before(config.context(manifest.short_documents))
 
 
 def refuse(found: list[str]) -> None:
@@ -160,23 +163,7 @@ def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[st
 
 
 def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    found = []
-    spans, geometry = config.spans, manifest.geometry
-    if spans.max_tokens > geometry.max_tokens:
-        found.append(
-            f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use at "
-            "most that, or prepare the corpus again with a larger geometry.max_tokens"
-        )
-    if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
-        found.append(
-            f"spans.num_anchors = {spans.num_anchors}: the shards keep documents that hold {geometry.num_anchors}; "
-            "prepare the corpus again with a larger geometry.num_anchors"
-        )
-    if spans.min_tokens > geometry.min_tokens and manifest.short_documents == "shrink_spans":
-        found.append(
-            f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of "
-            f"{geometry.min_tokens} tokens and more; lower it, or prepare again with a larger geometry.min_tokens"
-        )
+    found = config.objective.problems(config.context(manifest.short_documents), manifest)
     if config.batch_documents > manifest.totals["kept_train"]:
         found.append(
             f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
@@ -189,12 +176,3 @@ def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             "held_out_share, or set it to 0"
         )
     return found
-
-
-def _objective_problems(config: TrainConfig) -> list[str]:
-    if isinstance(config.objective.loss, MetricLearningConfig):
-        try:
-            MetricLearningLoss(config.objective.loss)
-        except ValueError as error:
-            return [str(error)]
-    return []

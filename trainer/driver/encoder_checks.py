@@ -13,10 +13,10 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.model.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.sentences import left_out
+from trainer.model.settings import EncoderConfig
 from trainer.setup.build import build_encoder
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.settings import EncoderConfig
 
 # Errors of transformers where a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
@@ -32,7 +32,7 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
     encoder, info = config.encoder, manifest.tokenizer
-    folder = data_folder(config) / TOKENIZER
+    folder = data_folder(config.data, config.cache) / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:
@@ -69,7 +69,7 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
             "included; use shorter spans (and prepare again) or an encoder with more positions"
         )
-    if found or checkpoint.steps_in(run_folder(config) / CHECKPOINTS):  # those hold its weights
+    if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # those hold its weights
         return found
     return _weight_problems(config, tokenizer)
 

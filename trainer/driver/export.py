@@ -14,6 +14,7 @@ from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints import checkpoint, ranking
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
+from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
 from trainer.model.silence import silence
@@ -44,7 +45,7 @@ def export(config: TrainConfig, run: Path) -> Path:
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # of an export that was killed
         shutil.rmtree(left)
-    tokenizer, _ = load_tokenizer(data_folder(config))
+    tokenizer, _ = load_tokenizer(data_folder(config.data, config.cache))
     encoder = build_encoder(config, tokenizer)
     checkpoint.load_encoder(path, encoder)
     with folder_aside(target, replace=True) as aside:
@@ -136,7 +137,7 @@ def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
     if config.export == "last":
         return checkpoint.find_latest(folder)
     found = ranking.find_best(folder, score)
-    if score != ranking.FOLLOWED:
+    if score != FOLLOWED:
         return found
     if waiting := ranking.unscored(folder, score):
         get_logger().warning(
@@ -187,15 +188,15 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
 
 def model_card(config: TrainConfig, state: RunState) -> str:
     """What the encoder is, where it comes from, how it scored."""
-    manifest = load_manifest(data_folder(config))
+    manifest = load_manifest(data_folder(config.data, config.cache))
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
     source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
     return f"""---
 library_name: sentence-transformers
 pipeline_tag: sentence-similarity
-tags: [sentence-transformers, feature-extraction, declutr]
+tags: [sentence-transformers, feature-extraction, {config.objective.kind}]
 ---
-# Sentence encoder trained with DeCLUTR
+# Sentence encoder trained with {config.objective.method}
 
 Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
 Trained for {state.step} steps of {config.batch_documents} documents ({state.documents} documents read), without labels.

@@ -26,7 +26,7 @@ _COLLATERAL = re.compile(
 
 
 @dataclass(frozen=True)
-class Failure:
+class GroupFailure:
     """One end of a group before its last step.
 
     Attributes:
@@ -51,35 +51,37 @@ class Failure:
             get_logger().warning("%s cannot be written (%s):\n%s", run / FAILURES, error.strerror, self.account)
 
 
-def describe(error: BaseException) -> Failure:
+def describe(error: BaseException) -> GroupFailure:
     """The failure behind an error of `TorchTrainer.fit`."""
     account = "".join(traceback.format_exception(error))
     if isinstance(error, ray.train.WorkerGroupError):
         return _of_workers(error.worker_failures, account)
     if isinstance(error, ray.train.ControllerError):
         cause = error.controller_failure
-        return Failure(f"the workers could not be started: {_line(cause)}", f"start {type(cause).__name__}", account)
+        return GroupFailure(
+            f"the workers could not be started: {_line(cause)}", f"start {type(cause).__name__}", account
+        )
     if isinstance(error, RayActorError):
-        return Failure("the process that coordinates the workers died", "coordinator", account, lost=True)
-    return Failure(f"Ray: {_line(error)}", type(error).__name__, account, lost=isinstance(error, RayError))
+        return GroupFailure("the process that coordinates the workers died", "coordinator", account, lost=True)
+    return GroupFailure(f"Ray: {_line(error)}", type(error).__name__, account, lost=isinstance(error, RayError))
 
 
-def blame_nodes(failure: Failure, pulses: Sequence[dict[str, Any]]) -> Failure:
+def blame_nodes(failure: GroupFailure, heartbeats: Sequence[dict[str, Any]]) -> GroupFailure:
     """The same death, put down to a node if one with workers is gone: Ray itself learns of that seconds later.
 
     Args:
         failure: of the group.
-        pulses: the last of its workers (trainer/worker/heartbeat.py).
+        heartbeats: the last of its workers (trainer/worker/heartbeat.py).
     """
     if failure.kind != "death":
         return failure
-    at_work = [pulse for pulse in pulses if pulse["phase"] != "ended"]
-    nodes = [node for node in ray.nodes() if node["NodeID"] in {pulse["node"] for pulse in at_work}]
+    at_work = [heartbeat for heartbeat in heartbeats if heartbeat["phase"] != "ended"]
+    nodes = [node for node in ray.nodes() if node["NodeID"] in {heartbeat["node"] for heartbeat in at_work}]
     gone = {node["NodeID"] for node in nodes if not node["Alive"] or not _answers(node)}
-    there = [pulse for pulse in at_work if pulse["node"] in gone]
+    there = [heartbeat for heartbeat in at_work if heartbeat["node"] in gone]
     if not there:
         return failure
-    first = min(there, key=lambda pulse: int(pulse["rank"]))
+    first = min(there, key=lambda heartbeat: int(heartbeat["rank"]))
     who = f"worker {first['rank']} (host {first['host']}, pid {first['pid']})"
     return replace(failure, summary=_died(who, len(there), _GONE))
 
@@ -93,7 +95,7 @@ def oom_kills() -> int:
     return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0
 
 
-def blame_memory(failure: Failure, kills_before: int) -> Failure:
+def blame_memory(failure: GroupFailure, kills_before: int) -> GroupFailure:
     """The same failure, with the number of processes of this host that were killed for memory meanwhile."""
     kills = oom_kills() - kills_before
     if kills <= 0:
@@ -112,19 +114,19 @@ def _answers(node: dict[str, Any]) -> bool:
     return True
 
 
-def _of_workers(failures: dict[int, Exception], account: str) -> Failure:
+def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
     """The worker that began it: one that raised an error of its own, else one that died."""
     deaths = {rank: error for rank, error in failures.items() if _is_death(error)}
     raised = {rank: error for rank, error in failures.items() if rank not in deaths}
     own = {rank: error for rank, error in raised.items() if not _COLLATERAL.search(str(error))}
     if own and not deaths:
         rank = min(own)
-        return Failure(f"worker {rank}: {_line(own[rank])}", _kind(own[rank]), account)
+        return GroupFailure(f"worker {rank}: {_line(own[rank])}", _kind(own[rank]), account)
     if deaths:
         rank = min(deaths)
-        return Failure(_died(_who(rank, deaths[rank]), len(deaths), _why(deaths[rank])), "death", account)
+        return GroupFailure(_died(_who(rank, deaths[rank]), len(deaths), _why(deaths[rank])), "death", account)
     rank = min(raised)
-    return Failure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account)
+    return GroupFailure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account)
 
 
 def _died(who: str, number: int, why: str) -> str:

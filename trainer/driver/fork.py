@@ -1,7 +1,7 @@
 """A new run that begins where another one is, with another configuration.
 
 Carried over: weights, the optimizer's moments, the step (and with it the place in the data and in the schedule of the
-learning rate), the metrics up to it, and the queue of embeddings where it has the same shape. The old run is only read.
+learning rate), the metrics up to it, and the objective's own tensors where they fit. The old run is only read.
 """
 
 import json
@@ -24,7 +24,6 @@ from trainer.checkpoints.state import FORK, read_origin
 from trainer.data.plan import Plan
 from trainer.driver.checks import DECISIVE, changes, problems, read_decisive, refuse
 from trainer.metrics.metrics import METRICS, read_metrics
-from trainer.objectives.declutr.objective import Declutr
 from trainer.setup.build import build_encoder, load_tokenizer, total_steps
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
@@ -60,7 +59,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     if found is None:
         raise ConfigError("train", [f"run = {config.run}: has no good checkpoint to fork from"])
     path, state = found
-    shards = ShardSet(data_folder(config), "train")
+    shards = ShardSet(data_folder(config.data, config.cache), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     wrong = _shape_problems(config, path, shards.folder)
     if state.step >= steps:
@@ -70,10 +69,6 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         shutil.copytree(path, checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step))
         folder = checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step)
         files = dict(state.files)
-        queued = shapes_in(path / checkpoint.OBJECTIVE).get("queue", [0])[0]
-        if queued > config.objective.queue_size:
-            objective = Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives)
-            files[checkpoint.OBJECTIVE] = checkpoint.write_objective(folder, objective)
         same_data = state.data_hash == data_hash(load_manifest(shards.folder))
         renewed = state.model_copy(
             update={

@@ -1,4 +1,4 @@
-"""One start of the worker group on Ray: session, TorchTrainer, and what came of it."""
+"""One start of the worker group on Ray: its TorchTrainer and the thread that runs it."""
 
 import contextlib
 import os
@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-# Ray Train reads these when it starts. It otherwise looks at the workers every 2 s only, also for their end; a group
-# that does not get its resources otherwise waits a minute before another size is tried. How fast a dead node is noticed
-# is the head's affair: RAY_health_check_period_ms and its like, where `ray start --head` runs (cluster.yaml).
+# Ray Train reads these when it starts. By default it polls the workers only every 2 s, also for their end, and a group
+# that does not get its resources waits a minute before another size is tried. The head decides how fast a dead node is
+# noticed: set RAY_health_check_period_ms and similar where `ray start --head` runs (cluster.yaml).
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
-# The supervisor itself looks for nodes that are to be taken away; Ray's watcher would be one more process each start.
+# The supervisor checks for draining nodes itself; Ray's watcher would be one more process at each start.
 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 import ray
@@ -23,38 +23,40 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.console.logs import get_logger
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.setup.config import TrainConfig
+from trainer.setup.scaling import ScalingConfig
 from trainer.worker.backend import GroupConfig
 from trainer.worker.loop import train_loop
 
 _BACKEND_SECONDS = 1800
 
 
-def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, float]) -> TorchTrainer:
-    """The trainer of a run whose paths are absolute. One start: who starts again is trainer/driver/supervisor.py.
+def build_group(
+    scaling: ScalingConfig, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
+) -> TorchTrainer:
+    """The trainer of one start of a run; trainer/driver/supervisor.py restarts it.
 
     Args:
-        config: of the run, its paths absolute.
-        run: its folder.
-        bulletin: name of the bulletin the workers write to.
-        marks: what the start has taken so far (trainer/worker/heartbeat.py, Stopwatch).
+        scaling: settings of the workers' number and devices.
+        settings: the configuration as JSON, with absolute paths, for the workers.
+        run: folder of the run.
+        channel: name of the control channel the workers write to.
+        marks: end times of the parts of the start so far (trainer/worker/heartbeat.py, Stopwatch).
     """
-    scaling = config.scaling
     resources = ray.cluster_resources()
     needed = scaling.least_workers * scaling.cpus_per_worker + 1
     if resources.get("CPU", 0) < needed:
-        get_logger().warning("the cluster has %g CPUs, this run needs %d: it waits", resources.get("CPU", 0), needed)
+        get_logger().warning("the cluster has %g CPUs, this run needs %d: waiting", resources.get("CPU", 0), needed)
     gpus = resources.get("GPU", 0)
     if scaling.device == "cuda" and gpus < scaling.least_workers:
-        words = "scaling.device = cuda: the cluster has %g GPUs, this run needs %d: it waits"
-        get_logger().warning(words, gpus, scaling.least_workers)
+        message = "scaling.device = cuda: the cluster has %g GPUs, this run needs %d: waiting"
+        get_logger().warning(message, gpus, scaling.least_workers)
     use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.least_workers)
-    # Left by versions that told Ray of checkpoints: it would look for those. Ours are found by looking at the folder.
+    # Older versions registered checkpoints with Ray, which would load them. Ours are found by listing the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
         train_loop,
-        train_loop_config={"config": config.model_dump(mode="json"), "bulletin": bulletin, "marks": marks},
+        train_loop_config={"config": settings, "channel": channel, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=use_gpu,
@@ -69,11 +71,11 @@ def build_group(config: TrainConfig, run: Path, bulletin: str, marks: dict[str, 
 
 
 class Fit(threading.Thread):
-    """`TorchTrainer.fit` in a thread: the main one is for signals and for watching.
+    """`TorchTrainer.fit` in a thread; the main thread handles signals and supervises.
 
     Attributes:
-        value: the answer of the first worker, once it has ended well.
-        error: the reason, once it has not.
+        value: return value of the first worker after a successful end.
+        error: the error after any other end.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -92,20 +94,20 @@ class Fit(threading.Thread):
         self._done.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after at most so many seconds."""
+        """Waits at most this many seconds; True if the group has ended."""
         return self._done.wait(seconds)
 
 
-def kill_worker(pulse: dict[str, Any]) -> None:
-    """Ends a worker's process on its own host, also one that is stopped. Where it cannot, Ray will notice by itself."""
-    there = NodeAffinitySchedulingStrategy(node_id=pulse["node"], soft=False)
+def kill_worker(heartbeat: dict[str, Any]) -> None:
+    """Kills a worker's process on its host, even a stopped one. If that fails, Ray detects the dead worker itself."""
+    there = NodeAffinitySchedulingStrategy(node_id=heartbeat["node"], soft=False)
     try:
-        ray.get(_kill.options(num_cpus=0, scheduling_strategy=there).remote(pulse["pid"]), timeout=30)
-    except RayError as error:  # its node is gone, or does not answer
-        get_logger().warning("worker %d (pid %d) cannot be ended: %s", pulse["rank"], pulse["pid"], error)
+        ray.get(_kill.options(num_cpus=0, scheduling_strategy=there).remote(heartbeat["pid"]), timeout=30)
+    except RayError as error:  # the node is lost or does not answer
+        get_logger().warning("cannot kill worker %d (pid %d): %s", heartbeat["rank"], heartbeat["pid"], error)
 
 
 @ray.remote  # type: ignore[untyped-decorator]
 def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+    with contextlib.suppress(ProcessLookupError):  # the process has ended already
         os.kill(pid, signal.SIGKILL)

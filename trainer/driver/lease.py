@@ -10,9 +10,9 @@ written to be compared with it, so hosts whose clocks differ judge alike.
 
 import math
 import secrets
-import threading
 import time
 from collections.abc import Callable
+from typing import Self
 
 import msgspec
 
@@ -21,12 +21,13 @@ from common.lock import LOCK, Holder, RunLockedError, lives, read_holder, refusa
 from common.stores.address import child
 from common.stores.files import modified, read_file, remove_file, write_file
 from common.stores.patience import Patience
+from common.watcher import Watcher
 
 _BEAT_SECONDS = 10.0
 _ONCE = Patience(total_seconds=0.0)
 
 
-class Lease:
+class Lease(Watcher):
     """Holds a run in a store while its block runs.
 
     Args:
@@ -40,40 +41,37 @@ class Lease:
     """
 
     def __init__(self, address: str, lost: Callable[[], None], beat_seconds: float = _BEAT_SECONDS) -> None:
-        self._address, self._url = address, child(address, LOCK)
-        self._lost, self._beat_seconds = lost, beat_seconds
+        super().__init__(beat_seconds, "declutr-lease")
+        self._address, self._url, self._lost = address, child(address, LOCK), lost
         self._holder = this_process(secrets.token_hex(8))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="declutr-lease")
 
-    def __enter__(self) -> "Lease":
+    def __enter__(self) -> Self:
         holder = self._read(Patience())
         if holder is not None and lives(holder, self._age_seconds):
             raise RunLockedError(
                 f"{refusal(self._address, holder)}; wait for it (a minute, if its host is gone) or name another address"
             )
         self._write(Patience())
-        self._thread.start()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        super().__exit__()
         try:
             if self._mine():
                 remove_file(self._url, _ONCE)
         except OSError as error:
             get_logger().warning("%s cannot be taken away (%s); it counts for a minute more", self._url, error)
 
-    def _beat(self) -> None:
-        while not self._stop.wait(self._beat_seconds):
-            try:
-                if not self._mine():
-                    self._lost()
-                    return
-                self._write(_ONCE)
-            except OSError as error:  # the next one may get through
-                get_logger().debug("%s cannot be renewed: %s", self._url, error)
+    def look(self) -> bool:
+        """Renews the lease; False when it is lost."""
+        try:
+            if not self._mine():
+                self._lost()
+                return False
+            self._write(_ONCE)
+        except OSError as error:  # the next call may succeed
+            get_logger().debug("%s cannot be renewed: %s", self._url, error)
+        return True
 
     def _mine(self) -> bool:
         holder = self._read(_ONCE)

@@ -1,4 +1,4 @@
-"""Problems of the places that a run names: found without torch and Ray, before either is loaded."""
+"""Checks of the folders that a configuration names, without torch and Ray, before either is loaded."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,10 +8,9 @@ from common.hub import looks_like_a_path
 from common.paths import PathError, expand, folder_problem
 from common.stores.address import is_remote
 from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
-from trainer.setup.config import TrainConfig
 
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
-# What a run writes. Another kind of entry under such a name would end it after hours, when it writes there.
+# Files and folders that a run writes. A folder in place of a file, or the reverse, would end it hours later.
 _FILES = (
     "config.yaml", "decisive.json", "failures.log", "fork.json", "lock.json", "metrics.jsonl", "seconds.json",
     "summary.json", "export/declutr.json",
@@ -19,13 +18,12 @@ _FILES = (
 _FOLDERS = ("checkpoints", "export", "tensorboard")
 
 
-def place_problems(config: TrainConfig) -> list[str]:
-    """Problems of `run`, `data` and `encoder.pretrained`, one line each."""
-    return look(config.model_dump())
+def place_problems(values: Mapping[str, Any]) -> list[str]:
+    """Problems of `run`, `data` and `encoder.pretrained`, one line each, which starts with the key.
 
-
-def look(values: Mapping[str, Any]) -> list[str]:
-    """The same of the settings as they were given, right or wrong in other respects; each key at its line's start."""
+    Args:
+        values: settings of the configuration; the others may be invalid.
+    """
     encoder = values.get("encoder")
     pretrained = encoder.get("pretrained") if isinstance(encoder, Mapping) else None
     checks = (
@@ -45,12 +43,12 @@ def look(values: Mapping[str, Any]) -> list[str]:
 
 
 def _same_problem(run: Any, data: Any) -> list[str]:
-    """The run would be written among the shards."""
+    """A problem if `run` and `data` are the same folder."""
     if not isinstance(run, str) or not isinstance(data, str):
         return []
     try:
         same = run == data or (not is_remote(run + data) and expand(run).resolve() == expand(data).resolve())
-    except PathError:  # said already
+    except PathError:  # reported already
         return []
     return [f"run = {run}: is the folder of the shards too (data = {data}); name another folder"] if same else []
 
@@ -64,15 +62,15 @@ def _run_problem(name: str) -> str | None:
 
 
 def _kind_problem(run: Path) -> str | None:
-    """A folder where a run has a file, or the reverse."""
+    """A problem if a name that a run writes is an entry of the wrong kind."""
     for name in _FILES:
         if (run / name).is_dir():
-            return f"{name} in it is a folder, where a run has a file; move it elsewhere"
+            return f"contains the folder {name}, but a run writes a file there; move it elsewhere"
     for name in _FOLDERS:
         if (run / name).is_symlink() and not (run / name).exists():
-            return f"{name} in it is a link to nothing, where a run has a folder; remove the link"
+            return f"contains the broken link {name}, but a run writes a folder there; remove the link"
         if (run / name).exists() and not (run / name).is_dir():
-            return f"{name} in it is a file, where a run has a folder; move it elsewhere"
+            return f"contains the file {name}, but a run writes a folder there; move it elsewhere"
     return None
 
 
@@ -93,15 +91,20 @@ def _model_problem(name: str) -> str | None:
     return None
 
 
-def fork_problem(name: str, config: TrainConfig) -> str | None:
-    """The problem of the place of a new run, before the old one is read."""
+def fork_problem(name: str, run: str) -> str | None:
+    """The problem of the new run's folder, found before the old run is read.
+
+    Args:
+        name: folder of the new run.
+        run: `run` of the configuration, which names the old run.
+    """
     if is_remote(name):
         return None
     try:
         new = expand(name)
         problem = folder_problem(new)
-        if not is_remote(config.run) and new.resolve() == expand(config.run).resolve():
-            problem = f"is the run itself ({config.run}); name a new folder"
+        if not is_remote(run) and new.resolve() == expand(run).resolve():
+            problem = f"is the run itself ({run}); name a new folder"
     except PathError as error:
         problem = str(error)
     return f"--fork {name}: {problem}" if problem else None

@@ -1,47 +1,41 @@
-"""What a person watches while a run trains: a bar on the driver, fed by the run's own metrics."""
+"""The driver's progress bar, which shows the run's newest metrics."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.console.bars import bar
+from common.watcher import Watcher
 
 _EVERY_SECONDS = 0.5
 
 
-class ProgressBar:
+class ProgressBar(Watcher):
     """Shows step, losses, speed, padding, data-wait and ETA while its block runs.
 
     Args:
-        newest: answers the newest step's line of metrics; None before the first.
-        steps: last step.
+        newest: returns the newest step's line of metrics; None before the first.
+        steps: last step of the run.
+        terms: names of the loss terms.
     """
 
-    def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int) -> None:
+    def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str]) -> None:
+        super().__init__(_EVERY_SECONDS, "declutr-progress")
         self.newest = newest
+        self.terms = terms
+        self.terms = terms
         self.bar = bar(total=steps, unit="step", desc="train")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> "ProgressBar":
-        self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._show()
+        super().__exit__()
+        self.look()
         self.bar.close()
 
-    def _watch(self) -> None:
-        while not self._stop.wait(_EVERY_SECONDS):
-            self._show()
-
-    def _show(self) -> None:
+    def look(self) -> None:
+        """Shows the newest step."""
         line = self.newest()
         if line is None or line["step"] == self.bar.n:
             return
-        if self.bar.n == 0 or line["step"] < self.bar.n:  # resumed: the rate counts from here
+        if self.bar.n == 0 or line["step"] < self.bar.n:  # resumed: count the rate from here
             self.bar.initial = line["step"]
             self.bar.unpause()
         self.bar.n = line["step"]
@@ -49,7 +43,7 @@ class ProgressBar:
             self.bar.set_postfix_str("loss not finite, skipped")
             return
         self.bar.set_postfix_str(
-            f"loss {line['loss']:.3f} (contrastive {line['contrastive']:.3f} mlm {line['mlm']:.3f}) "
+            f"loss {line['loss']:.3f} ({' '.join(f'{name} {line[name]:.3f}' for name in self.terms)}) "
             f"{line['documents_per_second']:.0f} docs/s {line['tokens_per_second'] / 1000:.1f}k tok/s "
             f"padding {line['padding_share']:.1%} data-wait {line['data_wait_share']:.1%}"
             + ("" if line["mfu"] is None else f" MFU {line['mfu']:.1%}")

@@ -1,4 +1,4 @@
-"""A training run from its folder to its export: what the command and the Python API share."""
+"""A training run from its folder to its export, for the command and the Python API."""
 
 import contextlib
 import time
@@ -20,130 +20,137 @@ from common.stores.patience import Patience
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
-from trainer.checkpoints.ranking import FOLLOWED, Standing, history
+from trainer.checkpoints.ranking import BestScore, history
 from trainer.checkpoints.store import RunStore, store_of
 from trainer.data.plan import Plan
-from trainer.driver.begun import as_begun
 from trainer.driver.checks import DECISIVE, problems, ray_problems, refuse
 from trainer.driver.export import EXPORT, export, read_settings
 from trainer.driver.failure import FAILURES
 from trainer.driver.lease import Lease
+from trainer.driver.original_score import with_original_score
 from trainer.driver.progress import ProgressBar
 from trainer.driver.signals import Signals
 from trainer.driver.supervisor import Supervisor
-from trainer.driver.waiting import crowded
+from trainer.driver.waiting import oversubscribed
 from trainer.metrics.metrics import read_metrics
+from trainer.metrics.settings import FOLLOWED
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 
 SUMMARY = "summary.json"
 SECONDS = "seconds.json"
-_FILES = ("config.yaml", DECISIVE, SECONDS, FAILURES, SUMMARY)  # of a run, written by its driver
+_FILES = ("config.yaml", DECISIVE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
 
 def run_training(
-    config: TrainConfig, begun: float | None = None, ray_is_there: Callable[[], None] | None = None
+    config: TrainConfig, started: float | None = None, wait_for_ray: Callable[[], None] | None = None
 ) -> dict[str, Any]:
-    """Trains to the last step, continuing what the run folder holds, and exports the encoder.
+    """Trains to the last step, continuing from the run folder's newest checkpoint, and exports the encoder.
 
     Args:
         config: of the run.
-        begun: when the command began (Unix time), where it is a command; for the log of its start.
-        ray_is_there: waits for a Ray that starts meanwhile.
+        started: start time of the command (Unix time), for the log of its start; None: called from Python.
+        wait_for_ray: waits until a Ray that is starting in a thread is ready.
 
     Returns:
-        The run's summary, as written to `summary.json`: final and initial scores, the last step and why it was the last
-        (`ended`: "last step", or "early" with `why` and `patience`), seconds, the export and the step of its weights.
+        The run's summary, as written to `summary.json`: final and initial scores, the last step and the reason it was
+        the last (`ended`: "last step", or "early" with `why` and `patience`), seconds, the export and the step of its
+        weights.
 
     Raises:
         ConfigError: with every problem found before Ray starts.
-        TrainingFailedError: the run cannot go on, with the workers' reason.
-        RunStoppedError: SIGTERM or SIGINT came; what was done is saved.
+        TrainingFailedError: the run cannot continue; the message has the workers' reason.
+        RunStoppedError: the process received a signal or lost the run; the steps so far are saved.
         RunLockedError: another command works on the run folder.
     """
-    marks = {"command": begun, "imports": time.time()} if begun else {"command": time.time()}
+    marks = {"command": started, "imports": time.time()} if started else {"command": time.time()}
     signals = Signals()
     with contextlib.ExitStack() as stack:
-        if is_remote(config.run):  # what is there must be here before it can be judged
-            _hold(config, signals, stack)
+        if is_remote(config.run):  # the checks need the run's files on this host
+            _lock_and_fetch(config, signals, stack)
         config = _keep_score(config)
-        refuse([*problems(config), *ray_problems(config, run_folder(config), ray_is_there is not None)])
+        run = run_folder(config.run, config.cache)
+        refuse([*problems(config), *ray_problems(config, run, wait_for_ray is not None)])
         marks["checks"] = time.time()
-        if ray_is_there:
-            ray_is_there()
+        if wait_for_ray:
+            wait_for_ray()
         stack.enter_context(signals)
         if not is_remote(config.run):
-            _hold(config, signals, stack)
-        return _train(config, run_folder(config), signals, marks)
+            _lock_and_fetch(config, signals, stack)
+        return _train(config, run, signals, marks)
 
 
 def _keep_score(config: TrainConfig) -> TrainConfig:
-    """The configuration with the score that the run began with; a score that is not today's default is logged."""
-    begun = as_begun(config, run_folder(config))
-    if begun.validation.score != config.validation.score:
+    """The configuration with the run's original score; logs a score that is no longer the default."""
+    kept = with_original_score(config, run_folder(config.run, config.cache))
+    if kept.validation.score != config.validation.score:
         get_logger().info(
-            "%s: began with validation.score = %s and keeps it; a new run has %s by default",
-            *(config.run, begun.validation.score, config.validation.score),
+            "%s: keeping validation.score = %s, with which the run started; the default of new runs is %s",
+            *(config.run, kept.validation.score, config.validation.score),
         )
-    return begun
+    return kept
 
 
-def _hold(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:
-    """Takes the run for this command; fetches its checkpoint and files, where they lie in a store."""
+def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:
+    """Locks the run for this command and, for a run in a store, fetches its checkpoint and files."""
 
     def lost() -> None:
-        signals.ask("the loss of the run's lock to another command, or of its folder")
+        signals.request_stop("the loss of the run's lock to another command, or of its folder")
 
-    run, store = run_folder(config), store_of(config)
+    run = run_folder(config.run, config.cache)
     run.mkdir(parents=True, exist_ok=True)
     stack.enter_context(RunLock(run, lost))
-    if store is not None:
+    if store := store_of(config.run, run):
         stack.enter_context(Lease(config.run, lost))
         store.fetch(_FILES)
 
 
 def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
-    store = store_of(config)
+    store = store_of(config.run, run)
     write_text(run / "config.yaml", config_yaml(config))
     write_json(run / DECISIVE, config.decisive())
-    shards = ShardSet(data_folder(config), "train")
+    shards = ShardSet(data_folder(config.data, config.cache), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
     if latest is not None and done > steps:
-        raise CheckpointError(
-            f"{latest[0]}: step {done} lies beyond the run's last step {steps}; delete this checkpoint"
-        )
-    early = ended_early(run, config, done) if done < steps else None
+        raise CheckpointError(f"{latest[0]}: step {done} is beyond the run's last step {steps}; delete this checkpoint")
+    early = ended_early(run, config.validation.patience, done) if done < steps else None
     if early:
-        get_logger().info("%s: finished already, early: %s; a larger patience goes on", config.run, early["why"])
+        get_logger().info(
+            "%s: already stopped early: %s; increase validation.patience to continue", config.run, early["why"]
+        )
     elif latest is not None:
-        told = f"continuing after step {done} of {steps}" if done < steps else "finished already"
-        get_logger().info("%s: %s", config.run, told)
+        message = f"continuing after step {done} of {steps}" if done < steps else "finished already"
+        get_logger().info("%s: %s", config.run, message)
     if done < steps and early is None:
-        (run / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more
+        (run / SUMMARY).unlink(missing_ok=True)  # describes an earlier end
         if config.validation.score == FOLLOWED and not (run / SCORES).is_file():
-            get_logger().info("scores are expected from `declutr evaluate --follow %s`, beside this", config.run)
+            get_logger().info("no scores yet: run `declutr evaluate --follow %s` alongside the training", config.run)
         if store is not None:
             store.send(*_FILES)
-        if sentence := crowded(config.scaling):
+        if sentence := oversubscribed(config.scaling):
             get_logger().warning("%s", sentence)
-        begun = time.monotonic()
-        supervisor = Supervisor(located(config), run, steps, signals, marks)
+        began = time.monotonic()
+        settings = with_absolute_paths(config).model_dump(mode="json")
+        supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks)
         try:
-            with ProgressBar(lambda: supervisor.line, steps):
+            with ProgressBar(lambda: supervisor.line, steps, config.objective.metrics):
                 done = supervisor.run_to_end()
         finally:
-            _add_seconds(run, time.monotonic() - begun)
-            if store is not None:  # whoever told the run to stop will not wait ten minutes for a store that is away
+            _add_seconds(run, time.monotonic() - began)
+            if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
                 hurried = Patience(total_seconds=config.scaling.stop_seconds)
                 _send_at_the_end(store if signals.received is None else RunStore(config.run, run, hurried))
         if store is not None:
             store.fetch()
         if done < steps:
-            now = Standing.of(history(run, config.validation.score, done))
-            early = {"why": now.told(config.validation) if now else "", "patience": config.validation.patience}
+            now = BestScore.of(history(run, config.validation.score, done))
+            early = {
+                "why": now.reason(config.validation.score, config.validation.patience) if now else "",
+                "patience": config.validation.patience,
+            }
             get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
     if store is not None and config.export == "best":
         store.fetch_best(config.validation.score)
@@ -167,15 +174,15 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
 
 
 def _send_at_the_end(store: RunStore) -> None:
-    """The driver's own files; also where the run failed."""
+    """Sends the driver's files, also after a failure of the run."""
     try:
         store.send(*_FILES)
-    except OSError as error:  # why the run ended is what must be said
+    except OSError as error:  # must not hide the reason why the run ended
         get_logger().warning("%s", error)
 
 
-def located(config: TrainConfig) -> TrainConfig:
-    """The configuration with absolute paths: workers run in a folder of their own."""
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The configuration with absolute paths, because each worker has a different working directory."""
     given = {key: getattr(config, key) for key in ("run", "data")}
     update: dict[str, Any] = {key: str(expand(at).absolute()) for key, at in given.items() if not is_remote(at)}
     pretrained = config.encoder.pretrained
@@ -184,10 +191,15 @@ def located(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update=update)
 
 
-def ended_early(run: Path, config: TrainConfig, done: int) -> dict[str, Any] | None:
-    """Why and with what patience a run has ended early; None: it has not, or shall have more patience now."""
+def ended_early(run: Path, patience: int | None, done: int) -> dict[str, Any] | None:
+    """Reason and patience of a run's early end; None if it has not ended early or the patience was increased.
+
+    Args:
+        run: folder of the run.
+        patience: `validation.patience` now.
+        done: step of the newest checkpoint.
+    """
     before = _read(run / SUMMARY, _Ended)
-    patience = config.validation.patience
     if before is None or before.ended != "early" or before.steps != done:
         return None
     if patience is None or patience > before.patience:
@@ -205,7 +217,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
-    """A file that the run can do without; None where it is missing or, which is logged, damaged."""
+    """The content of an optional file; None if it is missing, or damaged, which is logged."""
     try:
         return read_record(path, kind)
     except FileNotFoundError:
@@ -220,15 +232,15 @@ def _scores(line: dict[str, Any]) -> dict[str, float]:
 
 
 def _seconds(run: Path) -> float:
-    """Seconds that all commands of a run have trained."""
+    """Training time of all commands of a run, in seconds."""
     return _read(run / SECONDS, float) or 0.0
 
 
 def _add_seconds(run: Path, seconds: float) -> None:
     path = run / SECONDS
-    if not run.is_dir():  # renamed or deleted meanwhile: a new folder would look like the run
+    if not run.is_dir():  # the folder was renamed or deleted: a new folder would look like the run
         return
     try:
         write_json(path, round(_seconds(run) + seconds, 3))
-    except OSError as error:  # why the run ended is what must be said
+    except OSError as error:  # must not hide the reason why the run ended
         get_logger().warning("%s cannot be written (%s)", path, error.strerror)

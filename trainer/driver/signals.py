@@ -1,6 +1,6 @@
-"""SIGTERM, SIGHUP and Ctrl-C to the driver: the first asks for a good end, the second ends at once.
+"""SIGTERM, SIGHUP and Ctrl-C to the driver: the first requests a stop with a save, the second exits at once.
 
-SIGHUP comes when the terminal or the connection is closed. Where it is ignored, as under `nohup`, it stays ignored.
+A closed terminal or connection sends SIGHUP. A SIGHUP that is ignored, as under `nohup`, stays ignored.
 """
 
 import signal
@@ -11,17 +11,17 @@ _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Takes note of signals while its block runs; in a thread that is not the main one it hears nothing.
+    """Records signals while its block runs, in the main thread only.
 
     Attributes:
-        received: name of the first one, or what else asked for the end.
-        status: exit status that says so.
+        received: name of the first signal, or another reason to stop.
+        status: exit status for this reason.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
         self.status = 1
-        self._heard = threading.Event()
+        self._requested = threading.Event()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
@@ -37,23 +37,23 @@ class Signals:
             signal.signal(number, handler)
 
     def listen(self) -> None:
-        """Takes the signals (again: `ray.init` has a handler of its own)."""
+        """Installs the handlers, also again after `ray.init`, which replaces them."""
         if self._before:
             for number in self._before:
                 signal.signal(number, self._take)
 
-    def ask(self, reason: str) -> None:
-        """Asks for a good end as a signal does."""
+    def request_stop(self, reason: str) -> None:
+        """Requests a stop as a signal does."""
         if self.received is None:
             self.received = reason
-            self._heard.set()
+            self._requested.set()
 
     def wait(self, seconds: float) -> bool:
-        """Pauses; was the end asked for?"""
-        return self._heard.wait(seconds)
+        """Pauses at most this many seconds; True as soon as a stop is requested."""
+        return self._requested.wait(seconds)
 
-    def _take(self, number: int, frame: Any) -> None:  # noqa: ARG002 - a handler's arguments
+    def _take(self, number: int, frame: Any) -> None:  # noqa: ARG002 - the signature of a handler
         self.status = 128 + number
         if self.received is not None:
             raise SystemExit(self.status)
-        self.ask(signal.Signals(number).name)
+        self.request_stop(signal.Signals(number).name)

@@ -26,17 +26,17 @@ class Waiting:
         self._said, self._said_at = "", began
         self._over = False
 
-    def look(self, pulses: Sequence[dict[str, Any]], now: float) -> str | None:
+    def look(self, heartbeats: Sequence[dict[str, Any]], now: float) -> str | None:
         """A sentence to be said now; None where there is none.
 
         Args:
-            pulses: the newest of every worker of this start (trainer/worker/heartbeat.py).
+            heartbeats: the newest of every worker of this start (trainer/worker/heartbeat.py).
             now: in seconds.
         """
-        self._over = self._over or any(pulse["steps"] for pulse in pulses)
+        self._over = self._over or any(heartbeat["steps"] for heartbeat in heartbeats)
         if self._over or now - self._began < FIRST_SECONDS:
             return None
-        sentence = self._of_workers(pulses) if pulses else self._of_room()
+        sentence = self._of_workers(heartbeats) if heartbeats else self._of_room()
         if sentence == self._said and now - self._said_at < _AGAIN_SECONDS:
             return None
         self._said, self._said_at = sentence, now
@@ -51,16 +51,16 @@ class Waiting:
             f"{gpus:g} GPUs in all"
         )
 
-    def _of_workers(self, pulses: Sequence[dict[str, Any]]) -> str:
+    def _of_workers(self, heartbeats: Sequence[dict[str, Any]]) -> str:
         counts: dict[str, int] = {}
-        for pulse in pulses:
-            counts[pulse["phase"]] = counts.get(pulse["phase"], 0) + 1
-        size = max(pulse["size"] for pulse in pulses)
+        for heartbeat in heartbeats:
+            counts[heartbeat["phase"]] = counts.get(heartbeat["phase"], 0) + 1
+        size = max(heartbeat["size"] for heartbeat in heartbeats)
         doing = ", ".join(f"{number} {_WORDS.get(phase, phase)}" for phase, number in sorted(counts.items()))
-        return f"{len(pulses)} of {size} workers have begun ({doing})"
+        return f"{len(heartbeats)} of {size} workers have begun ({doing})"
 
 
-def crowded(scaling: ScalingConfig) -> str | None:
+def oversubscribed(scaling: ScalingConfig) -> str | None:
     """A sentence where a session on this machine has fewer CPUs than its workers reserve; None where it has enough."""
     workers, each, there = scaling.most_workers, scaling.cpus_per_worker, os.cpu_count() or 1
     if named_cluster(scaling.address)[1] or workers * each <= there:

@@ -6,7 +6,7 @@ import resource
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from common.console.logs import get_logger
 from common.journal import Journal
 from common.storage import set_aside, write_text
-from trainer.metrics import tensorboard as board
+from trainer.metrics import tensorboard
 from trainer.step.step import StepMetrics
 
 METRICS = "metrics.jsonl"
@@ -81,9 +81,9 @@ class MetricsWriter:
         kept = [line for line in lines if line["step"] <= after_step]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._lines = Journal(folder / METRICS)
-        path = board.board_path(folder)
+        path = tensorboard.event_file_path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(board.header(after_step + 1))
+        path.write_bytes(tensorboard.header(after_step + 1))
         self._events = Journal(path)
         self._added = threading.Event()
         self._closed = False
@@ -92,7 +92,7 @@ class MetricsWriter:
 
     def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> dict[str, Any]:
         """Writes the numbers of a step; returns its line."""
-        return self._add({"kind": "step", "step": step, **asdict(metrics), **extra})
+        return self._add({"kind": "step", "step": step, **metrics.line(), **extra})
 
     def start(self, step: int, parts: dict[str, float]) -> None:
         """Writes where the time went until a group's first step, in seconds."""
@@ -120,7 +120,7 @@ class MetricsWriter:
     def _add(self, line: dict[str, Any]) -> dict[str, Any]:
         line = {name: _or_none(value) for name, value in line.items()} | {"time": round(time.time(), 3)}
         self._lines.add((json.dumps(line, allow_nan=False) + "\n").encode())
-        self._events.add(board.record(line))
+        self._events.add(tensorboard.record(line))
         self._added.set()
         return line
 

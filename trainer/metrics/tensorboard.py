@@ -16,12 +16,12 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-BOARD = "tensorboard"
+TENSORBOARD = "tensorboard"
 
 
-def board_path(folder: Path) -> Path:
+def event_file_path(folder: Path) -> Path:
     """Where a new event file of a run goes; names sort by time."""
-    return folder / BOARD / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+    return folder / TENSORBOARD / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
 
 
 def header(purge_step: int) -> bytes:

@@ -14,7 +14,8 @@ from common import seeding
 from trainer.data.batches import IGNORED, SpanBatch, pad_rows, position_ids
 from trainer.model.attention import PACKED, AttentionLayout, number_modules, register
 from trainer.model.dropout import DropoutKeys, key_dropout, token_keys
-from trainer.model.language_model import EncoderConfig, mlm_head, padding_index
+from trainer.model.language_model import mlm_head, padding_index
+from trainer.model.settings import EncoderConfig
 from trainer.model.silence import silence
 from trainer.model.unloaded import Unloaded
 

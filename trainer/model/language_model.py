@@ -13,10 +13,10 @@ from torch import Tensor
 from common import seeding
 from common.hub import hub_or_cache
 from common.paths import expand
+from trainer.data.vocabulary import Vocabulary
+from trainer.model.settings import EncoderConfig
 from trainer.model.silence import silence
 from trainer.model.unloaded import Unloaded
-from trainer.objectives.declutr.feed import Vocabulary
-from trainer.setup.settings import EncoderConfig as EncoderConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

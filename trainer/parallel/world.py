@@ -16,7 +16,7 @@ from torch import Tensor, nn
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
 
 
-class Wish(enum.IntFlag):
+class Request(enum.IntFlag):
     """What a worker may want between two steps; when one wants it, all do it."""
 
     SAVE = 1
@@ -74,16 +74,16 @@ class World:
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return int(value)
 
-    def agree(self, wishes: Wish) -> Wish:
-        """Everything that any rank wishes, the same on all ranks."""
+    def agree(self, requests: Request) -> Request:
+        """Everything that any rank requests, the same on all ranks."""
         if self.size == 1:
-            return wishes
+            return requests
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        raised = torch.tensor([int(wish in wishes) for wish in Wish], dtype=torch.int32, device=device)
+        raised = torch.tensor([int(request in requests) for request in Request], dtype=torch.int32, device=device)
         dist.all_reduce(raised, op=dist.ReduceOp.MAX)  # NCCL has no OR
-        agreed = Wish(0)
-        for wish, one in zip(Wish, raised.tolist(), strict=True):
-            agreed |= wish if one else Wish(0)
+        agreed = Request(0)
+        for request, one in zip(Request, raised.tolist(), strict=True):
+            agreed |= request if one else Request(0)
         return agreed
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -1,33 +1,36 @@
-"""From a configuration and its shards' tokenizer to the parts of a run. No Ray: checks and benchmarks use them too."""
+"""The parts of a run, from its configuration and its shards. No Ray: checks and benchmarks use them too."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.shards.manifest import TOKENIZER, ShardError, load_manifest
+from common import seeding
+from pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, load_manifest
 from pipeline.shards.shards import ShardSet
 from pipeline.tokenizer.tokenization import fingerprint
+from trainer.data.feed import Feed
 from trainer.data.plan import Plan
+from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
 from trainer.model.layouts import fitting_layout
-from trainer.objectives.declutr.feed import Feed, Vocabulary
-from trainer.objectives.declutr.objective import Declutr
-from trainer.objectives.declutr.spans import SpanConfig
-from trainer.objectives.declutr.validation import Validator, build_validator
+from trainer.objectives.base import Objective, Validator
+from trainer.objectives.registry import implementation_of
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
-from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.microbatch import Microbatch
 from trainer.step.optim import build_optimizer
 from trainer.step.step import Stepper
 
 
-def load_tokenizer(folder: Path) -> tuple[Any, Vocabulary]:
-    """The tokenizer that made the shards of a folder, and what the feed knows of it.
+def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any, Vocabulary]:
+    """The tokenizer that made the shards of a folder, and its ids.
+
+    Args:
+        folder: the shards.
+        manifest: theirs, where it was read already.
 
     Raises:
         ShardError: the tokenizer there is another.
@@ -35,7 +38,7 @@ def load_tokenizer(folder: Path) -> tuple[Any, Vocabulary]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
-    if fingerprint(tokenizer) != load_manifest(folder).tokenizer.fingerprint:
+    if fingerprint(tokenizer) != (manifest or load_manifest(folder)).tokenizer.fingerprint:
         raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
     return tokenizer, vocabulary_of(tokenizer)
 
@@ -61,32 +64,42 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     return encoder
 
 
-def build_feed(config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary) -> Feed:
-    """What turns the documents of `config.data` into the spans of a step."""
-    objective = config.objective
-    return Feed(
-        spans=config.spans,
-        masking=objective.masking if objective.mlm else None,
-        unmasked_anchors=objective.unmasked_anchors,
-        include_positives=objective.contrastive,
-        max_content=max_span_tokens(encoder.model) - vocabulary.num_specials,
-        vocabulary=vocabulary,
-        seed=config.seed,
-        short_documents=load_manifest(data_folder(config)).short_documents,
-    )
+def build_objective(config: TrainConfig, encoder: Encoder, manifest: Manifest) -> Objective[Any]:
+    """The objective, on the encoder's device and in its precision; its weights are the same on every worker."""
+    run = config.context(manifest.short_documents)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeding.torch_seed(config.seed, "objective"))
+        objective = implementation_of(config.objective)(config.objective, run, encoder.embedding_size)
+    parameter = next(encoder.parameters())
+    return objective.to(parameter.device, parameter.dtype).train()
+
+
+def build_feed(objective: Objective[Any], encoder: Encoder, vocabulary: Vocabulary) -> Feed:
+    """The feed of an objective, with spans that fit the encoder."""
+    return objective.feed(vocabulary, max_content(encoder, vocabulary))
+
+
+def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
+    """Most tokens of a span, without specials, for which the encoder has positions."""
+    return max_span_tokens(encoder.model) - vocabulary.num_specials
 
 
 def build_stepper(
-    config: TrainConfig, encoder: Encoder, world: World, total_steps: int, microbatch: Microbatch
+    config: TrainConfig,
+    encoder: Encoder,
+    objective: Objective[Any],
+    world: World,
+    total_steps: int,
+    microbatch: Microbatch,
 ) -> Stepper:
-    """What takes steps: the encoder's unused parameters frozen and all of them sharded, objective, optimizer."""
+    """The stepper: unused parameters of the encoder frozen, the others sharded where that is set, and an optimizer."""
     freeze_unused(encoder, config)
     if config.scaling.shard_parameters:
         shard(encoder, world)
     return Stepper(
         encoder=encoder,
-        objective=Declutr(config.objective, config.spans.num_anchors, config.spans.num_positives),
-        optimizer=build_optimizer(config.optim, encoder),
+        objective=objective,
+        optimizer=build_optimizer(config.optim, encoder, objective),
         optim=config.optim,
         world=world,
         seed=config.seed,
@@ -97,9 +110,9 @@ def build_stepper(
 
 
 def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
-    """Parameters that the objective never touches get no gradient, hence no weight decay either."""
+    """Freezes parameters that the objective never touches, so that weight decay does not change them either."""
     used = {id(p) for p in encoder.model.base_model.parameters()}
-    if config.objective.contrastive:
+    if config.objective.embeds:
         used |= {id(p) for p in encoder.projection.parameters()}
     if config.objective.mlm:
         used |= {id(p) for p in encoder.model.parameters()}
@@ -107,14 +120,14 @@ def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
         parameter.requires_grad_(id(parameter) in used)
 
 
-def held_out_validator(
-    config: TrainConfig, encoder: Encoder, vocabulary: Vocabulary, world: World, device: torch.device
-) -> Validator:
-    """Scores on the held-out split: unmasked, with positives, whatever the objective trains."""
-
-    def feed_for(spans: SpanConfig) -> Feed:
-        feed = build_feed(config, encoder, vocabulary)
-        return dataclasses.replace(feed, spans=spans, masking=None, unmasked_anchors=False, include_positives=True)
-
-    shards = ShardSet(data_folder(config), "held-out")
-    return build_validator(config.validation, config.spans, shards, feed_for, config.seed, world, device)
+def build_validator(
+    config: TrainConfig, stepper: Stepper, shards: ShardSet, vocabulary: Vocabulary, device: torch.device
+) -> Validator | None:
+    """The objective's scores of the held-out split; None where validation is off or the objective has no scores."""
+    if not config.validation.every_steps:
+        return None
+    held_out = ShardSet(shards.folder, "held-out", look=False)
+    room = max_content(stepper.encoder, vocabulary)
+    return stepper.objective.validator(
+        held_out, vocabulary, room, config.validation.max_documents, stepper.world, device
+    )

@@ -1,4 +1,4 @@
-"""Where a run and its shards lie on this host: where they are named, or in `cache` where that is an address."""
+"""Folders of a run and its shards on this host; for addresses, their copies in the cache folder."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -6,26 +6,29 @@ from pathlib import Path
 from common.paths import expand
 from common.stores.address import is_remote, short_name
 from common.stores.folders import local_copy
-from trainer.setup.config import TrainConfig
 
 
-def data_folder(config: TrainConfig) -> Path:
-    """The folder of the shards; where `data` is an address, this host's copy, fetched at the first use.
+def data_folder(data: str, cache: str) -> Path:
+    """The folder of the shards; for an address this host's copy, fetched at the first use.
+
+    Args:
+        data: `data` of the configuration, a folder or an address.
+        cache: `cache` of the configuration.
 
     Raises:
         OSError: it cannot be fetched.
     """
-    return _copy(config.data, config.cache) if is_remote(config.data) else expand(config.data)
+    return _copy(data, cache) if is_remote(data) else expand(data)
 
 
 @lru_cache
 def _copy(address: str, cache: str) -> Path:
-    """One look at the store a process."""
+    """Fetches the copy; a process looks at the store once."""
     return local_copy(address, expand(cache).absolute())
 
 
-def run_folder(config: TrainConfig) -> Path:
-    """The folder of the run, on this host."""
-    if is_remote(config.run):
-        return expand(config.cache).absolute() / short_name(config.run)
-    return expand(config.run).absolute()
+def run_folder(run: str, cache: str) -> Path:
+    """The folder of the run on this host; for an address, a folder in `cache`."""
+    if is_remote(run):
+        return expand(cache).absolute() / short_name(run)
+    return expand(run).absolute()

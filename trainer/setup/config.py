@@ -7,43 +7,16 @@ from pydantic import Field, model_validator
 from common.config import Strict
 from common.storage import hash_json
 from common.stores.address import is_remote
-from trainer.objectives.declutr.config import DeclutrConfig, ObjectiveConfig
-from trainer.objectives.declutr.spans import SpanConfig
+from common.suggestions import meant
+from pipeline.shards.windows import ShortDocuments
+from trainer.checkpoints.settings import CheckpointConfig
+from trainer.metrics.settings import FOLLOWED, ValidationConfig
+from trainer.model.settings import EncoderConfig
+from trainer.objectives.config import RunContext
+from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
+from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.scaling import ScalingConfig
-from trainer.setup.settings import EncoderConfig, OptimConfig, ValidationConfig
-
-
-class CheckpointConfig(Strict):
-    """When weights are saved and which are kept: always the last, and the best by `validation.score`.
-
-    Files are written beside the training. A storage that fails is tried again while training goes on.
-    """
-
-    every_steps: int | None = Field(default=1000, ge=1)
-    """Save after these steps; null: by the clock alone."""
-    every_seconds: float | None = Field(default=300.0, gt=0)
-    """Save when so much time has gone by since the last time: what a killed run loses; null: by steps alone."""
-    keep_last: int = Field(default=2, ge=1)
-    """How many of the newest are kept. With 2 there is another one should the newest be damaged."""
-    keep_every_steps: int | None = Field(default=None, ge=1)
-    """Checkpoints of multiples of this are kept for good: milestones, to look at how the encoder came about."""
-    patience_seconds: float = Field(default=600.0, ge=0)
-    """How long a storage may fail (a full disk, a file system that is gone) before the run ends and says so."""
-
-    @model_validator(mode="after")
-    def _some_time(self) -> "CheckpointConfig":
-        if self.every_steps is None and self.every_seconds is None:
-            raise ValueError("give every_steps or every_seconds: with both null nothing is saved before the end")
-        if self.keep_every_steps is not None and self.every_steps is None:
-            raise ValueError(
-                f"keep_every_steps = {self.keep_every_steps} needs every_steps: checkpoints by the clock alone seldom "
-                "fall on its multiples"
-            )
-        if self.keep_every_steps is not None and self.every_steps and self.keep_every_steps % self.every_steps:
-            raise ValueError(
-                f"keep_every_steps = {self.keep_every_steps} must be a multiple of every_steps = {self.every_steps}"
-            )
-        return self
+from trainer.step.settings import OptimConfig
 
 
 class TrainConfig(Strict):
@@ -58,7 +31,7 @@ class TrainConfig(Strict):
     """Folder of each host for its copies of what lies at addresses. Nothing in it is needed for good."""
     encoder: EncoderConfig
     spans: SpanConfig = SpanConfig()
-    objective: ObjectiveConfig = DeclutrConfig()
+    objective: AnyObjectiveConfig = DEFAULT
     optim: OptimConfig = OptimConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -85,6 +58,21 @@ class TrainConfig(Strict):
     """Which checkpoint becomes the exported encoder: the last, or the best by `validation.score`."""
 
     @model_validator(mode="after")
+    def _complete_score(self) -> "TrainConfig":
+        """Fills in the objective's default score, and leaves it among the settings that the user did not give."""
+        known = (*self.objective.scores, FOLLOWED)
+        if not self.validation.score:
+            completed = self.validation.model_copy(update={"score": known[0]})
+            completed.model_fields_set.discard("score")
+            self.__dict__["validation"] = completed
+        elif self.validation.score not in known:
+            raise ValueError(
+                f"validation.score = {self.validation.score!r}: it is one of {', '.join(known)}"
+                f"{meant(self.validation.score, known)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _what_fits_together(self) -> "TrainConfig":
         found = self._best_problems()
         if self.steps is not None and self.epochs is not None:
@@ -97,10 +85,10 @@ class TrainConfig(Strict):
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; give a number of tokens, or null"
             )
-        if self.validation.score == "followed" and is_remote(self.run):
+        if self.validation.score == FOLLOWED and is_remote(self.run):
             found.append(
                 f"validation.score = followed needs a folder as run, not {self.run}: who follows reads that folder. "
-                "Name one that both see, or score on held-out documents (distant_recall_at_1, distant_mrr)"
+                f"Name one that both see, or score on held-out documents ({', '.join(self.objective.scores[:2])})"
             )
         if found:
             raise ValueError("\n".join(found))
@@ -114,7 +102,7 @@ class TrainConfig(Strict):
             found.append(
                 f"{patience} needs export = best: when it is at its end, the last weights are those that are no better"
             )
-        if (validation.patience is None and self.export == "last") or validation.score == "followed":
+        if (validation.patience is None and self.export == "last") or validation.score == FOLLOWED:
             return found
         who = "export = best" if self.export == "best" else patience
         every_steps = self.checkpoint.every_steps
@@ -126,6 +114,14 @@ class TrainConfig(Strict):
                 f"must be a multiple of checkpoint.every_steps = {every_steps}"
             )
         return found
+
+    def context(self, short_documents: ShortDocuments) -> RunContext:
+        """The part of the run that its objective may depend on.
+
+        Args:
+            short_documents: of the shards' manifest.
+        """
+        return RunContext(self.seed, self.spans, self.batch_documents, short_documents)
 
     def decisive(self) -> dict[str, object]:
         """The part of the configuration that decides the result; a run is continued only if it is unchanged.

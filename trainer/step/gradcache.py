@@ -3,10 +3,13 @@
 The two passes are GradCache's (Gao et al. 2021): embeddings without a graph, then, under the gradient of the loss with
 respect to them, each piece again with its graph and the same dropout.
 
-Legend: M anchors of the global batch, D embedding size.
+Legend: M rows of views of the global batch, D embedding size.
 """
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,126 +17,145 @@ from torch import Tensor
 from common import seeding
 from trainer.data.batches import RankBatch, SpanBatch
 from trainer.model.encoder import Encoder
-from trainer.objectives.declutr.objective import Declutr
+from trainer.objectives.base import Gathered, Objective
 from trainer.parallel.world import World
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a rank knows of all ranks' spans; documents may have different numbers of anchors.
+    """Totals over all ranks, which may have different numbers of rows.
 
     Attributes:
         selected: selected tokens of all ranks.
-        first_anchor: place of this rank's first anchor among all.
-        num_anchors: anchors of all ranks; 0 where nothing is contrasted.
+        first_row: place of this rank's first row of views among all.
+        num_rows: M; 0 where the loss uses no embeddings.
     """
 
     selected: int
-    first_anchor: int
-    num_anchors: int
+    first_row: int
+    num_rows: int
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What comes out of a backward besides the gradients.
+    """Results of a backward besides the gradients.
 
     Attributes:
-        contrastive: contrastive loss of the global batch.
+        terms: terms of the objective's loss on the global batch, by name.
         mlm_sum: this rank's MLM loss, summed over its selected tokens.
         num_selected: selected tokens of all ranks.
-        embeddings: `(2M, D)` detached embeddings of the global batch; None when no queue remembers them.
+        gathered: detached views of the global batch; None unless the objective remembers them.
     """
 
-    contrastive: Tensor
+    terms: dict[str, Tensor]
     mlm_sum: Tensor
     num_selected: int
-    embeddings: Tensor | None
+    gathered: Gathered | None
 
 
 @dataclass(frozen=True)
 class GradCache:
-    """What both passes need.
+    """Both passes of a step.
 
     Attributes:
         encoder: the model, in training mode.
-        objective: the contrastive half of the loss.
+        objective: the loss on the views of the global batch.
         world: the workers.
-        seed: the run's seed, for dropout.
-        autocast: type of the forward's matrix products (bfloat16), or None for the parameters' own.
+        seed: the run's seed.
+        step: 1-based optimizer step.
+        autocast: type of the forward's matrix products, or None for the parameters' own.
     """
 
     encoder: Encoder
-    objective: Declutr
+    objective: Objective[Any]
     world: World
     seed: int
+    step: int
     autocast: torch.dtype | None = None
 
-    def count(self, spans: SpanBatch) -> Counts:
-        """What all ranks know after one sum."""
+    def count(self, batch: RankBatch) -> Counts:
+        """Totals over all ranks, by one all-reduce."""
         own = [0] * self.world.size
-        if self.objective.config.contrastive:
-            own[self.world.rank] = self.objective.anchors_in(spans.num_spans)
-        selected, *anchors = self.world.sum(spans.labels.new_tensor([len(spans.labels), *own])).tolist()
-        return Counts(selected, sum(anchors[: self.world.rank]), sum(anchors))
+        own[self.world.rank] = batch.num_rows
+        labels = batch.spans.labels
+        selected, *rows = self.world.sum(labels.new_tensor([len(labels), *own])).tolist()
+        return Counts(selected, sum(rows[: self.world.rank]), sum(rows))
 
-    def embed(self, pieces: list[SpanBatch], step: int) -> list[tuple[Tensor, Tensor]]:
+    def embed(self, pieces: list[SpanBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
-        if len(pieces) > 1 and not self.objective.config.contrastive:
+        if len(pieces) > 1 and not self.objective.config.embeds:
             return []  # nothing crosses pieces, one pass is enough
         with torch.set_grad_enabled(len(pieces) == 1):
-            return [self._forward(piece, number, step) for number, piece in enumerate(pieces)]
+            return [self._forward(piece, number) for number, piece in enumerate(pieces)]
 
     def differentiate(
-        self,
-        batch: RankBatch,
-        pieces: list[SpanBatch],
-        embedded: list[tuple[Tensor, Tensor]],
-        counts: Counts,
-        step: int,
+        self, batch: RankBatch, pieces: list[SpanBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
     ) -> Gradients:
-        """After `embed`, all the rest: accumulates this rank's part of the gradient in the encoder's parameters."""
+        """Accumulates this rank's part of the gradient, after `embed`.
+
+        The objective's own parameters get the whole gradient on every rank alike, so only the first rank keeps it: the
+        sum over ranks then counts it once.
+        """
+        found = self._differentiate(batch, pieces, embedded, counts)
+        if self.world.rank:
+            for parameter in self.objective.parameters():
+                parameter.grad = None
+        return found
+
+    def _differentiate(
+        self, batch: RankBatch, pieces: list[SpanBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
+    ) -> Gradients:
         share = 1.0 / max(1, counts.selected)
         if len(pieces) == 1:
             spans, mlm_sum = embedded[0]
-            contrastive, embeddings = self._contrast(spans, batch, counts)
-            _backward(contrastive + mlm_sum * share)
-            return Gradients(contrastive.detach(), mlm_sum.detach(), counts.selected, embeddings)
-        contrastive, gradient, embeddings = self._through_loss(embedded, batch, counts)
+            terms, gathered = self._loss(spans, batch, counts)
+            _backward(_total(terms, spans) + mlm_sum * share)
+            return Gradients(_detached(terms), mlm_sum.detach(), counts.selected, gathered)
+        terms, gradient, gathered = self._through_loss(embedded, batch, counts)
         sizes = [piece.num_spans for piece in pieces]
         upstream = [None] * len(pieces) if gradient is None else gradient.split(sizes)
-        mlm_total = contrastive.new_zeros(())
+        mlm_total = torch.zeros((), device=batch.spans.input_ids.device)
         for number, (piece, towards) in enumerate(zip(pieces, upstream, strict=True)):
-            spans, mlm_sum = self._forward(piece, number, step)
+            spans, mlm_sum = self._forward(piece, number)
             through_spans = 0.0 if towards is None else (spans * towards).sum()
             _backward(through_spans + mlm_sum * share)
             mlm_total = mlm_total + mlm_sum.detach()
-        return Gradients(contrastive, mlm_total, counts.selected, embeddings)
+        return Gradients(terms, mlm_total, counts.selected, gathered)
 
     def _through_loss(
         self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch, counts: Counts
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The contrastive loss, its gradient towards this rank's span embeddings, and the embeddings to remember.
+    ) -> tuple[dict[str, Tensor], Tensor | None, Gathered | None]:
+        """The loss terms, their gradient towards this rank's span embeddings, and the views to remember.
 
         Nothing else of the loss outlives this call: the second pass needs the memory.
         """
         if not embedded:
-            nothing = torch.zeros((), device=batch.spans.input_ids.device)
-            return nothing, None, None
+            return {}, None, None
         cached = torch.cat([spans for spans, _ in embedded])
         embedded.clear()
         cached.requires_grad_(True)
-        contrastive, embeddings = self._contrast(cached, batch, counts)
-        _backward(contrastive)
-        return contrastive.detach(), cached.grad, embeddings
+        terms, gathered = self._loss(cached, batch, counts)
+        _backward(_total(terms, cached))
+        return _detached(terms), cached.grad, gathered
 
-    def _contrast(self, spans: Tensor, batch: RankBatch, counts: Counts) -> tuple[Tensor, Tensor | None]:
-        if not self.objective.config.contrastive:
-            return spans.new_zeros(()), None
-        views = self.objective.represent(spans, batch.num_documents)
-        loss, embeddings = self.objective.loss(views, counts.first_anchor, counts.num_anchors, self.world)
-        return loss, embeddings if self.objective.config.queue_size else None
+    def _loss(self, spans: Tensor, batch: RankBatch, counts: Counts) -> tuple[dict[str, Tensor], Gathered | None]:
+        """The loss terms of the global batch, from this rank's span embeddings."""
+        if not self.objective.config.embeds:
+            return {}, None
+        views, total = self.objective.views(spans, batch), counts.num_rows
+        gathered = Gathered(
+            self.world.gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:]),
+            {name: self.world.gather(values, counts.first_row, total) for name, values in batch.facts.items()},
+            self.seed,
+            self.step,
+            self.world.size,
+        )
+        terms = self.objective.loss(gathered)
+        if unknown := set(terms) - set(self.objective.config.metrics):
+            raise ValueError(f"the objective's loss has terms {sorted(unknown)} that its config.metrics does not name")
+        return terms, gathered.detach() if self.objective.remembers else None
 
-    def _forward(self, piece: SpanBatch, number: int, step: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, piece: SpanBatch, number: int) -> tuple[Tensor, Tensor]:
         """Embeddings and MLM loss of a microbatch.
 
         Dropout is keyed by token (trainer/model/dropout.py). Only the padded layout's attention dropout is torch's
@@ -141,12 +163,21 @@ class GradCache:
         """
         device = piece.input_ids.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self._autocast(device):
-            torch.manual_seed(seeding.torch_seed(self.seed, "dropout", step, self.world.rank, number))
+            torch.manual_seed(seeding.torch_seed(self.seed, "dropout", self.step, self.world.rank, number))
             embeddings, mlm_sum = self.encoder(piece)
         return embeddings, mlm_sum
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+
+def _total(terms: dict[str, Tensor], like: Tensor) -> Tensor:
+    """The sum of the terms; 0 where there are none."""
+    return reduce(add, terms.values()) if terms else like.new_zeros(())
+
+
+def _detached(terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in terms.items()}
 
 
 def _backward(loss: Tensor) -> None:

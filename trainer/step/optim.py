@@ -1,12 +1,15 @@
-"""Parameter groups, AdamW with and without bias correction, and the learning rate of a step."""
+"""Parameter groups, clipping, AdamW with and without bias correction, and the learning rate of a step."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from trainer.setup.settings import OptimConfig as OptimConfig
+from trainer.parallel.sharding import whole
+from trainer.parallel.world import is_part
+from trainer.step.settings import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -33,12 +36,30 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 
 
-def build_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the module's trainable parameters."""
-    groups = parameter_groups(module, config.weight_decay)
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+    """Scales gradients down to a total norm of at most `max_norm`; returns the norm before.
+
+    Sharded and replicated parameters are summed apart: torch cannot stack norms of both kinds.
+    """
+    kinds = [[p for p in parameters if is_part(p) == sharded] for sharded in (True, False)]
+    kinds = [kind for kind in kinds if kind]
+    if len(kinds) == 1:
+        return float(whole(torch.nn.utils.clip_grad_norm_(kinds[0], max_norm)))
+    gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
+    norm = math.hypot(*(float(whole(torch.nn.utils.get_total_norm(some))) for some in gradients))
+    factor = max_norm / (norm + 1e-6)  # as torch clips
+    for some in gradients:
+        torch._foreach_mul_(some, min(1.0, factor))
+    return norm
+
+
+def build_optimizer(config: OptimConfig, encoder: nn.Module, objective: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters of encoder and objective, each in groups of its own."""
+    groups = parameter_groups(encoder, config.weight_decay)
+    groups += [group for group in parameter_groups(objective, config.weight_decay) if group["params"]]
     if not config.bias_correction:
         return UncorrectedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    fused = next(module.parameters()).is_cuda  # one kernel for all parameters
+    fused = next(encoder.parameters()).is_cuda  # one kernel for all parameters
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 

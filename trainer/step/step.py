@@ -2,22 +2,23 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from common.console.logs import get_logger
 from trainer.data.batches import DIGEST, RankBatch, SpanBatch
 from trainer.model.encoder import Encoder
 from trainer.model.flops import linear_weights, step_flops
-from trainer.objectives.declutr.objective import Declutr
-from trainer.parallel.sharding import whole
+from trainer.objectives.base import Objective
 from trainer.parallel.world import World
 from trainer.step.gradcache import GradCache, Gradients
 from trainer.step.microbatch import Microbatch, out_of_memory
-from trainer.step.optim import OptimConfig, learning_rate
+from trainer.step.optim import clip_gradients, learning_rate
+from trainer.step.settings import OptimConfig
 
 T = TypeVar("T")
 
@@ -27,9 +28,9 @@ class StepMetrics:
     """What one step measured, over all ranks.
 
     Attributes:
-        loss: contrastive + MLM, unscaled.
-        contrastive: contrastive loss of the global batch; 0 when it is not trained.
-        mlm: mean cross entropy over the global batch's selected tokens; 0 when nothing is selected.
+        loss: sum of the terms.
+        terms: terms of the loss by name; `mlm` is the mean cross entropy over the global batch's selected tokens. A
+            term that is not trained is 0.
         grad_norm: norm of the gradient before clipping.
         lr: learning rate of the update.
         num_selected: selected tokens.
@@ -41,8 +42,7 @@ class StepMetrics:
     """
 
     loss: float
-    contrastive: float
-    mlm: float
+    terms: dict[str, float]
     grad_norm: float
     lr: float
     num_selected: int
@@ -51,6 +51,11 @@ class StepMetrics:
     flops: float
     batch_digest: int
     skipped: bool = False
+
+    def line(self) -> dict[str, Any]:
+        """The numbers by name, each term under its own, as `metrics.jsonl` holds them."""
+        numbers = asdict(self)
+        return {"loss": numbers.pop("loss"), **numbers.pop("terms"), **numbers}
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -71,8 +76,8 @@ class Stepper:
 
     Attributes:
         encoder: the model, in training mode.
-        objective: the contrastive half of the loss; holds the queue.
-        optimizer: over the encoder's trainable parameters.
+        objective: the loss on the views of the global batch.
+        optimizer: over the trainable parameters of encoder and objective.
         optim: rates and clipping.
         world: the workers.
         seed: the run's seed, for dropout.
@@ -82,7 +87,7 @@ class Stepper:
     """
 
     encoder: Encoder
-    objective: Declutr
+    objective: Objective[Any]
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
     world: World
@@ -103,21 +108,42 @@ class Stepper:
             NonFiniteLossError: before anything is updated, on every rank alike.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        buffers = [buffer.clone() for buffer in self.objective.buffers()]  # a BatchNorm's statistics, for example
         found = self.gradients(batch, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.world.sum_gradients(parameters)
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, self.optim.max_grad_norm)))
-        contrastive, mlm_sum = float(found.contrastive), found.mlm_sum
+        norm = clip_gradients(parameters, self.optim.max_grad_norm)
+        measured = self._measure(batch, step, found, norm)
+        if measured.skipped:
+            self._restore(buffers)
+            raise NonFiniteLossError(
+                f"step {step}: loss {measured.loss} "
+                f"({', '.join(f'{name} {value}' for name, value in measured.terms.items())}), gradient norm {norm}: "
+                f"not finite, nothing was updated. Try a smaller optim.lr (now {self.optim.lr}), a larger temperature, "
+                "or precision: fp32",
+                measured,
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = measured.lr
+        self.optimizer.step()
+        if found.gathered is not None:
+            self.objective.remember(found.gathered)
+        return measured
+
+    def _measure(self, batch: RankBatch, step: int, found: Gradients, norm: float) -> StepMetrics:
+        """The numbers of a step over all ranks; `skipped` where one of them is not finite."""
+        mlm_sum = found.mlm_sum
         places = sum(self.encoder.token_places(piece) for piece in self.microbatch.cut(batch.spans))
         flops = step_flops(self.encoder.model, self.weights, batch.spans.lengths, len(batch.spans.labels))
         counts = mlm_sum.new_tensor([batch.spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
         totals = self.world.sum(torch.cat([mlm_sum.double()[None], counts])).tolist()
-        mlm = totals[0] / max(1, found.num_selected)
-        loss = contrastive + mlm
-        measured = StepMetrics(
+        values = {name: float(value) for name, value in found.terms.items()}
+        values["mlm"] = totals[0] / max(1, found.num_selected)
+        terms = {name: values.get(name, 0.0) for name in self.objective.config.metrics}
+        loss = sum(terms.values())
+        return StepMetrics(
             loss=loss,
-            contrastive=contrastive,
-            mlm=mlm,
+            terms=terms,
             grad_norm=norm,
             lr=learning_rate(self.optim, step, self.total_steps),
             num_selected=found.num_selected,
@@ -125,23 +151,17 @@ class Stepper:
             padding_share=1 - totals[1] / max(1.0, totals[2]),
             flops=totals[3],
             batch_digest=int(totals[4]) % DIGEST,
+            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
         )
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise NonFiniteLossError(
-                f"step {step}: loss {loss} (contrastive {contrastive}, mlm {mlm}), gradient norm {norm}: not "
-                f"finite, nothing was updated. Try a smaller optim.lr (now {self.optim.lr}), a larger temperature, or "
-                "precision: fp32",
-                replace(measured, skipped=True),
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = measured.lr
-        self.optimizer.step()
-        if found.embeddings is not None:
-            self.objective.remember(found.embeddings)
-        return measured
+
+    def _restore(self, buffers: list[Tensor]) -> None:
+        """Puts back the objective's buffers as they were before a step that does not count."""
+        with torch.no_grad():
+            for buffer, before in zip(self.objective.buffers(), buffers, strict=True):
+                buffer.copy_(before)
 
     def gradients(self, batch: RankBatch, step: int) -> Gradients:
-        """Accumulates this rank's part of the global gradient in the encoder's parameters.
+        """Accumulates this rank's part of the global gradient in the parameters of encoder and objective.
 
         The result does not depend on how the spans are cut (trainer/step/gradcache.py), so a step that ran out of
         memory is simply taken again.
@@ -149,11 +169,13 @@ class Stepper:
         Raises:
             MicrobatchError: memory is not enough for a single span.
         """
+        buffers = [buffer.clone() for buffer in self.objective.buffers()]
         while True:
             found = self._attempt(batch, step)
             if found is not None:
                 return found
             self.optimizer.zero_grad(set_to_none=True)
+            self._restore(buffers)
             self.microbatch.lower(batch.spans, self.world)
             get_logger().warning("step %d: out of memory, now %s tokens at once", step, self.microbatch.max_tokens)
 
@@ -162,13 +184,13 @@ class Stepper:
 
         Ranks agree before and after the one exchange of embeddings, so that none waits there for one that failed.
         """
-        passes = GradCache(self.encoder, self.objective, self.world, self.seed, self.autocast)
+        passes = GradCache(self.encoder, self.objective, self.world, self.seed, step, self.autocast)
         pieces = self._pieces(batch.spans)
-        counts = passes.count(batch.spans)
-        embedded = self._all_fit(lambda: passes.embed(pieces, step))
+        counts = passes.count(batch)
+        embedded = self._all_fit(lambda: passes.embed(pieces))
         if embedded is None:
             return None
-        return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts, step))
+        return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts))
 
     def _pieces(self, spans: SpanBatch) -> list[SpanBatch]:
         """The microbatches of a share; as many as any rank's, the last ones empty, where the encoder is sharded."""

@@ -1,12 +1,11 @@
-"""The bulletin between the driver and its workers: Ray's own key-value store, so no process, port or file of its own.
+"""The control channel between the driver and its workers, in Ray's key-value store: no extra process, port or file.
 
-Workers write what they do (trainer/worker/heartbeat.py) every half second, the driver writes a notice to stop. A write
-takes about a millisecond of a thread beside the training.
+Workers write heartbeats (trainer/worker/heartbeat.py) twice a second; the driver writes a stop notice. A write takes
+about a millisecond of a thread alongside the training.
 """
 
 import contextlib
 import json
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,45 +14,47 @@ import ray
 from ray.exceptions import GetTimeoutError, RaySystemError, RpcError
 from ray.experimental import internal_kv
 
+from common.watcher import Watcher
+
 EVERY_SECONDS = 0.5
 _NAMESPACE = b"declutr"
-# Without a limit a call waits for a head that is gone, and Ray ends the whole process over it after a minute.
+# Without a limit a call waits for a lost head, and after a minute Ray kills the whole process.
 _CALL_SECONDS = 5.0
 UNREACHABLE = (RpcError, RaySystemError, GetTimeoutError, TimeoutError)
-"""What a call raises when Ray's head does not answer."""
+"""Errors of a call when Ray's head does not answer."""
 
 
 @dataclass(frozen=True)
-class Bulletin:
-    """The notes of one run. Every call may raise one of UNREACHABLE.
+class ControlChannel:
+    """Heartbeats and stop notice of one start of the group. Every call may raise one of UNREACHABLE.
 
     Attributes:
-        name: of one start of the group; another has another.
+        name: name of the start; each start has a different one.
     """
 
     name: str
 
-    def post(self, pulse: dict[str, Any]) -> None:
-        """A worker's pulse, in place of its last."""
-        self._put(f"pulse/{pulse['rank']}", pulse)
+    def post(self, heartbeat: dict[str, Any]) -> None:
+        """Replaces a worker's heartbeat."""
+        self._put(f"heartbeat/{heartbeat['rank']}", heartbeat)
 
-    def pulses(self) -> list[dict[str, Any]]:
-        """The newest pulse of every rank that ever wrote one."""
-        keys = _head().internal_kv_keys(self._key("pulse/"), _NAMESPACE, timeout=_CALL_SECONDS)
+    def heartbeats(self) -> list[dict[str, Any]]:
+        """The newest heartbeat of every rank that has written one."""
+        keys = _head().internal_kv_keys(self._key("heartbeat/"), _NAMESPACE, timeout=_CALL_SECONDS)
         found = _head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
         return [json.loads(raw) for raw in found.values()]
 
-    def ask_to_stop(self, reason: str) -> None:
-        """Tells the workers to save and end."""
+    def request_stop(self, reason: str) -> None:
+        """Asks the workers to save and stop."""
         self._put("stop", {"reason": reason})
 
-    def asked_to_stop(self) -> str | None:
-        """Why the workers shall end; None: they shall not."""
+    def stop_reason(self) -> str | None:
+        """Reason for the workers to save and stop, or None."""
         raw = _head().internal_kv_get(self._key("stop"), _NAMESPACE, timeout=_CALL_SECONDS)
         return None if raw is None else str(json.loads(raw)["reason"])
 
     def clear(self) -> None:
-        """Takes everything down."""
+        """Deletes all entries."""
         _head().internal_kv_del(self._key(""), True, _NAMESPACE, timeout=_CALL_SECONDS)
 
     def _put(self, key: str, value: dict[str, Any]) -> None:
@@ -64,64 +65,58 @@ class Bulletin:
 
 
 def _head() -> Any:
-    """This process's connection to Ray's head."""
+    """Connection of this process to Ray's head."""
     client = internal_kv.internal_kv_get_gcs_client()
     if client is None:  # between two sessions
-        raise TimeoutError("there is no Ray session")
+        raise TimeoutError("no Ray session is connected")
     return client
 
 
-class Reader(threading.Thread):
-    """Reads the bulletin for the driver, in a thread: a head that is gone must not stop who watches it.
+class ChannelReader(Watcher):
+    """Reads the control channel for the driver in a thread, so that a lost head does not block the driver.
 
     Attributes:
-        pulses: the newest.
-        answered: monotonic time at which the head last answered.
-        draining: a sentence on a node with workers of ours that is about to be taken away; None: there is none.
-        wish: why the workers shall end, posted as soon as the head answers.
+        heartbeats: newest heartbeats.
+        answered: monotonic time of the head's last answer.
+        draining: message about a node with workers that is about to be removed, or None.
+        stop_reason: reason for the workers to stop, posted as soon as the head answers; None while they are to run.
     """
 
-    def __init__(self, bulletin: Bulletin) -> None:
-        super().__init__(daemon=True, name="declutr-reader")
-        self.pulses: list[dict[str, Any]] = []
+    def __init__(self, channel: ControlChannel) -> None:
+        super().__init__(EVERY_SECONDS, "declutr-reader", at_once=True)
+        self.heartbeats: list[dict[str, Any]] = []
         self.answered = time.monotonic()
         self.draining: str | None = None
-        self.wish: str | None = None
-        self._bulletin = bulletin
-        self._ended = threading.Event()
+        self.stop_reason: str | None = None
+        self._channel = channel
+        self._posted = False
 
-    def run(self) -> None:
-        """Reads until it is ended."""
-        posted = False
-        while not self._ended.is_set():
-            try:
-                if self.wish is not None and not posted:
-                    self._bulletin.ask_to_stop(self.wish)
-                    posted = True
-                self.pulses = self._bulletin.pulses()
-                self.draining = draining({pulse["node"] for pulse in self.pulses if pulse["phase"] != "ended"})
-                self.answered = time.monotonic()
-            except UNREACHABLE:
-                pass  # `answered` says it
-            self._ended.wait(EVERY_SECONDS)
+    def look(self) -> None:
+        """Posts the stop notice once, reads heartbeats and draining nodes."""
+        with contextlib.suppress(*UNREACHABLE):  # `answered` shows it
+            if self.stop_reason is not None and not self._posted:
+                self._channel.request_stop(self.stop_reason)
+                self._posted = True
+            self.heartbeats = self._channel.heartbeats()
+            self.draining = draining({each["node"] for each in self.heartbeats if each["phase"] != "ended"})
+            self.answered = time.monotonic()
 
-    def end(self) -> None:
-        """Ends it after a last look, and takes the bulletin down."""
-        self._ended.set()
-        self.join(timeout=2 * _CALL_SECONDS)
-        with contextlib.suppress(*UNREACHABLE):  # it goes with the head
-            self.pulses = self._bulletin.pulses()
-            self._bulletin.clear()
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2 * _CALL_SECONDS)
+        with contextlib.suppress(*UNREACHABLE):  # a lost head takes the entries with it
+            self.heartbeats = self._channel.heartbeats()
+            self._channel.clear()
 
 
 def draining(nodes: set[str]) -> str | None:
-    """A sentence if one of these nodes is about to be taken away, with the time that is left.
+    """A message if one of these nodes is about to be removed, with the remaining time.
 
-    Ray's public call, `ray.train.get_preemption_info`, is an exchange between all workers; this asks the same source.
+    Ray's public call, `ray.train.get_preemption_info`, is an exchange between all workers; this reads the same source.
     """
     found = {node: at for node, at in ray._private.state.state.get_draining_nodes().items() if node in nodes}
     if not found:
         return None
     node, deadline_ms = min(found.items(), key=lambda item: item[1] or float("inf"))
     left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
-    return f"node {node[:8]} is about to be taken away{left}"
+    return f"node {node[:8]} is about to be removed{left}"

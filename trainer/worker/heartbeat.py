@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.parallel.world import Wish, World
+from trainer.parallel.world import Request, World
 
 _KEPT_WORDS = 10
 _SMOOTHING = 0.1  # weight of the newest step in the mean of a worker's own time
 
 
 @dataclass
-class Pulse:
+class Heartbeat:
     """One worker's place in the run, written by its training thread and read by another.
 
     Attributes:
@@ -39,7 +39,7 @@ class Pulse:
             group, model, batch, first.
         line: the first worker's last line of metrics.
         said: its last words in the log, oldest first.
-        num_said: how many there were in all.
+        num_logged: how many there were in all.
         notice: the signal to this very worker that ends its group, with the worker's name; empty where there was none.
     """
 
@@ -54,8 +54,8 @@ class Pulse:
     own_seconds: float | None = None
     start: dict[str, float] = field(default_factory=dict)
     line: dict[str, Any] | None = None
-    said: list[str] = field(default_factory=list)
-    num_said: int = 0
+    logged: list[str] = field(default_factory=list)
+    num_logged: int = 0
     notice: str = ""
     _since: float = field(default_factory=time.monotonic)
     _waited: float = 0.0
@@ -81,11 +81,11 @@ class Pulse:
         with self.doing(phase, waits=True):
             yield
 
-    def turn(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """From now on another phase, until the next."""
         self.phase, self._since = phase, time.monotonic()
 
-    def finished(self, step: int, seconds: float) -> None:
+    def finish_step(self, step: int, seconds: float) -> None:
         """A step is done; it took so long, waiting for others included."""
         own = max(0.0, seconds - self._waited)
         self._waited = 0.0
@@ -94,7 +94,7 @@ class Pulse:
                 own if self.own_seconds is None else self.own_seconds + _SMOOTHING * (own - self.own_seconds)
             )
         self.step, self.steps = step, self.steps + 1
-        self.turn("data")
+        self.set_phase("data")
 
     def snapshot(self) -> dict[str, Any]:
         """What a watcher needs to know, as JSON."""
@@ -111,14 +111,14 @@ class Pulse:
             "phase_seconds": round(time.monotonic() - self._since, 3),
             "entered": self.entered,
             "own_seconds": self.own_seconds,
-            "said": self.said,
-            "num_said": self.num_said,
+            "logged": self.logged,
+            "num_logged": self.num_logged,
             "start": self.start,
             "line": self.line,
             "notice": self.notice,
         }
 
-    def take_notice(self, signal: str) -> str:
+    def record_signal(self, signal: str) -> str:
         """Keeps a signal to this worker; answers the sentence on it."""
         self.notice = f"{signal} to worker {self.rank} (host {self._host}, pid {os.getpid()})"
         return self.notice
@@ -150,54 +150,54 @@ def describe_start(step: int, parts: dict[str, float]) -> str:
     return f"step {step} after {sum(parts.values()):.1f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
 
 
-class Words(logging.Handler):
-    """Takes what a worker logs onto its pulse, for the driver to say: Ray keeps a worker's own output in a file.
+class HeartbeatLogHandler(logging.Handler):
+    """Takes what a worker logs onto its heartbeat, for the driver to say: Ray keeps a worker's own output in a file.
 
     Args:
-        pulse: of this worker. The first one's news are passed on, of the others only warnings.
+        heartbeat: of this worker. The first one's news are passed on, of the others only warnings.
     """
 
-    def __init__(self, pulse: Pulse) -> None:
-        super().__init__(logging.INFO if pulse.rank == 0 else logging.WARNING)
-        self._pulse = pulse
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        super().__init__(logging.INFO if heartbeat.rank == 0 else logging.WARNING)
+        self._heartbeat = heartbeat
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps the last few."""
-        self._pulse.said = [*self._pulse.said[1 - _KEPT_WORDS :], record.getMessage()]
-        self._pulse.num_said += 1
+        self._heartbeat.logged = [*self._heartbeat.logged[1 - _KEPT_WORDS :], record.getMessage()]
+        self._heartbeat.num_logged += 1
 
 
 @dataclass(frozen=True)
-class WatchedWorld(World):
+class CountedWorld(World):
     """The workers, each exchange between them counted.
 
     Attributes:
-        pulse: of this worker.
+        heartbeat: of this worker.
     """
 
-    pulse: Pulse = field(default_factory=lambda: Pulse(0, 1))
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1))
 
     def gather(self, rows: Tensor, start: int, total: int) -> Tensor:
         """As `World.gather`."""
-        with self.pulse.exchange("gather"):
+        with self.heartbeat.exchange("gather"):
             return super().gather(rows, start, total)
 
     def sum(self, values: Tensor) -> Tensor:
         """As `World.sum`."""
-        with self.pulse.exchange("gather"):
+        with self.heartbeat.exchange("gather"):
             return super().sum(values)
 
     def largest(self, number: int) -> int:
         """As `World.largest`."""
-        with self.pulse.exchange("gather"):
+        with self.heartbeat.exchange("gather"):
             return super().largest(number)
 
-    def agree(self, wishes: Wish) -> Wish:
+    def agree(self, requests: Request) -> Request:
         """As `World.agree`."""
-        with self.pulse.exchange("agree"):
-            return super().agree(wishes)
+        with self.heartbeat.exchange("agree"):
+            return super().agree(requests)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """As `World.sum_gradients`."""
-        with self.pulse.exchange("update"):
+        with self.heartbeat.exchange("update"):
             super().sum_gradients(parameters)

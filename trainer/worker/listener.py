@@ -1,52 +1,42 @@
-"""A worker's ear: notices to save and end, from a signal to its own process or from the driver's bulletin.
+"""A worker's listener for stop notices: signals to its process, and the driver's notice in the control channel.
 
-The driver's notice stands for a signal to the driver and for a node that is about to be taken away.
+The driver sends one after a signal to itself, or when a node is about to be removed.
 """
 
-import threading
-
 from common.console.logs import get_logger
+from common.watcher import Watcher
 from trainer.worker.backend import signalled
-from trainer.worker.channel import EVERY_SECONDS, UNREACHABLE, Bulletin
-from trainer.worker.heartbeat import Pulse
+from trainer.worker.channel import EVERY_SECONDS, UNREACHABLE, ControlChannel
+from trainer.worker.heartbeat import Heartbeat
 
 
-class Ear:
-    """Posts this worker's pulse and listens for notices, in a thread, while its block runs.
+class Listener(Watcher):
+    """Posts this worker's heartbeat and reads stop notices, in a thread, while its block runs.
 
     Args:
-        bulletin: of the run.
-        pulse: of this worker.
+        channel: control channel of the run.
+        heartbeat: heartbeat of this worker.
     """
 
-    def __init__(self, bulletin: Bulletin, pulse: Pulse) -> None:
-        self._bulletin, self._pulse = bulletin, pulse
-        self._heard: str | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True, name="declutr-ear")
+    def __init__(self, channel: ControlChannel, heartbeat: Heartbeat) -> None:
+        super().__init__(EVERY_SECONDS, "declutr-listener", at_once=True)
+        self._channel, self._heartbeat = channel, heartbeat
+        self._received: str | None = None
 
     def notice(self) -> str | None:
-        """Why this worker shall save and end; None: it shall not."""
+        """Reason to save and stop, or None."""
         signal = signalled()
-        return self._pulse.take_notice(signal) if signal else self._heard
+        return self._heartbeat.record_signal(signal) if signal else self._received
 
-    def __enter__(self) -> "Ear":
-        self._thread.start()
-        return self
+    def look(self) -> None:
+        """Posts the heartbeat and reads the driver's notice."""
+        self.notice()  # records a signal in the heartbeat even if the training thread hangs
+        try:
+            self._channel.post(self._heartbeat.snapshot())
+            self._received = self._channel.stop_reason()
+        except UNREACHABLE as error:  # Ray's head does not answer; if that lasts, Ray kills this process
+            get_logger().debug("the control channel does not answer: %s", error)
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _listen(self) -> None:
-        ended = False
-        while True:
-            self.notice()  # onto the pulse, also where the training thread is stuck
-            try:
-                self._bulletin.post(self._pulse.snapshot())
-                self._heard = self._bulletin.asked_to_stop()
-            except UNREACHABLE as error:  # the head is away: Ray itself ends us if it stays away
-                get_logger().debug("the bulletin does not answer: %s", error)
-            if ended:
-                return
-            ended = self._stop.wait(EVERY_SECONDS)  # then once more: its last words
+    def _run(self) -> None:
+        super()._run()
+        self.look()  # posts the last log lines

@@ -9,19 +9,20 @@ import torch
 from ray.util import get_current_placement_group
 
 from common.console.logs import get_logger, setup_logging
+from pipeline.shards.manifest import data_hash
 from pipeline.shards.shards import ShardError, ShardSet
 from trainer.checkpoints.saver import SaveError
-from trainer.checkpoints.store import fetch_run
+from trainer.checkpoints.store import fetch_run, store_of
 from trainer.data.plan import Plan
 from trainer.model.language_model import UnfitEncoderError
-from trainer.setup.build import build_encoder, build_stepper, load_tokenizer, total_steps
+from trainer.setup.build import build_encoder, build_objective, build_stepper, load_tokenizer, total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.microbatch import Microbatch, MicrobatchError
 from trainer.step.step import NonFiniteLossError
-from trainer.worker.channel import Bulletin
-from trainer.worker.heartbeat import Pulse, Stopwatch, WatchedWorld, Words
-from trainer.worker.listener import Ear
+from trainer.worker.channel import ControlChannel
+from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler, Stopwatch
+from trainer.worker.listener import Listener
 from trainer.worker.worker import Worker
 
 
@@ -29,7 +30,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, again after each failure.
 
     Args:
-        settings: `config`, the TrainConfig as JSON; `bulletin`, its name; `marks`, the driver's part of the Stopwatch.
+        settings: `config`, the TrainConfig as JSON; `channel`, its name; `marks`, the driver's part of the Stopwatch.
 
     Returns:
         None at the last step; else `given_up`, why it cannot go on, or with `step`, which is saved, `stopped`, the
@@ -41,29 +42,33 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     config = TrainConfig.model_validate(settings["config"])
     context = ray.train.get_context()
     group = get_current_placement_group()
-    pulse = Pulse(
+    heartbeat = Heartbeat(
         context.get_world_rank(),
         context.get_world_size(),
         group.id.hex() if group else "",
         ray.get_runtime_context().get_node_id(),
     )
-    setup_logging(f"worker {pulse.rank}/{pulse.size}")
-    get_logger().addHandler(Words(pulse))
-    with Ear(Bulletin(settings["bulletin"]), pulse) as ear:
-        return _train(config, pulse, stopwatch, ear)
+    setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
+    get_logger().addHandler(HeartbeatLogHandler(heartbeat))
+    with Listener(ControlChannel(settings["channel"]), heartbeat) as listener:
+        return _train(config, heartbeat, stopwatch, listener)
 
 
-def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) -> dict[str, Any] | None:
-    world = WatchedWorld(pulse.rank, pulse.size, pulse)
+def _train(
+    config: TrainConfig, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
+) -> dict[str, Any] | None:
+    world = CountedWorld(heartbeat.rank, heartbeat.size, heartbeat)
     device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
-    with pulse.doing("fetching"):
-        data = data_folder(config)
-        fetch_run(config, world)
-    shards = ShardSet(data, "train", look=False)  # the driver has looked
+    with heartbeat.doing("fetching"):
+        data, run = data_folder(config.data, config.cache), run_folder(config.run, config.cache)
+        shards = ShardSet(data, "train", look=False)  # the driver has looked
+        if store := store_of(config.run, run):
+            expected = {"config_hash": config.hash(), "data_hash": data_hash(shards.manifest)}
+            fetch_run(store, expected, world)
     try:
-        tokenizer, vocabulary = load_tokenizer(shards.folder)
+        tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
     except ShardError as error:
         return {"given_up": str(error)}
     try:
@@ -72,17 +77,18 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         return {"given_up": str(error)}
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
-    stepper = build_stepper(config, encoder, world, total_steps(config, plan), microbatch)
+    objective = build_objective(config, encoder, shards.manifest)
+    stepper = build_stepper(config, encoder, objective, world, total_steps(config, plan), microbatch)
     worker = Worker(
         config,
-        run_folder(config),
+        run,
         shards,
         stepper,
         plan,
         vocabulary,
         device,
-        notice=lambda: ear.notice() is not None,
-        pulse=pulse,
+        notice=lambda: listener.notice() is not None,
+        heartbeat=heartbeat,
         stopwatch=stopwatch,
     )
     try:
@@ -93,4 +99,4 @@ def _train(config: TrainConfig, pulse: Pulse, stopwatch: Stopwatch, ear: Ear) ->
         return None
     if worker.early:
         return {"early": True, "step": step}
-    return {"stopped": ear.notice() or "a notice to another worker", "step": step}
+    return {"stopped": listener.notice() or "a notice to another worker", "step": step}

@@ -13,7 +13,7 @@ from pipeline.shards.manifest import data_hash
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.checkpoints.ranking import Patience
+from trainer.checkpoints.ranking import EarlyStopping
 from trainer.checkpoints.saver import SaveError, Saver
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.store import after_save
@@ -21,17 +21,16 @@ from trainer.data.batches import RankBatch
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
 from trainer.data.stream import Ahead, batches
+from trainer.data.vocabulary import Vocabulary
 from trainer.metrics.metrics import METRICS, MetricsWriter, Window, read_last_step
 from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
-from trainer.objectives.declutr.ease import easy_start
-from trainer.objectives.declutr.feed import Vocabulary
-from trainer.objectives.declutr.validation import Validator
-from trainer.parallel.world import Wish
-from trainer.setup.build import build_feed, held_out_validator
+from trainer.objectives.base import Validator
+from trainer.parallel.world import Request
+from trainer.setup.build import build_feed, build_validator
 from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
-from trainer.worker.heartbeat import Pulse, Stopwatch
+from trainer.worker.heartbeat import Heartbeat, Stopwatch
 
 
 def never() -> bool:
@@ -45,7 +44,7 @@ class Worker:
 
     Attributes:
         notice: asked after every step: must this machine be left? One worker's yes ends the run of all, saved.
-        pulse: what it does now, for those who watch.
+        heartbeat: what it does now, for those who watch.
         stopwatch: where the time goes until the first step.
         skipped: steps so far whose update was left out because of a bad loss.
         skipped_in_a_row: the last ones among them.
@@ -60,14 +59,14 @@ class Worker:
     vocabulary: Vocabulary
     device: torch.device
     notice: Callable[[], bool] = never
-    pulse: Pulse = dataclasses.field(default_factory=lambda: Pulse(0, 1))
+    heartbeat: Heartbeat = dataclasses.field(default_factory=lambda: Heartbeat(0, 1))
     stopwatch: Stopwatch = dataclasses.field(default_factory=lambda: Stopwatch({"worker": time.time()}))
     skipped: int = 0
     skipped_in_a_row: int = 0
     early: bool = False
 
     def __post_init__(self) -> None:
-        self.patience = Patience(self.run, self.config.validation)
+        self.early_stopping = EarlyStopping(self.run, self.config.validation.score, self.config.validation.patience)
 
     def run_to_end(self) -> int:
         """Resumes, trains, validates and saves to the last step, or an earlier end; returns the last step taken.
@@ -78,20 +77,18 @@ class Worker:
             UnfitEncoderError: a start with random weights where trained ones are due; on every rank.
         """
         config, stepper, world = self.config, self.stepper, self.stepper.world
-        done = self.pulse.step = self.resume()
+        done = self.heartbeat.step = self.resume()
         if done == 0:
             self.refuse_random_weights()
-        if done < stepper.total_steps and Wish.EARLY in world.agree(self.patience.wish):
+        if done < stepper.total_steps and Request.EARLY in world.agree(self.early_stopping.request):
             self.early = True
-            self.pulse.turn("ended")
+            self.heartbeat.set_phase("ended")
             return done
-        feed = build_feed(config, stepper.encoder, self.vocabulary)
+        feed = build_feed(stepper.objective, stepper.encoder, self.vocabulary)
         mine = rank_plan(self.plan, self.shards, world.rank, world.size, done, stepper.total_steps, config.data)
         ahead = Ahead(batches(mine, feed, self.device))
         ahead.begin()  # while the untrained encoder is scored
-        validator = None
-        if config.validation.every_steps:
-            validator = held_out_validator(config, stepper.encoder, self.vocabulary, world, self.device)
+        validator = build_validator(config, stepper, self.shards, self.vocabulary, self.device)
         with contextlib.ExitStack() as stack:
             metrics, saver = None, None
             if world.rank == 0:
@@ -101,7 +98,8 @@ class Worker:
                     config.checkpoint,
                     config.validation.score,
                     before=metrics.flush,  # a resume finds all lines of a checkpoint's steps
-                    after=after_save(config) or self.patience.saved,
+                    after=after_save(config.run, self.run, config.checkpoint, config.validation.score)
+                    or self.early_stopping.saved,
                 )
                 stack.enter_context(contextlib.closing(saver))
             if done == 0 and validator is not None:
@@ -126,39 +124,43 @@ class Worker:
         self, done: int, ahead: Ahead, validator: Validator | None, metrics: MetricsWriter | None, saver: Saver | None
     ) -> int:
         """The steps after `done`; returns the last one taken."""
-        config, stepper, world, pulse = self.config, self.stepper, self.stepper.world, self.pulse
+        config, stepper, world, heartbeat = self.config, self.stepper, self.stepper.world, self.heartbeat
         peak = peak_flops(gpu_name(self.device), half=config.precision == "bf16")
         peak = None if peak is None else peak * world.size
         window = Window()
         self.stopwatch.mark("model")
-        pulse.turn("data")
+        heartbeat.set_phase("data")
         for step, batch in enumerate(ahead, start=done + 1):
             begun = time.monotonic()
-            pulse.turn("forward")
+            heartbeat.set_phase("forward")
             if step == done + 1:
                 self.stopwatch.mark("batch")
             measured = self.take(batch, step)
             if step == done + 1:
-                if metrics and step == 1 and (remark := easy_start(config, measured.contrastive)):
+                if metrics and step == 1 and (remark := self.remark(measured)):
                     get_logger().warning("%s", remark)
                 self.stopwatch.mark("first")
-                pulse.start = self.stopwatch.parts()
+                heartbeat.start = self.stopwatch.parts()
                 if metrics:
-                    metrics.start(step, {**pulse.start, "workers": world.size})
+                    metrics.start(step, {**heartbeat.start, "workers": world.size})
             if metrics:
                 rates = window.rates(measured, config.batch_documents, ahead.waited_seconds, peak)
-                pulse.line = metrics.step(step, measured, rates)
+                heartbeat.line = metrics.step(step, measured, rates)
             ahead.waited_seconds = 0.0
-            pulse.finished(step, time.monotonic() - begun)
+            heartbeat.finish_step(step, time.monotonic() - begun)
             last = step == stepper.total_steps
             scores = {}
             if validator is not None and (last or step % config.validation.every_steps == 0):
                 scores = self.score(validator, metrics, step)
             if self.between(step, scores, saver):
-                pulse.turn("ended")
+                heartbeat.set_phase("ended")
                 return step
             window = Window()
         return done
+
+    def remark(self, measured: StepMetrics) -> str | None:
+        """A warning of the objective about the first step of the run."""
+        return self.config.objective.remark_after_first_step(self.stepper.objective.run, measured.terms)
 
     def take(self, batch: RankBatch, step: int) -> StepMetrics:
         """One step; where a bad loss may be skipped, its documents are used up and nothing else has changed.
@@ -189,19 +191,19 @@ class Worker:
         Raises:
             SaveError: on every rank.
         """
-        wish = self.patience.wish | (Wish.STOP if self.notice() else Wish(0))
+        request = self.early_stopping.request | (Request.STOP if self.notice() else Request(0))
         if saver is not None:
-            wish |= Wish.SAVE if saver.due(step) else Wish(0)
-            wish |= Wish.FAIL if saver.failed() else Wish(0)
-        wish = self.stepper.world.agree(wish)
-        if Wish.FAIL in wish:
+            request |= Request.SAVE if saver.due(step) else Request(0)
+            request |= Request.FAIL if saver.failed() else Request(0)
+        request = self.stepper.world.agree(request)
+        if Request.FAIL in request:
             if saver is not None:
                 saver.check()
             raise SaveError("the first worker cannot write checkpoints any more")
-        self.early = Wish.EARLY in wish
-        end = step == self.stepper.total_steps or Wish.STOP in wish or self.early
-        if end or Wish.SAVE in wish:
-            with self.pulse.doing("saving"):
+        self.early = Request.EARLY in request
+        end = step == self.stepper.total_steps or Request.STOP in request or self.early
+        if end or Request.SAVE in request:
+            with self.heartbeat.doing("saving"):
                 self.save(step, scores, saver)
                 if end and saver is not None:
                     saver.wait()
@@ -225,11 +227,11 @@ class Worker:
             checkpoint.load(path, self.stepper.encoder, self.stepper.optimizer, self.stepper.objective)
             self.skipped, self.skipped_in_a_row = state.skipped, state.skipped_in_a_row
         if world.rank == 0:
-            self.patience.resume(done)
-            self.tell_start(done)
+            self.early_stopping.resume(done)
+            self.log_start(done)
         return done
 
-    def tell_start(self, done: int) -> None:
+    def log_start(self, done: int) -> None:
         """Logs where the run goes on, and what is done a second time."""
         line = read_last_step(self.run / METRICS)
         taken = 0 if line is None else line["step"]
@@ -243,23 +245,22 @@ class Worker:
         Raises:
             NonFiniteLossError: on every rank alike.
         """
-        with self.pulse.doing("validating"):
-            held_out = validator.embed(self.stepper.encoder)
-        if not held_out.finite:
+        with self.heartbeat.doing("validating"):
+            scores = validator.scores(self.stepper.encoder)
+        if scores is None:
             raise NonFiniteLossError(
                 f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
                 "or precision: fp32"
             )
-        scores = held_out.scores()
         if metrics:
             metrics.scores(step, scores)
-            self.patience.measured(step, scores)
+            self.early_stopping.measured(step, scores)
         return scores
 
     def save(self, step: int, scores: dict[str, float], saver: Saver | None) -> None:
         """Copies the checkpoint for the first worker's saver; every worker takes part."""
         stepper = self.stepper
-        memory = saver.lend() if saver is not None else None
+        memory = saver.reuse_memory() if saver is not None else None
         contents = checkpoint.collect(
             stepper.encoder, stepper.optimizer, stepper.objective, keep=saver is not None, memory=memory
         )
@@ -275,4 +276,4 @@ class Worker:
                 skipped=self.skipped,
                 skipped_in_a_row=self.skipped_in_a_row,
             )
-            saver.give(state, contents)
+            saver.submit(state, contents)

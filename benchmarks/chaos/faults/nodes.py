@@ -1,4 +1,4 @@
-"""Machines that vanish, are about to be taken away, or join."""
+"""Machines that vanish, are about to be removed, or join."""
 
 import subprocess
 import sys
@@ -66,6 +66,6 @@ def elastic(run: Run) -> Mark:
 
 FAULTS = (
     Fault("node_killed", node_killed, "its node is gone", setting="cluster"),
-    Fault("preemption_notice", preempted, "about to be taken away", setting="cluster"),
+    Fault("preemption_notice", preempted, "about to be removed", setting="cluster"),
     Fault("elastic_2_3_1_2", elastic, "its node is gone", setting="elastic"),
 )

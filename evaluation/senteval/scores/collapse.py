@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from common import seeding
-from trainer.objectives.declutr.validation import effective_rank
+from trainer.objectives.measures import effective_rank
 
 SAMPLE_ROWS = 2000
 _SEED = 1111

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.senteval.data.taskdata import TaskData
-from trainer.objectives.declutr.validation import alignment
+from trainer.objectives.measures import alignment
 
 ABOVE = 4.0
 """Pairs scored higher than this count as positives."""

@@ -13,7 +13,7 @@ from evaluation.senteval.data.tasks import find
 from evaluation.senteval.scores import geometry
 from evaluation.senteval.scores.geometry import blockwise_uniformity, score_geometry
 from evaluation.senteval.scores.similarity import aggregate, correlate, cosines, score_sts
-from trainer.objectives.declutr.validation import uniformity
+from trainer.objectives.measures import uniformity
 
 
 def embedded(data, seed=0, size=8):

@@ -1,11 +1,19 @@
-"""Settings of the objectives, readable without torch. The losses are in trainer/objectives/."""
+"""Settings of DeCLUTR and its checks before a run, readable without torch."""
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from common.config import Strict
+from pipeline.shards.manifest import Manifest
+from trainer.objectives.config import ObjectiveConfig, RunContext
 from trainer.objectives.declutr.masking import MaskingConfig
+
+# The paper's batch. With fewer documents the loss soon has nothing left to tell apart (docs/decisions, 18).
+_FEW_DOCUMENTS = 16
+# Of the loss of guessing: a judgement. A run that taught nothing began at 0.117; the paper's batch costs 4.14 to guess.
+_EASY_SHARE = 0.1
 
 
 class NTXentConfig(Strict):
@@ -61,8 +69,13 @@ ContrastiveLossConfig = Annotated[
 ]
 
 
-class DeclutrConfig(Strict):
-    """What is minimised: contrastive + MLM (paper eq. 3), or one of them alone (paper Figure 3)."""
+class DeclutrConfig(ObjectiveConfig):
+    """The loss: contrastive + MLM (paper eq. 3), or one of them alone (paper Figure 3)."""
+
+    implementation: ClassVar[str] = "trainer.objectives.declutr.objective:Declutr"
+    metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
+    scores: ClassVar[tuple[str, ...]] = ("distant_recall_at_1", "distant_mrr", "recall_at_1", "mrr")
+    method: ClassVar[str] = "DeCLUTR"
 
     kind: Literal["declutr"] = "declutr"
     terms: Literal["both", "contrastive", "mlm"] = "both"
@@ -99,6 +112,73 @@ class DeclutrConfig(Strict):
         """Are anchors packed twice, masked for MLM and unmasked for the contrastive loss?"""
         return self.contrast_unmasked_anchors and self.terms == "both"
 
+    @property
+    def embeds(self) -> bool:
+        """Whether the contrastive loss is computed."""
+        return self.contrastive
 
-ObjectiveConfig = DeclutrConfig
-"""The union of all objectives' settings."""
+    def exact(self) -> "DeclutrConfig":
+        """The settings without the released scaling of the gradient by the number of workers."""
+        return self.model_copy(update={"released_rank_scaling": False})
+
+    def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
+        """Spans for which the shards' windows have no room, and losses that refuse their arguments."""
+        return [*_geometry_problems(run, manifest), *self._loss_problems()]
+
+    def _loss_problems(self) -> list[str]:
+        if isinstance(self.loss, MetricLearningConfig):
+            from trainer.objectives.declutr.ntxent import MetricLearningLoss
+
+            try:
+                MetricLearningLoss(self.loss)
+            except ValueError as error:
+                return [str(error)]
+        return []
+
+    def remark_before(self, run: RunContext) -> str | None:
+        """A line about a batch with fewer documents than the paper's; None where it has as many."""
+        if not self.contrastive or self.queue_size or run.batch_documents >= _FEW_DOCUMENTS:
+            return None
+        return (
+            f"batch_documents = {run.batch_documents}: a span is told apart from those of {run.batch_documents - 1} "
+            f"other documents, in the paper from {_FEW_DOCUMENTS - 1}; so easy a task teaches little. Raise it; "
+            "microbatch_tokens bounds the memory"
+        )
+
+    def remark_after_first_step(self, run: RunContext, terms: dict[str, float]) -> str | None:
+        """A line about a contrastive loss far below that of guessing; None where it is not.
+
+        Guessing among the 2M - 1 other embeddings of M anchors and their positives costs log(2M - 1).
+        """
+        if not self.contrastive or self.loss.kind != "ntxent" or self.released_rank_scaling:
+            return None
+        guessing = math.log(max(2, 2 * run.batch_documents * run.spans.num_anchors - 1))
+        if terms["contrastive"] >= _EASY_SHARE * guessing:
+            return None
+        harder = "" if run.spans.strategy == "adjacent" else ", or take spans.strategy=adjacent"
+        return (
+            f"the first contrastive loss is {terms['contrastive']:.3f}, and guessing would give {guessing:.2f}: this "
+            f"encoder tells the spans of a batch apart already. Raise batch_documents (now {run.batch_documents})"
+            f"{harder}"
+        )
+
+
+def _geometry_problems(run: RunContext, manifest: Manifest) -> list[str]:
+    found = []
+    spans, geometry = run.spans, manifest.geometry
+    if spans.max_tokens > geometry.max_tokens:
+        found.append(
+            f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use at "
+            "most that, or prepare the corpus again with a larger geometry.max_tokens"
+        )
+    if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
+        found.append(
+            f"spans.num_anchors = {spans.num_anchors}: the shards keep documents that hold {geometry.num_anchors}; "
+            "prepare the corpus again with a larger geometry.num_anchors"
+        )
+    if spans.min_tokens > geometry.min_tokens and manifest.short_documents == "shrink_spans":
+        found.append(
+            f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of "
+            f"{geometry.min_tokens} tokens and more; lower it, or prepare again with a larger geometry.min_tokens"
+        )
+    return found

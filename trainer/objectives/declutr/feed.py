@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from common import seeding
 from pipeline.shards.windows import ShortDocuments
-from trainer.data.batches import SpanBatch
+from trainer.data.batches import RankBatch, SpanBatch
+from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.declutr.masking import MaskingConfig, mask_tokens
-from trainer.objectives.declutr.spans import SpanConfig, Spans, draw, place
+from trainer.objectives.declutr.spans import Spans, draw, place
+from trainer.objectives.span_settings import SpanConfig
 
 I64 = NDArray[np.int64]
 
@@ -25,31 +27,7 @@ _MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """What the feed knows of a tokenizer.
-
-    Attributes:
-        size: number of ids.
-        bos: id before every span, or None.
-        eos: id after every span, or None.
-        mask: id of the mask token.
-        special: every special id; never selected for MLM.
-    """
-
-    size: int
-    bos: int | None
-    eos: int | None
-    mask: int
-    special: tuple[int, ...]
-
-    @property
-    def num_specials(self) -> int:
-        """Specials around a span."""
-        return (self.bos is not None) + (self.eos is not None)
-
-
-@dataclass(frozen=True)
-class Feed:
+class SpanFeed:
     """Turns documents into the spans of a step.
 
     Attributes:
@@ -84,6 +62,12 @@ class Feed:
             offsets,
             self.short_documents,
         )
+
+    def feed(self, rows: pa.Table, epochs: I64) -> RankBatch:
+        """The spans of n documents; a row of views for each anchor that is contrasted (trainer/objectives/base.py)."""
+        spans = self.sample(rows, epochs)
+        contrasted = int(spans.present.sum()) if self.include_positives else 0
+        return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted)
 
     def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
         """The spans of n documents, cut, masked and packed.

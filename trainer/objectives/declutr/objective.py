@@ -4,87 +4,127 @@ Legend: n documents on this rank, m their anchors (n * A, or fewer where documen
 positives an anchor, M = anchors of the global batch, D size.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.shards.shards import ShardSet
+from trainer.data.batches import RankBatch
+from trainer.data.plan import permute
+from trainer.data.vocabulary import Vocabulary
+from trainer.objectives.base import Gathered, Objective
+from trainer.objectives.config import RunContext
 from trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig, NTXentConfig
+from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
+from trainer.objectives.declutr.validation import HELD_OUT_EPOCH, SpanValidator
+from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import World
 
 
-class Declutr:
-    """The contrastive half of the objective: from this rank's span embeddings to the loss of the global batch.
+class Declutr(Objective[DeclutrConfig]):
+    """The contrastive loss over `(M, 2, D)` views, each an anchor and the mean of its positives.
 
-    Args:
-        config: terms and losses.
-        num_anchors: A.
-        num_positives: P.
+    Raises:
+        ValueError: a loss of pytorch-metric-learning refuses its arguments.
     """
 
-    def __init__(self, config: DeclutrConfig, num_anchors: int, num_positives: int) -> None:
-        self.config = config
-        self.num_anchors = num_anchors
-        self.num_positives = num_positives
+    def __init__(self, config: DeclutrConfig, run: RunContext, embedding_size: int) -> None:
+        super().__init__(config, run, embedding_size)
         self.queue: Tensor | None = None
+        self.remembers = config.queue_size > 0
         self._metric_loss = MetricLearningLoss(config.loss) if isinstance(config.loss, MetricLearningConfig) else None
 
-    def anchors_in(self, num_spans: int) -> int:
-        """m: anchors among this many spans of a batch that is contrasted."""
-        return num_spans // (1 + self.config.unmasked_anchors + self.num_positives)
+    def feed(self, vocabulary: Vocabulary, max_content: int) -> SpanFeed:
+        """Draws, masks and packs the spans of documents."""
+        return SpanFeed(
+            spans=self.run.spans,
+            masking=self.config.masking if self.config.mlm else None,
+            unmasked_anchors=self.config.unmasked_anchors,
+            include_positives=self.config.contrastive,
+            max_content=max_content,
+            vocabulary=vocabulary,
+            seed=self.run.seed,
+            short_documents=self.run.short_documents,
+        )
 
-    def represent(self, spans: Tensor, num_documents: int) -> Tensor:
-        """Views that meet other workers, `(m, 2, D)`: each anchor and its positives' mean (paper section 3.1).
-
-        Args:
-            spans: `(S, D)` embeddings in the feed's order.
-            num_documents: n.
+    def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
+        """`(m, 2, D)`: each anchor and its positives' mean (paper section 3.1), from `(S, D)` in the feed's order.
 
         Raises:
-            ValueError: not the spans of n documents.
+            ValueError: the number of spans is not that of the anchors and their positives.
         """
-        rows = self.anchors_in(len(spans))
-        if not num_documents <= rows <= num_documents * self.num_anchors:
-            raise ValueError(
-                f"{len(spans)} spans are {rows} anchors, {num_documents} documents have 1 to {self.num_anchors} each"
-            )
-        masked, rest = spans[:rows], spans[rows:]
+        rows, spans_a_row = batch.num_rows, 1 + self.config.unmasked_anchors + self.run.spans.num_positives
+        if len(embeddings) != rows * spans_a_row:
+            raise ValueError(f"{len(embeddings)} spans are not {rows} anchors with {spans_a_row} spans each")
+        masked, rest = embeddings[:rows], embeddings[rows:]
         anchors, rest = (rest[:rows], rest[rows:]) if self.config.unmasked_anchors else (masked, rest)
-        positives = rest.reshape(rows, self.num_positives, spans.shape[-1]).mean(dim=1)
+        positives = rest.reshape(rows, self.run.spans.num_positives, embeddings.shape[-1]).mean(dim=1)
         return torch.stack([anchors, positives], dim=1)
 
-    def loss(self, views: Tensor, start: int, total: int, world: World) -> tuple[Tensor, Tensor]:
-        """The contrastive loss of the global batch, and the embeddings it saw.
-
-        Args:
-            views: this rank's `(m, 2, D)`.
-            start: place of this rank's first anchor among all M.
-            total: M.
-            world: the workers.
-
-        Returns:
-            A scalar whose gradient with respect to `views` is complete, and `(2M, D)` detached embeddings.
-        """
-        gathered = world.gather(views.flatten(1), start, total).view(total, 2, -1)
-        embeddings = torch.cat([gathered[:, 0], gathered[:, 1]])
+    def loss(self, batch: Gathered) -> dict[str, Tensor]:
+        """The contrastive loss of the global batch."""
+        embeddings = _anchors_first(batch.views)
         if self._metric_loss is not None:
             value = self._metric_loss(embeddings)
         else:
             assert isinstance(self.config.loss, NTXentConfig)
             value = ntxent(embeddings, self.config.loss.temperature, self.queue)
         if self.config.released_rank_scaling:
-            value = value / world.size + (value - value / world.size).detach()
-        return value, embeddings.detach()
+            value = value / batch.world_size + (value - value / batch.world_size).detach()
+        return {"contrastive": value}
 
-    def remember(self, embeddings: Tensor) -> None:
-        """Puts a finished step's `(2M, D)` embeddings into the queue; the oldest leave it."""
-        if self.config.queue_size:
-            kept = embeddings if self.queue is None else torch.cat([self.queue, embeddings])
-            self.queue = kept[-self.config.queue_size :].clone()
+    def remember(self, batch: Gathered) -> None:
+        """Puts a finished step's `(2M, D)` embeddings into the queue, which drops its oldest ones."""
+        embeddings = _anchors_first(batch.views)
+        kept = embeddings if self.queue is None else torch.cat([self.queue, embeddings])
+        self.queue = kept[-self.config.queue_size :].clone()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold: the queue, once it exists."""
+    def validator(
+        self,
+        held_out: ShardSet,
+        vocabulary: Vocabulary,
+        max_content: int,
+        max_documents: int,
+        world: World,
+        device: torch.device,
+    ) -> SpanValidator:
+        """Retrieval of spans of the same document, whatever the objective trains: unmasked, with positives.
+
+        The touching pair is an anchor and a positive that touches it, the distant pair two spans as `place_distant`
+        puts them. The spans of a pair do not overlap. At most `max_documents` documents are chosen by the run's seed.
+        """
+        pair = SpanConfig(
+            num_anchors=1,
+            num_positives=1,
+            min_tokens=self.run.spans.min_tokens,
+            max_tokens=self.run.spans.max_tokens,
+            strategy="adjacent",
+        )
+        feed = SpanFeed(
+            spans=pair,
+            masking=None,
+            unmasked_anchors=False,
+            include_positives=True,
+            max_content=max_content,
+            vocabulary=vocabulary,
+            seed=self.run.seed,
+            short_documents=self.run.short_documents,
+        )
+        chosen = min(max_documents, held_out.num_documents)
+        order = permute(self.run.seed, np.full(chosen, HELD_OUT_EPOCH), np.arange(chosen), held_out.num_documents)
+        return SpanValidator(feed, held_out, np.sort(order), world, device)
+
+    def state(self) -> dict[str, Tensor]:
+        """The queue, once it exists."""
         return {} if self.queue is None else {"queue": self.queue}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restores `state_dict`."""
-        self.queue = state.get("queue")
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Takes over the queue, unless it is longer than this run's: a fork may shorten or drop it."""
+        queue = state.get("queue")
+        self.queue = queue if queue is not None and len(queue) <= self.config.queue_size else None
+
+
+def _anchors_first(views: Tensor) -> Tensor:
+    """`(2M, D)` from `(M, 2, D)`: all anchors, then all positives."""
+    return torch.cat([views[:, 0], views[:, 1]])

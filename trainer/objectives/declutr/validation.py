@@ -4,61 +4,25 @@ Retrieval is scored twice: between spans that touch, and between distant ones (t
 Legend: N held-out documents, H embedding size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.shards.shards import ShardSet
-from trainer.data.plan import permute
 from trainer.model.encoder import Encoder
 from trainer.objectives.declutr.distant import DISTANT, place_distant
-from trainer.objectives.declutr.feed import Feed, document_keys, ragged
-from trainer.objectives.declutr.spans import SpanConfig, Spans, draw, pair_lengths
+from trainer.objectives.declutr.feed import SpanFeed, document_keys, ragged
+from trainer.objectives.declutr.spans import Spans, draw, pair_lengths
+from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
 from trainer.parallel.world import World
-from trainer.setup.settings import ValidationConfig as ValidationConfig
 
 # Held-out spans are drawn in an "epoch" that training never reaches, so they are the same at every validation.
-_EPOCH = 2**32 - 1
-
-
-def retrieval(anchors: Tensor, positives: Tensor) -> dict[str, float]:
-    """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine.
-
-    Rank counts ties against the encoder, so that equal embeddings do not look perfect.
-
-    Args:
-        anchors: `(N, H)`.
-        positives: `(N, H)`.
-    """
-    scores = F.normalize(anchors, dim=-1) @ F.normalize(positives, dim=-1).T
-    ranks = (scores >= scores.diagonal()[:, None]).sum(dim=1).double()
-    return {"recall_at_1": float((ranks == 1).double().mean()), "mrr": float((1 / ranks).mean())}
-
-
-def alignment(anchors: Tensor, positives: Tensor) -> float:
-    """Mean squared distance of pairs on the unit sphere (Wang and Isola 2020); 0 is perfect."""
-    return float((F.normalize(anchors, dim=-1) - F.normalize(positives, dim=-1)).square().sum(dim=-1).mean())
-
-
-def uniformity(embeddings: Tensor) -> float:
-    """Log of the mean of exp(-2 ||x - y||^2) over pairs on the unit sphere (Wang and Isola 2020); lower is better."""
-    distances = torch.pdist(F.normalize(embeddings, dim=-1)).square()
-    return float(distances.mul(-2).exp().mean().log())
-
-
-def effective_rank(embeddings: Tensor) -> float:
-    """Exp of the entropy of the normalised singular values of centred unit embeddings (Roy and Vetterli 2007)."""
-    unit = F.normalize(embeddings, dim=-1)
-    values = torch.linalg.svdvals(unit - unit.mean(dim=0))
-    shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
-    return float(torch.special.entr(shares).sum().exp())
+HELD_OUT_EPOCH = 2**32 - 1
 
 
 class HeldOut(NamedTuple):
@@ -97,7 +61,7 @@ class HeldOut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Validator:
+class SpanValidator:
     """Scores an encoder on held-out documents, shared among the workers.
 
     Attributes:
@@ -109,12 +73,17 @@ class Validator:
         chunk_documents: documents in one forward.
     """
 
-    feed: Feed
+    feed: SpanFeed
     shards: ShardSet
     rows: np.ndarray
     world: World
     device: torch.device
     chunk_documents: int = 64
+
+    def scores(self, encoder: Encoder) -> dict[str, float] | None:
+        """All held-out scores; None where embeddings are not finite."""
+        held_out = self.embed(encoder)
+        return held_out.scores() if held_out.finite else None
 
     def embed(self, encoder: Encoder) -> HeldOut:
         """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
@@ -138,7 +107,7 @@ class Validator:
 
     def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
         """`(n, 4 H + 1)`: the rows of `HeldOut`. Two forwards, so that one alone decides the memory that is needed."""
-        epochs = np.full(len(documents), _EPOCH, np.int64)
+        epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
         distant, reached = self.sample_distant(documents)
         batches = self.feed.batch(documents, epochs), self.feed.pack(documents, epochs, distant)
         pairs = [encoder.embed(batch.to(self.device)).view(2, len(documents), encoder.hidden_size) for batch in batches]
@@ -152,29 +121,3 @@ class Validator:
         draws = draw(feed.spans, feed.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT)
         lengths = pair_lengths(feed.spans, draws, windows.astype(np.int64), offsets, feed.short_documents)
         return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, feed.spans.max_tokens)
-
-
-def build_validator(
-    config: ValidationConfig,
-    spans: SpanConfig,
-    shards: ShardSet,
-    feed_for: Callable[[SpanConfig], Feed],
-    seed: int,
-    world: World,
-    device: torch.device,
-) -> Validator:
-    """A validator over at most `max_documents` held-out documents, chosen by the run's seed.
-
-    The touching pair is an anchor and a positive beside it, the distant pair two spans as `place_distant` puts them: no
-    place of the document is in both spans of a pair.
-    """
-    pair = SpanConfig(
-        num_anchors=1,
-        num_positives=1,
-        min_tokens=spans.min_tokens,
-        max_tokens=spans.max_tokens,
-        strategy="adjacent",
-    )
-    chosen = min(config.max_documents, shards.num_documents)
-    order = permute(seed, np.full(chosen, _EPOCH), np.arange(chosen), shards.num_documents)
-    return Validator(feed_for(pair), shards, np.sort(order), world, device)

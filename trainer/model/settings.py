@@ -1,6 +1,6 @@
-"""Settings of the encoder, the optimizer and validation, readable without torch, which their code needs."""
+"""Settings of the encoder, readable without torch."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -56,40 +56,3 @@ class EncoderConfig(Strict):
         if self.scratch is not None and self.new_mlm_head:
             raise ValueError("new_mlm_head is for a pretrained encoder; from scratch every weight is new")
         return self
-
-
-class OptimConfig(Strict):
-    """AdamW with a slanted triangular schedule; the defaults are DeCLUTR's."""
-
-    lr: float = Field(default=5e-5, gt=0)
-    """Highest learning rate, reached at the end of the rise."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay rates of AdamW's two moments."""
-    eps: float = Field(default=1e-6, gt=0)
-    """Term in AdamW's denominator that keeps it above zero."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled; not on biases and LayerNorm weights."""
-    bias_correction: bool = True
-    """False: the released run's optimizer (transformers 3.4), whose first updates are about 3 times larger."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this total norm."""
-    cut_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Share of the run's steps during which the learning rate rises."""
-    ratio: float = Field(default=32.0, ge=1)
-    """How much smaller the lowest learning rate is than the highest."""
-
-
-class ValidationConfig(Strict):
-    """When and on what the encoder is scored during training."""
-
-    every_steps: int = Field(default=1000, ge=0)
-    """Also before the first and after the last step; 0: never."""
-    max_documents: int = Field(default=400, ge=2)
-    """Held-out documents that are scored, at most."""
-    score: Literal["distant_recall_at_1", "distant_mrr", "recall_at_1", "mrr", "followed"] = "distant_recall_at_1"
-    """What "best" means. distant_...: a span finds the one of its own document that is `spans.max_tokens` or more away;
-    without: the one that touches it. followed: the score that `declutr evaluate --follow RUN` gives, alongside the
-    training, for runs in folders. A run that began when `recall_at_1` was the default keeps that score."""
-    patience: int | None = Field(default=None, gt=0)
-    """End the run when so many scores in a row are no better than the best, and export that one; null: never. With
-    `followed` only checkpoints that were scored count. It may be changed while a run is under way."""

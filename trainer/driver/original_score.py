@@ -1,4 +1,4 @@
-"""The configuration of a run that began when the default of `validation.score` was another one (decision 19)."""
+"""The `validation.score` of a run that started before the setting's default changed (decision 19)."""
 
 from pathlib import Path
 
@@ -10,21 +10,21 @@ from trainer.setup.config import TrainConfig
 _FORMER = "recall_at_1"
 
 
-def as_begun(config: TrainConfig, run: Path) -> TrainConfig:
-    """The configuration with the `validation.score` that its run began with, where the user names none.
+def with_original_score(config: TrainConfig, run: Path) -> TrainConfig:
+    """The configuration with its run's original `validation.score`, unless the user sets one.
 
-    `recall_at_1` was the default once. A run that began with it keeps it: its earlier checkpoints have no other score.
+    `recall_at_1` was the default once. A run that started with it keeps it: its old checkpoints have no other score.
     """
     if "score" in config.validation.model_fields_set:
         return config
     former = config.model_copy(update={"validation": config.validation.model_copy(update={"score": _FORMER})})
     try:
         began = read_json(run / DECISIVE)["validation"]["score"] == _FORMER
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: then the checkpoints tell
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: look into the checkpoints
         began = former.hash() in _hashes(run)
     return former if began else config
 
 
 def _hashes(run: Path) -> set[str]:
-    """Hashes of the configurations of a run's checkpoints."""
+    """Configuration hashes of a run's checkpoints."""
     return {state.config_hash for _, state in states_in(run / CHECKPOINTS)}

@@ -1,0 +1,38 @@
+"""The thread that repeats a call."""
+
+import threading
+
+from common.watcher import Watcher
+
+
+class Counter(Watcher):
+    """Counts its calls; the third one ends the thread."""
+
+    def __init__(self, seconds, at_once):
+        super().__init__(seconds, "test", at_once)
+        self.calls, self.third = 0, threading.Event()
+
+    def look(self):
+        self.calls += 1
+        if self.calls == 3:
+            self.third.set()
+            return False
+        return None
+
+
+def test_calls_repeat_until_false_or_the_end_of_the_block():
+    with Counter(0.01, at_once=False) as counter:
+        assert counter.third.wait(60)
+        counter._thread.join(60)
+        assert not counter._thread.is_alive()
+    assert counter.calls == 3
+    with Counter(3600, at_once=False) as counter:
+        pass
+    assert counter.calls == 0, "the pause comes first, and the end of the block cuts it short"
+
+
+def test_the_first_call_may_come_without_a_pause():
+    with Counter(3600, at_once=True) as counter:
+        while not counter.calls:
+            pass
+    assert counter.calls == 1

@@ -1,0 +1,21 @@
+"""The way from rows of the shards to packed spans, which each objective has its own of."""
+
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from trainer.data.batches import RankBatch
+
+
+class Feed(Protocol):
+    """Turns rows of the shards into the spans of a step; NumPy only, a pure function of its arguments."""
+
+    def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
+        """The batch of a worker, on the CPU.
+
+        Args:
+            rows: n rows of the shards.
+            epochs: `(n,)` epoch in which each is read.
+        """

@@ -1,0 +1,136 @@
+"""The interface of an objective: rows of shards to packed spans, and gathered embeddings to a loss.
+
+The encoder, pooling and MLM head run on each worker, per microbatch, and their gradients are summed over workers. The
+views of all workers are then gathered, and the loss runs once on the views of the global batch, identically on every
+worker and in at least float32. So a layer of the objective, such as a projector with BatchNorm, sees the global batch,
+gradient caching stays exact, and the gradients of such layers are counted once.
+
+Legend: S spans and m rows of a worker, M rows of the global batch, V views of a row, D embedding size.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.shards.shards import ShardSet
+from trainer.data.batches import RankBatch
+from trainer.data.feed import Feed
+from trainer.data.vocabulary import Vocabulary
+from trainer.model.encoder import Encoder
+from trainer.objectives.config import ObjectiveConfig, RunContext
+from trainer.parallel.world import World
+
+Config = TypeVar("Config", bound=ObjectiveConfig)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The views of the global batch.
+
+    Attributes:
+        views: `(M, V, D)` embeddings, in the order of the plan, with gradient.
+        facts: `(M,)` int64 each, such as labels and document keys.
+        seed: seed of the run.
+        step: 1-based optimizer step.
+        world_size: number of workers; the loss must not depend on it.
+    """
+
+    views: Tensor
+    facts: dict[str, Tensor] = field(default_factory=dict)
+    seed: int = 0
+    step: int = 1
+    world_size: int = 1
+
+    def detach(self) -> "Gathered":
+        """The same without gradient."""
+        return Gathered(self.views.detach(), self.facts, self.seed, self.step, self.world_size)
+
+
+class Validator(Protocol):
+    """Scores an encoder on held-out rows; every worker takes part."""
+
+    def scores(self, encoder: Encoder) -> dict[str, float] | None:
+        """The scores by name, the same on every worker; None where embeddings are not finite."""
+
+
+class Objective(nn.Module, ABC, Generic[Config]):
+    """A loss over the views of the global batch.
+
+    Its parameters and buffers are replicated, drawn from the run's seed, trained by the run's optimizer, and saved in
+    `objective.safetensors`.
+
+    Args:
+        config: settings of the objective.
+        run: the run it belongs to.
+        embedding_size: D.
+    """
+
+    num_views = 2
+    """V, views of a row."""
+    remembers = False
+    """Whether `remember` must be called, which keeps the gathered views until the update."""
+
+    def __init__(self, config: Config, run: RunContext, embedding_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.run = run
+        self.embedding_size = embedding_size
+
+    @abstractmethod
+    def feed(self, vocabulary: Vocabulary, max_content: int) -> Feed:
+        """Packs rows of the shards.
+
+        Args:
+            vocabulary: ids of the shards' tokenizer.
+            max_content: most tokens of a span, without specials, that the encoder has positions for.
+        """
+
+    def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
+        """Views of a worker's rows, `(m, V, D)`, from its spans' embeddings `(S, D)`; no parameters may be used here.
+
+        By default, a row's V spans are consecutive.
+        """
+        return embeddings.reshape(batch.num_rows, self.num_views, embeddings.shape[-1])
+
+    @abstractmethod
+    def loss(self, batch: Gathered) -> dict[str, Tensor]:
+        """Scalar terms by name, a subset of `config.metrics`; their sum is the loss.
+
+        Called once a step with identical arguments on every worker. Draw random numbers only from `batch.seed` and
+        keys in `batch.facts`, through `common.seeding`.
+        """
+
+    def remember(self, batch: Gathered) -> None:
+        """Keeps something of a step's views, without gradient, after the update."""
+
+    def exported(self) -> nn.Sequential | None:
+        """Layers behind the pooling that belong to the exported encoder: linear layers with activations, or None."""
+        return None
+
+    def validator(
+        self,
+        held_out: ShardSet,
+        vocabulary: Vocabulary,
+        max_content: int,
+        max_documents: int,
+        world: World,
+        device: torch.device,
+    ) -> Validator | None:
+        """Scores of the held-out split under `config.scores`, or None where the objective has none."""
+        del held_out, vocabulary, max_content, max_documents, world, device
+        return None
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that a checkpoint must hold."""
+        return self.state_dict()
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Takes over what `state` gave.
+
+        Raises:
+            RuntimeError: names or shapes differ.
+        """
+        self.load_state_dict(state)

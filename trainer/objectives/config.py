@@ -1,0 +1,75 @@
+"""Settings of an objective, and what the trainer needs to know about it before torch is loaded."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from common.config import Strict
+from pipeline.shards.manifest import Manifest
+from pipeline.shards.windows import ShortDocuments
+from trainer.objectives.span_settings import SpanConfig
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The part of a run that an objective may depend on.
+
+    Attributes:
+        seed: seed of the run.
+        spans: the `spans` section, completed from the shards.
+        batch_documents: rows of the shards in one global batch.
+        short_documents: treatment of short documents when the shards were prepared.
+    """
+
+    seed: int = 0
+    spans: SpanConfig = field(default_factory=SpanConfig)
+    batch_documents: int = 16
+    short_documents: ShortDocuments = "drop"
+
+
+class ObjectiveConfig(Strict):
+    """Base of the settings of every objective; docs/new-objective.md shows a complete one.
+
+    A subclass defines `kind: Literal["name"] = "name"`, the class variables, and its own settings.
+    """
+
+    kind: str
+    """Name of the objective."""
+
+    implementation: ClassVar[str]
+    """`package.module:Class` of its `Objective`, imported when the run is built."""
+    metrics: ClassVar[tuple[str, ...]]
+    """Names of the loss terms in `metrics.jsonl`; `mlm` is the trainer's own masked language modelling term."""
+    scores: ClassVar[tuple[str, ...]] = ()
+    """Names of the held-out scores that its validator gives and that may be `validation.score`; the first is the
+    default."""
+    method: ClassVar[str]
+    """Name of the method, for the model card."""
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the loss uses embeddings. If not, the projection gets no gradient and microbatches need one pass."""
+        return True
+
+    @property
+    def mlm(self) -> bool:
+        """Whether selected tokens are predicted by the encoder's MLM head."""
+        return False
+
+    def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
+        """Reasons why these settings cannot train on these shards, one line each; checked before Ray starts."""
+        del run, manifest
+        return []
+
+    def remark_before(self, run: RunContext) -> str | None:
+        """A warning about a run that can start but will teach little, or None."""
+        del run
+        return None
+
+    def remark_after_first_step(self, run: RunContext, terms: dict[str, float]) -> str | None:
+        """A warning about the loss terms of the first step, or None."""
+        del run, terms
+        return None
+
+    def exact(self) -> "ObjectiveConfig":
+        """The settings without any wanted deviation from the exact gradient, for `declutr verify-gradients`."""
+        return self

@@ -1,0 +1,60 @@
+"""Every objective by the `kind` of its settings: the project's own, and those of installed packages."""
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+from pydantic import BeforeValidator, Field
+
+from trainer.objectives.config import ObjectiveConfig
+from trainer.objectives.declutr.config import DeclutrConfig
+
+if TYPE_CHECKING:
+    from trainer.objectives.base import Objective
+
+GROUP = "declutr.objectives"
+"""Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""
+DEFAULT = DeclutrConfig()
+"""The objective of a configuration that names none."""
+
+
+def load_kinds() -> dict[str, type[ObjectiveConfig]]:
+    """Settings classes by kind; importing one must not import torch.
+
+    Raises:
+        TypeError: an installed package's entry point is not an objective of that kind.
+    """
+    kinds: dict[str, type[ObjectiveConfig]] = {DEFAULT.kind: type(DEFAULT)}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        found = point.load()
+        is_config = isinstance(found, type) and issubclass(found, ObjectiveConfig)
+        if not is_config or found.model_fields["kind"].default != point.name or point.name in kinds:
+            raise TypeError(
+                f"entry point {point.name} = {point.value} ({GROUP}): needs a subclass of ObjectiveConfig whose kind "
+                f"is {point.name!r}, a name that no other objective has; correct or uninstall the package"
+            )
+        kinds[point.name] = found
+    return kinds
+
+
+def _with_kind(value: Any) -> Any:
+    """Lets `objective: {terms: mlm}` mean the default kind."""
+    return {"kind": DEFAULT.kind, **value} if isinstance(value, dict) else value
+
+
+if TYPE_CHECKING:
+    AnyObjectiveConfig = ObjectiveConfig
+else:
+    KINDS = load_kinds()
+    AnyObjectiveConfig = (
+        Annotated[Union[tuple(KINDS.values())], Field(discriminator="kind"), BeforeValidator(_with_kind)]  # noqa: UP007
+        if len(KINDS) > 1
+        else DeclutrConfig
+    )
+
+
+def implementation_of(config: ObjectiveConfig) -> "type[Objective[Any]]":
+    """The class that computes an objective; importing it imports torch."""
+    module, _, name = config.implementation.partition(":")
+    found: type[Objective[Any]] = getattr(import_module(module), name)
+    return found
