@@ -40,7 +40,7 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
         config: a config file with both sections; the parent of its run folder receives the summary.
         overrides: overrides of the `train` section.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     data = load_config(config, "prepare", PipelineConfig)
     yield summary(prepare(data), data.output)
     prepared = time.monotonic()
@@ -63,7 +63,7 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
     yield ""
     yield from neighbours(expand(settings.data), Path(results["declutr"]["export"]))
     yield ""
-    yield f"prepared in {prepared - begun:.0f} s, total {time.monotonic() - begun:.0f} s; {folder}/summary.json"
+    yield f"prepared in {prepared - started:.0f} s, total {time.monotonic() - started:.0f} s; {folder}/summary.json"
     yield f"the encoder: SentenceTransformer({str(results['declutr']['export'])!r})"
 
 

@@ -119,7 +119,7 @@ class Bench:
             run.start()
             step = 0
             for place, fault in enumerate(faults):
-                begun = time.monotonic()
+                started = time.monotonic()
                 mark = None
                 try:
                     if fault.trains:
@@ -134,7 +134,7 @@ class Bench:
                     if problem:
                         fail(row, problem)
                 rows.append(row)
-                self.say(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - begun:.0f} s)")
+                self.say(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - started:.0f} s)")
                 if row.problem and mark is None:
                     run.end()
                     row.seen_by_user = row.seen_by_user or _last_line(run)
