@@ -40,7 +40,7 @@ test-fast: setup ## the tests without Ray and process groups: a minute
 chaos: setup ## every fault in a run of its own, against the quiet run (docs/reliability.md); half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
-chaos-short: setup ## the same faults, several to a run: at most 8 minutes on 2 CPU cores
+chaos-short: setup ## the same faults, several to a run: at most 5 minutes on 2 CPU cores
 	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 soak: setup ## training for half an hour with a random fault every minute
