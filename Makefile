@@ -27,19 +27,20 @@ $(STAMP): requirements.lock constraints.txt pyproject.toml
 demo: setup ## corpus, shards, training, encoder, measured result: at most 8 minutes on 2 CPU cores
 	$(BIN)/declutr demo
 
-test: setup ## every test: 15 to 20 minutes on 2 CPU cores
-	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest
+# Two processes of tests, a file of tests in one of them: most of the time is imports, on one core.
+test: setup ## every test: at most 15 minutes on 2 CPU cores
+	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-cluster: setup ## kill one of three hosts in namespaces of this machine: two minutes, needs root
 	$(BIN)/python -m pytest -m cluster
 
 test-fast: setup ## tests without Ray and process groups: a minute
-	$(BIN)/python -m pytest -m "not ray and not dist and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ray and not dist and not slow"
 
 chaos: setup ## one run for each fault, compared with the quiet run (docs/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
-chaos-short: setup ## nine of the faults, several to a run: at most 8 minutes on 2 CPU cores
+chaos-short: setup ## nine of the faults, several to a run: at most 5 minutes on 2 CPU cores
 	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 soak: setup ## training for half an hour with a random fault every minute

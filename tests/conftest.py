@@ -1,4 +1,4 @@
-"""Settings that every test needs before Ray is imported."""
+"""Settings that every test needs before Ray is imported, and what several folders of tests share."""
 
 import logging
 import os
@@ -7,6 +7,26 @@ import pytest
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # a local session would otherwise write a token to the home folder
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "PYTEST_XDIST_WORKER" in os.environ:  # two processes of tests on two cores: threads would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SESSION_CPUS = 6
+
+
+@pytest.fixture(scope="module")
+def session():
+    """A local Ray session. Tests that follow each other share it, also those of several files."""
+    from common.session import start_ray
+
+    start_ray(num_cpus=SESSION_CPUS)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Ends the shared session before the first test that does not ask for it."""
+    if "session" in item.fixturenames and (nextitem is None or "session" not in nextitem.fixturenames):
+        import ray
+
+        ray.shutdown()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.chaos.census import Census
 from benchmarks.chaos.fault import FaultRow
-from benchmarks.chaos.matrix import FAULTS, SHORT, STEPS, Bench, chains
+from benchmarks.chaos.matrix import FAULTS, SHORT, SHORT_STEPS, STEPS, Bench, chains
 from benchmarks.chaos.place import environment, leave_mounts_to_ourselves, mounts_below, temporary
 from benchmarks.record import facts, parser, progress, publish
 
@@ -23,11 +23,12 @@ _AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for i
 def main() -> int:
     """Run the matrix."""
     options = parser("chaos", __doc__)
-    options.add_argument("--short", action="store_true", help="some faults, in shared runs: at most 8 minutes")
+    options.add_argument("--short", action="store_true", help="some faults, in shared runs: at most 5 minutes")
     options.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="faults")
-    options.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run ({STEPS})")
+    options.add_argument("--steps", type=int, help=f"steps of each run ({STEPS}; short: {SHORT_STEPS})")
     options.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
     given = options.parse_args()
+    given.steps = given.steps or (SHORT_STEPS if given.short else STEPS)
     names = given.only or (SHORT if given.short else [fault.name for fault in FAULTS])
     chosen = [fault for fault in FAULTS if fault.name in names]
     begun = time.monotonic()

@@ -34,6 +34,7 @@ SHORT = (
     "changed_shard",
 )
 STEPS = 900
+SHORT_STEPS = 450  # the nine faults above take about 280 of them
 _CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
 _TAIL_LINES = 40
 _LAST_IN_CHAIN = ("driver_killed_exporting",)
@@ -202,10 +203,9 @@ def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:
     """Group faults that share a run: in the short form those of one setting, else none."""
     if not short:
         return [[fault] for fault in faults]
-    groups: dict[tuple[str, bool], list[Fault]] = {}
+    groups: dict[str, list[Fault]] = {}
     for fault in faults:
-        mounts = fault.setting == "machine" and (fault.needs_root or fault in workers.FAULTS)
-        groups.setdefault((fault.setting, mounts), []).append(fault)
+        groups.setdefault(fault.setting, []).append(fault)
     return [sorted(group, key=lambda fault: fault.name in _LAST_IN_CHAIN) for group in groups.values()]
 
 

@@ -1,4 +1,4 @@
-"""What the charts of a report show, apart from how they are drawn: as SVG in the page, as PNG beside it."""
+"""Contents of the charts of a report. `svg.py` draws them in the page, `png.py` as separate files."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Role = Literal["kept", "short", "dropped", "failed"]
-"""What a mark stands for; decides its colour."""
+"""Kind of documents that a bar counts; decides its colour."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Bars:
     name: str
     """File name without suffix."""
     title: str
-    """Says what is counted."""
+    """Names what is counted."""
     bars: list[Bar]
 
 
@@ -57,14 +57,14 @@ class Histogram:
     name: str
     title: str
     axis: str
-    """What the axis measures."""
+    """Name of the quantity on the axis."""
     edges: NDArray[np.float64]
     """`(num_bins + 1,)`, ascending, positive."""
     series: list[Series]
     marks: list[Mark] = field(default_factory=list)
 
     def trimmed(self) -> "Histogram":
-        """Without the empty bins at both ends, but with every mark inside."""
+        """Copy without the empty bins at both ends. Every mark stays inside."""
         total = self.totals()
         used = np.flatnonzero(total).tolist()
         for mark in self.marks:
@@ -79,7 +79,7 @@ class Histogram:
         return total
 
     def place(self, value: float) -> float:
-        """Where a value lies on the axis: 0 at its left end, 1 at its right end."""
+        """Position of a value on the axis: 0 at its left end, 1 at its right end."""
         low, high = np.log(self.edges[0]), np.log(self.edges[-1])
         return float((np.log(value) - low) / (high - low))
 

@@ -1,4 +1,4 @@
-"""Clusters of duplicates: a document that is kept, and the copies of it that were removed."""
+"""Clusters of duplicates: a kept document and its removed copies."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ class Cluster:
     """A kept document and the first of its removed copies. `kept` is None where the ledger has no such row."""
 
     size: int
-    """Documents, the kept one among them."""
+    """Number of documents, including the kept one."""
     kept: Entry | None
     copies: list[Entry]
 
@@ -44,7 +44,7 @@ class Clusters:
 
 
 def find_clusters(folder: Path, found: Survey) -> Clusters:
-    """Groups the removed duplicates by the document that is kept in their stead."""
+    """Groups the removed duplicates by the document that is kept instead of them."""
     copies, kept = found.copies
     places, groups, counts = np.unique(kept, return_inverse=True, return_counts=True)
     largest = np.argsort(-counts, kind="stable")[:_SHOWN_CLUSTERS]

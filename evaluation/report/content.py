@@ -1,4 +1,4 @@
-"""Everything a report tells, gathered from a prepared folder; and the charts that follow from it."""
+"""Contents of a report, gathered from a prepared folder, and the charts made from them."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,7 +35,7 @@ class Content:
     rejected: dict[str, list[Example]]
     estimate: Estimate | None
     seconds: float | None
-    """That the preparation took, over all of its runs."""
+    """Duration of the preparation, summed over all its runs."""
     fates: dict[str, Tally]
     """Documents by fate."""
 
@@ -48,7 +48,7 @@ class Content:
         return total
 
     def reasons(self) -> list[tuple[str, Role, Tally]]:
-        """Why documents are not kept, the most frequent first."""
+        """Reasons for which documents are not kept, the most frequent first."""
         told: list[tuple[str, Role, Tally]] = [
             (
                 reason,
@@ -71,7 +71,7 @@ class Content:
         return ranked[:_SHOWN_NAMES] + ([(f"({num_left:,} others)", rest)] if num_left else [])
 
     def languages(self) -> list[tuple[str, Tally]]:
-        """Languages by kept tokens; none when they were not asked for."""
+        """Languages by kept tokens; empty when no language was determined."""
         rows = _with_rest(self.found.languages)
         return [(name or "not determined", tally) for name, tally in rows] if any(name for name, _ in rows) else []
 
@@ -84,10 +84,10 @@ class Content:
 
 
 def gather(folder: Path) -> Content:
-    """Reads everything a report needs.
+    """Reads the contents of a report.
 
     Raises:
-        ShardError: files that are missing or damaged, or ledgers that contradict the manifest.
+        ShardError: a file is missing or damaged, or the ledgers contradict the manifest.
     """
     manifest = load_manifest(folder)
     if problems := check_shards(folder):

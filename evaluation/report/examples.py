@@ -1,4 +1,4 @@
-"""Documents of a prepared corpus to look at: some that are kept, some for every reason why one is not."""
+"""Example documents of a prepared corpus: some kept ones, and some for each reason for which documents are not kept."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ _TOKENS_READ = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The beginning of a document and what is known of it. `text` is None where it was not written."""
+    """The beginning of a document and its facts. `text` is None where it was not written."""
 
     source: str
     offset: int

@@ -1,4 +1,4 @@
-"""Many sources as few groups: by folders, as deep as there are few enough of them; single files by their ending."""
+"""Groups of sources: by folders, as deep as the number of groups allows; single files by their ending."""
 
 from collections import defaultdict
 
@@ -8,7 +8,7 @@ from pipeline.readers.names import bare_suffix
 
 
 def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:
-    """The sources as they are when there are at most `limit`, else sums over what they have in common.
+    """The sources themselves if there are at most `limit`, otherwise sums over common folders.
 
     Args:
         sources: tallies by the name of a file or an archive.

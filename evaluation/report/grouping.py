@@ -1,14 +1,14 @@
-"""What the colours of the map stand for: a few groups of sources, however many sources there are."""
+"""A few groups of sources, one for each colour of the map, for any number of sources."""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
 
 MAX_GROUPS = 8
-"""Colours and shapes that can be told apart."""
+"""Number of colours and shapes that a reader can distinguish."""
 OTHERS = "other sources"
 _STEP = re.compile(r"[/!]")
-"""Between folders, and between an archive and its member."""
+"""Separators of folders, and of an archive and its member."""
 
 
 class Grouping:
@@ -31,20 +31,20 @@ class Grouping:
             self._steps, beginnings = steps, finer
         ranked = sorted(beginnings.items(), key=lambda item: (-item[1], item[0]))
         self.names = [name for name, _ in ranked[:MAX_GROUPS]]
-        """The most frequent first."""
+        """Names of the groups, the most frequent first."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def number(self, source: str) -> int:
-        """Place of a source's group in `names`; their number for the others, also for sources not seen before."""
+        """Index of a source's group in `names`; `len(names)` for all other sources, also unknown ones."""
         return self._numbers.get(cut(source, self._steps), len(self.names))
 
 
 def num_steps(source: str) -> int:
-    """Steps of a source: folders, and what is in the last one."""
+    """Steps of a source: its folders and its last name."""
     return len(_STEP.findall(source)) + 1
 
 
 def cut(source: str, steps: int) -> str:
-    """The source up to its step of that number."""
+    """The source up to its step of this number."""
     places = [found.start() for found in _STEP.finditer(source)]
     return source[: places[steps - 1]] if len(places) >= steps else source

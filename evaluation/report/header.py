@@ -1,4 +1,4 @@
-"""The head of the page: what this is, the totals, what stands out, and what it was made from."""
+"""Head of the page: title, totals, the main findings, and the settings."""
 
 import math
 
@@ -14,7 +14,7 @@ _PREVIEW = 12
 
 
 def header(content: Content) -> Html:
-    """Title, totals that close, facts, what stands out, settings."""
+    """Title, totals that add up, facts, main findings, settings."""
     prepared = tag("time", f"{content.prepared:%Y-%m-%d %H:%M} UTC", datetime=content.prepared.isoformat())
     return tag(
         "header",
@@ -75,7 +75,7 @@ def _facts(content: Content) -> Html:
 
 
 def _glance(content: Content) -> list[str]:
-    """What a person who decides on training should not overlook."""
+    """Findings that matter before training starts."""
     totals, kept = content.manifest.totals, content.kept_tally
     corpus = content.manifest.config.get("corpus", {})
     lines = [
@@ -110,7 +110,7 @@ def _glance(content: Content) -> list[str]:
 
 
 def _settings(content: Content) -> Html:
-    """Settings, hashes and versions, closed at first."""
+    """Settings, hashes and versions, collapsed at first."""
     manifest = content.manifest
     settings = redact(yaml.safe_dump(manifest.config, sort_keys=False, allow_unicode=True, width=math.inf))
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))

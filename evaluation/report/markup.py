@@ -1,7 +1,7 @@
-"""HTML that cannot be anything but what we wrote: every text from outside is escaped, unless we made it markup.
+"""HTML builder that escapes every text that is not already `Html`.
 
-Texts of a corpus are hostile: script tags, overrides of the writing direction that reorder the page around them,
-control characters. What a browser would obey is shown instead, by its code point.
+Texts of a corpus are hostile. They hold script tags, control characters, and overrides of the writing direction, which
+reorder the page around them. The page shows the code points of such characters, so that no browser obeys them.
 """
 
 import html
@@ -12,13 +12,13 @@ _VOID = frozenset({"meta", "br", "rect", "line"})
 
 
 class Html(str):
-    """Markup, as opposed to text that is still to be escaped."""
+    """Markup. Any other `str` is text that is still to be escaped."""
 
     __slots__ = ()
 
 
 def markup(value: object) -> Html:
-    """A value as markup: ours as it is, integers with thousands separated, None as a dash, everything else escaped."""
+    """Converts a value to markup: integers get thousands separators, None becomes a dash, all but `Html` is escaped."""
     if isinstance(value, Html):
         return value
     if value is None:
@@ -41,14 +41,14 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 
 def join(*children: object, between: str = "") -> Html:
-    """Values as markup, one after the other."""
+    """Joins values as markup."""
     return Html(between.join(markup(child) for child in children))
 
 
 def table(caption: str, heads: list[str], rows: list[list[object]], **attributes: object) -> Html:
-    """A table whose first column names the row; all others are numbers, set flush right.
+    """Table whose first column names the row. All other columns are numbers, aligned right.
 
-    It scrolls by itself where the screen is too narrow for it.
+    On a narrow screen the table scrolls, not the page.
     """
     first, *others = heads
     head = tag("tr", tag("th", first, scope="col"), *(tag("th", name, scope="col", class_="number") for name in others))
@@ -61,12 +61,12 @@ def table(caption: str, heads: list[str], rows: list[list[object]], **attributes
 
 
 def details(summary: str, *children: object, **attributes: object) -> Html:
-    """A part that is closed until it is asked for."""
+    """Section that is collapsed until the reader opens it."""
     return tag("details", tag("summary", summary), *children, **attributes)
 
 
 def share(part: float, whole: float) -> str:
-    """A share in per cent, of one decimal; a dash where there is no whole."""
+    """Percentage with one decimal; a dash if the whole is 0."""
     return f"{part / whole:.1%}" if whole else "–"
 
 

@@ -1,4 +1,4 @@
-"""The page: one file of HTML that needs nothing else, runs nothing and asks the network for nothing."""
+"""The page: one HTML file without scripts, other files or network requests."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ from evaluation.report.sections import (
 
 
 def page(content: Content) -> str:
-    """The whole document. The same content gives the same text."""
+    """Renders the document. The same content gives the same text."""
     parts = {
         "lengths": ("Lengths", lengths(content)),
         "reasons": ("What is not kept", reasons(content)),
@@ -54,12 +54,12 @@ def page(content: Content) -> str:
 
 
 def document(title: str, body: Html) -> str:
-    """A whole page of that title and body, in our style and under our policy."""
+    """A page of this title and body, with our style sheet and content security policy."""
     return f"<!DOCTYPE html>\n{tag('html', _head(title), body, lang='en')}\n"
 
 
 def _head(title: str) -> Html:
-    """The head. Its policy forbids scripts, whatever the page holds, and every style but the one named by its hash."""
+    """Head of the page. Its policy forbids all scripts, and every style except ours, which it names by hash."""
     style = (files("evaluation.report") / "style.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"

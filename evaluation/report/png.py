@@ -1,4 +1,4 @@
-"""Charts as PNG files, for slides and papers, by matplotlib. Figures are objects: no pyplot, no current figure."""
+"""Charts as PNG files for slides and papers, drawn by matplotlib without pyplot's global state."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from evaluation.report.charts import Bars, Histogram, count_ticks, short_number
 from evaluation.report.markup import visible
 
 COLOURS = {"kept": "#1f6fa8", "short": "#d98a1f", "dropped": "#8a6bb8", "failed": "#c53a3a"}
-"""As in the light scheme of style.css."""
+"""Colours of the light scheme of style.css."""
 _INK = "#1f2328"
 _FAINT = "#d7dde3"
 _LONGEST_LABEL = 48
@@ -86,7 +86,7 @@ def _figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
 
 
 def _drawable(label: str) -> str:
-    """The label cut to its end, which tells files apart, with what the font lacks as boxes."""
+    """Shortens a label to its end, which distinguishes files, and replaces characters that the font lacks by boxes."""
     shown = visible(label).replace("\n", " ")
     shown = shown if len(shown) <= _LONGEST_LABEL else f"…{shown[1 - _LONGEST_LABEL :]}"
     known = get_font(findfont("DejaVu Sans")).get_charmap()

@@ -1,4 +1,4 @@
-"""The parts of the page below its head. A part that has nothing to tell is empty and left out."""
+"""Sections of the page below its head. A section without contents is empty and left out."""
 
 from itertools import pairwise
 
@@ -75,7 +75,7 @@ def lengths(content: Content) -> Html:
 
 
 def reasons(content: Content) -> Html:
-    """Why documents were dropped or failed, and where."""
+    """Reasons for which documents were dropped or failed, and their places."""
     told = content.reasons()
     if not told:
         return tag("p", "Every document that was read is kept.")
@@ -192,7 +192,7 @@ def _tallies(content: Content, caption: str, head: str, tallies: list[tuple[str,
 
 
 def examples(content: Content) -> Html:
-    """The beginnings of some documents, kept and not."""
+    """The beginnings of some documents that are kept and of some that are not."""
     parts = [
         tag(
             "p",
@@ -219,7 +219,7 @@ def examples(content: Content) -> Html:
 
 
 def estimate(content: Content) -> Html:
-    """What was expected from a sample, against what came out."""
+    """Figures estimated from a sample, compared with the outcome."""
     expected, manifest = content.estimate, content.manifest
     if expected is None:
         return _NOTHING
@@ -250,5 +250,5 @@ def _entry(entry: Entry) -> Html:
 
 
 def _place(source: str, offset: int) -> Html:
-    """A place as `declutr inspect --document` takes it."""
+    """A place in the form that `declutr inspect --document` accepts."""
     return tag("code", tag("bdi", f"{source}:{offset}"))

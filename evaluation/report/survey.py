@@ -1,4 +1,4 @@
-"""What the ledgers of a prepared corpus add up to, read once, batch by batch: counts, lengths, sources, languages.
+"""Sums over the ledgers of a prepared corpus, read once in batches: counts, lengths, sources, languages.
 
 Memory grows with the number of duplicates (16 bytes each) and, up to a limit, of sources.
 """
@@ -26,7 +26,7 @@ NUM_BINS = 2 * _OCTAVES * BINS_PER_OCTAVE
 EXAMPLES_A_REASON = 3
 _KEPT_COPY = re.compile(r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept")
 _MATCH = r"(?s)^(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)$"
-"""As pipeline/choosing/chooser.py writes it."""
+"""Form in which pipeline/choosing/chooser.py writes it."""
 _PLACE_SHIFT = 40
 CONTAMINATED = "contaminated"
 """Fate of documents that share text with an evaluation set."""
@@ -42,7 +42,7 @@ class Drawn:
     unit: int
     ordinal: int
     line: int
-    """Its line in the unit's file of rejected documents."""
+    """Line number in the unit's file of rejected documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Matches:
     kept: int
     dropped: int
     most: int
-    """Different n-grams in one document, at most."""
+    """Largest number of different n-grams in one document."""
     words: str
-    """Of the first document."""
+    """Words of the match in the first document."""
 
 
 @dataclass
@@ -69,21 +69,21 @@ class Survey:
     seed: int
     fates: Tallies = field(default_factory=Tallies)
     sources: Tallies = field(default_factory=Tallies)
-    """By top level: a file, or the archive that a document stood in."""
+    """Tallies by top level: a file, or the archive that contains the document."""
     languages: Tallies = field(default_factory=Tallies)
     lengths: dict[str, I64] = field(default_factory=dict)
     """Documents by length for each fate, `(NUM_BINS,)`; bounds in `bin_edges`."""
     bands: dict[str, I64] = field(default_factory=dict)
     """Documents and tokens, `(num_limits + 1, 2)`, below each limit and from the last one on, for each fate."""
     matches: dict[str, Matches] = field(default_factory=dict)
-    """By evaluation set; notes of another form count under the empty name."""
+    """Matches by evaluation set; notes of another form count under the empty name."""
     drawn: dict[str, list[Drawn]] = field(default_factory=dict)
     _copies: list[I64] = field(default_factory=list)
     _kept_places: list[I64] = field(default_factory=list)
 
     @property
     def copies(self) -> tuple[I64, I64]:
-        """`(n,)` places of removed duplicates, and of the documents kept in their stead; see `place_of`."""
+        """`(n,)` places of removed duplicates, and of the documents kept instead of them; see `place_of`."""
         empty = [np.empty(0, np.int64)]
         return np.concatenate(self._copies or empty), np.concatenate(self._kept_places or empty)
 
@@ -143,7 +143,7 @@ class Survey:
             self.bands[name] = self.bands.get(name, 0) + np.stack([documents, tokens], 1)
 
     def _match(self, batch: pa.RecordBatch) -> None:
-        """Adds what kept and contaminated documents hold of evaluation sets."""
+        """Counts kept and contaminated documents that hold text of evaluation sets."""
         fates = batch.column("fate")
         noted = pc.and_(pc.is_in(fates, pa.array([*SPLITS, CONTAMINATED])), batch.column("detail").is_valid())
         details = batch.column("detail").filter(noted)
@@ -178,7 +178,7 @@ class Survey:
         self.drawn[reason] = sorted(self.drawn.get(reason, []) + fresh)[:EXAMPLES_A_REASON]
 
     def _link(self, details: pa.Array, unit: int, ordinals: I64) -> None:
-        """Notes which document is kept in the stead of a removed duplicate."""
+        """Records which document is kept instead of a removed duplicate."""
         found = pc.extract_regex(details, _KEPT_COPY.pattern)
         valid = np.flatnonzero(found.is_valid().to_numpy(zero_copy_only=False))
         if len(valid):

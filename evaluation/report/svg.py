@@ -1,6 +1,7 @@
-"""Charts as inline SVG: places in per cent of the width, so that text keeps its size on a narrow screen.
+"""Charts as inline SVG. Positions are percentages of the width, so that text keeps its size on a narrow screen.
 
-Colours come from the page's style sheet by class, hence follow its light and dark schemes.
+Colours come from the page's style sheet by class, and so follow its light and dark schemes. matplotlib's SVG would not:
+its style attributes are what the page's policy forbids.
 """
 
 from evaluation.report.charts import Histogram, count_ticks, short_number
@@ -13,7 +14,7 @@ _FOOT = 46
 
 
 def draw_histogram(chart: Histogram) -> Html:
-    """The histogram with a title, a description and a tooltip a bin; its counts are for the table beside it."""
+    """Draws the histogram with a title, a description and a tooltip for each bin. The counts are in a table below."""
     ticks = count_ticks(int(chart.totals().max()))
     scale = _HEIGHT / ticks[-1]
     base = _HEAD + _HEIGHT
@@ -42,7 +43,7 @@ def draw_histogram(chart: Histogram) -> Html:
 
 
 def _bins(chart: Histogram, scale: float, base: int) -> list[Html]:
-    """One group a bin, its series stacked."""
+    """One group for each bin, with its series stacked."""
     groups = []
     for index in range(len(chart.edges) - 1):
         left, right = chart.place(chart.edges[index]), chart.place(chart.edges[index + 1])
@@ -65,7 +66,7 @@ def _bins(chart: Histogram, scale: float, base: int) -> list[Html]:
 
 
 def draw_bar(part: float, whole: float, role: str) -> Html:
-    """The bar of a table row; it says nothing that the row does not say."""
+    """Draws the bar of a table row. It repeats a number of the row, so screen readers skip it."""
     width = _percent(part / whole if whole else 0)
     rects = join(
         tag("rect", x="0", y="0", width="100%", height="6", rx="3", class_="track"),

@@ -1,6 +1,6 @@
 """Documents, bytes and tokens summed by a name that may have millions of values, such as a source."""
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -8,14 +8,14 @@ import pyarrow.compute as pc
 from pipeline.shards.manifest import SPLITS
 
 MAX_NAMES = 100_000
-"""Names held between batches; when there are more, the half with the most text stays and the others become the rest.
-Sources are read one after the other, so that one is hardly ever given up before it is whole."""
+"""Largest number of names between batches. When there are more, the half with the most text stays and the others join
+the rest. Sources are read one after the other, so a source is rarely dropped before it is complete."""
 _PENDING_ROWS = 500_000
 
 
 @dataclass(slots=True)
 class Tally:
-    """Documents of one kind: how many were read, how many of them are kept."""
+    """Counts of documents of one kind, read and kept."""
 
     read: int = 0
     text_bytes: int = 0
@@ -25,18 +25,15 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         """Adds the documents of another tally."""
-        self.read += other.read
-        self.text_bytes += other.text_bytes
-        self.kept += other.kept
-        self.kept_bytes += other.kept_bytes
-        self.kept_tokens += other.kept_tokens
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-_SUMS = ("read", "text_bytes", "kept", "kept_bytes", "kept_tokens")
+_SUMS = tuple(one.name for one in fields(Tally))
 
 
 def tally_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
-    """What to sum over rows of a ledger, by the names of `Tally`'s fields."""
+    """Columns to sum over rows of a ledger, named as `Tally`'s fields."""
     kept = pc.is_in(batch.column("fate"), pa.array(SPLITS)).cast(pa.int64())
     size = batch.column("text_bytes")
     tokens = pc.fill_null(batch.column("num_tokens"), 0)
@@ -49,12 +46,12 @@ class Tallies:
     """Tallies by name."""
 
     num_left: int = 0
-    """Names that were given up; their documents are in `rest`."""
+    """Number of dropped names; their documents are in `rest`."""
     rest: Tally = field(default_factory=Tally)
     _pending: list[pa.Table] = field(default_factory=list)
 
     def add(self, names: pa.Array, columns: dict[str, pa.Array]) -> None:
-        """Adds rows: their names, and what `tally_columns` says of them."""
+        """Adds rows: their names and their `tally_columns`."""
         self._pending.append(_grouped(pa.table({"name": names} | columns)))
         if sum(len(table) for table in self._pending) > _PENDING_ROWS:
             self._settle()
@@ -72,7 +69,7 @@ class Tallies:
         self.rest.add(Tally(*(pc.sum(table.column(name)).as_py() or 0 for name in _SUMS)))
 
     def all(self) -> dict[str | None, Tally]:
-        """Every name with its tally; those given up are not among them."""
+        """Every name with its tally, without the dropped names."""
         if not self._pending:
             return {}
         self._settle()

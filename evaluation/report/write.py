@@ -8,7 +8,7 @@ from evaluation.report.page import page
 from evaluation.report.png import save_bars, save_histogram
 
 REPORT = "report"
-"""Folder beside the shards in which the report lies, unless another is asked for."""
+"""Default folder of the report, next to the shards."""
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:

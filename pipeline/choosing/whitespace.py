@@ -6,16 +6,16 @@ _ASCII_WHITESPACE = [character for character in _WHITESPACE if character.isascii
 _PIECE_CHARACTERS = 1 << 20
 
 
-def normalise(text: str) -> str:
+def normalise(text: str, piece_characters: int = _PIECE_CHARACTERS) -> str:
     """The text with whitespace collapsed to single spaces and stripped at both ends. Case is kept.
 
     Equal to `" ".join(text.split())`, which makes an object of every word: some twelve times the text's memory.
     """
-    if len(text) <= _PIECE_CHARACTERS:
+    if len(text) <= piece_characters:
         return _collapse(text).strip(" ")
     kept: list[str] = []
-    for start in range(0, len(text), _PIECE_CHARACTERS):
-        piece = _collapse(text[start : start + _PIECE_CHARACTERS])
+    for start in range(0, len(text), piece_characters):
+        piece = _collapse(text[start : start + piece_characters])
         # A piece keeps one space at either end; where two of them meet, or the text begins, one of them goes.
         if (not kept or kept[-1].endswith(" ")) and piece.startswith(" "):
             piece = piece[1:]

@@ -67,13 +67,15 @@ class ShardSet:
         split: `train` or `held-out`.
         look: whether every shard is looked for at once; otherwise each when it is opened, which is what a process among
             thousands does after one has looked.
+        most_open: shards that stay open.
 
     Raises:
         ShardError: there is no manifest, or it names a shard that is missing or has another size.
     """
 
-    def __init__(self, folder: Path, split: str, look: bool = True) -> None:
+    def __init__(self, folder: Path, split: str, look: bool = True, most_open: int = _MOST_OPEN) -> None:
         self.folder = folder
+        self._most_open = most_open
         self._index = _load_index(folder)
         listed = [shard for shard in self._index.shards if shard.split == split]
         self._shards = sorted(listed, key=lambda shard: shard.name)
@@ -137,7 +139,7 @@ class ShardSet:
             if problems := _size_problems(self.folder, shard):
                 raise ShardError("\n".join(problems))
             self._open[number] = _OpenShard(self.folder, shard)
-            if len(self._open) > _MOST_OPEN:
+            if len(self._open) > self._most_open:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         return self._open[number]

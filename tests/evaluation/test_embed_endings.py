@@ -59,16 +59,15 @@ def test_of_two_commands_with_one_output_the_second_is_refused(texts, tmp_path, 
 
 @pytest.fixture
 def begun(texts, tmp_path):
-    """A job of which some units are finished, and its output."""
-    output = tmp_path / "out.npy"
-    command = ["embed", MODEL, str(texts), "--output", str(output), "--unit-mib", "0.01"]
-    assert main(command) == 0
-    output.unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evaluation.embedding.job.assemble", lambda *_: (_ for _ in ()).throw(SystemExit))
-        with pytest.raises(SystemExit):
-            main(command)
-    return command, output
+    """A job whose units are finished, on a disk that had no room for its output."""
+    with small_volume(tmp_path / "disk", 16) as volume:
+        output = volume.path / "out.npy"
+        command = ["embed", MODEL, str(texts), "--output", str(output), "--unit-mib", "0.01"]
+        volume.fill(leave_bytes=5 * 2**20)
+        assert main(command) == 1
+        assert sum(path.stat().st_size for path in (volume.path / ".out.npy.parts").iterdir()) > 3000 * 256 * 4
+        volume.drain()
+        yield command, output
 
 
 def test_inputs_replaced_between_kill_and_restart_are_read_anew(begun, texts):

@@ -4,16 +4,14 @@ import gzip
 import json
 
 import pytest
-import ray
 import yaml
 
 from cli.main import main as declutr
-from common.session import start_ray
 from pipeline.prepare import main
 from pipeline.shards.ledger import ledger_entries
 from pipeline.shards.shards import ShardSet, load_manifest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 WORDS = (
     *("the", "span", "of", "a", "document", "is", "encoded", "and", "the", "mean", "of", "its", "tokens", "is"),
     *("pulled", "to", "an", "anchor", "that", "lies", "nearby"),
@@ -22,13 +20,6 @@ WORDS = (
 
 def text(number: int, count: int = 120) -> str:
     return " ".join(f"{WORDS[(number * 7 + i * i) % len(WORDS)]}{number * i % 89}" for i in range(count))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def session():
-    start_ray(num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

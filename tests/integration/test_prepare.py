@@ -3,26 +3,17 @@
 import json
 
 import pytest
-import ray
 import yaml
 from volumes import small_volume
 
 from common.config import ConfigError
-from common.session import start_ray
 from common.storage import hash_file
 from pipeline.config import PipelineConfig
 from pipeline.prepare import main, prepare
 from pipeline.shards.manifest import ShardError
 from pipeline.shards.shards import ShardSet, check_shards, load_manifest
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def session():
-    start_ray(num_cpus=2)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,7 @@ def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
     assert f"was trained on other shards than data = {other} holds now" in problem
 
 
+@pytest.mark.usefixtures("session")
 def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_workers(data, finished, copied, log):
     flip_a_bit(copied)
     left_behind = copied / "checkpoints" / ".step-00000009.123.tmp"
@@ -156,7 +157,6 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     moved = runs.finished_config(data, copied, scaling={"workers": 2}, checkpoint={"every_steps": 1})
     assert problems(moved) == []
     train(moved)
-    ray.shutdown()
     assert any("skipping a broken checkpoint" in line and "step-00000008" in line for line in log)
     assert any("continuing after step 6 of 8" in line for line in log)
     before, after = runs.steps_of(finished / "run"), runs.steps_of(copied)

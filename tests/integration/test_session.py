@@ -20,19 +20,16 @@ time.sleep(600)
 """
 
 
-def agents() -> set[psutil.Process]:
-    return {process for process in psutil.process_iter(["name"]) if process.info["name"] == "ray::DashboardAgent"}
-
-
 def started() -> tuple[subprocess.Popen[str], psutil.Process]:
-    before = agents()
+    """A session, and the agent of its own: other sessions may run on this machine."""
     environment = {**os.environ, "RAY_ADDRESS": ""}
     session = subprocess.Popen(
         [sys.executable, "-c", _SESSION], stdout=subprocess.PIPE, start_new_session=True, text=True, env=environment
     )
     assert session.stdout is not None
     assert session.stdout.readline() == "started\n"
-    (agent,) = agents() - before
+    below = psutil.Process(session.pid).children(recursive=True)
+    (agent,) = [process for process in below if process.name() == "ray::DashboardAgent"]
     return session, agent
 
 

@@ -5,7 +5,6 @@ import json
 import shutil
 
 import pytest
-import ray
 import tinyruns as runs
 import torch
 from groups import run_group
@@ -59,8 +58,7 @@ def sharded(data, tmp_path_factory):
     """A finished run of two workers with sharded parameters; else as `finished`."""
     run = tmp_path_factory.mktemp("sharded") / "run"
     train(config_of(data, run, workers=2, sharded=True))
-    yield run
-    ray.shutdown()
+    return run
 
 
 def cut(run, to):
@@ -86,6 +84,7 @@ def assert_close(run, other):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.usefixtures("session")
 def test_a_sharded_run_is_the_run_that_is_not(finished, sharded):
     assert_close(sharded, finished / "run")
     assert json.loads((sharded / "checkpoints" / "step-00000008" / "state.json").read_text())["world_size"] == 2
@@ -93,6 +92,7 @@ def test_a_sharded_run_is_the_run_that_is_not(finished, sharded):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.usefixtures("session")
 def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
     run = cut(sharded, tmp_path / "run")
     train(config_of(data, run, workers=2, sharded=True))
@@ -104,6 +104,7 @@ def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.usefixtures("session")
 def test_a_run_continues_with_and_without_sharding(data, finished, sharded, tmp_path):
     alone = cut(sharded, tmp_path / "alone")
     train(config_of(data, alone, workers=1, sharded=False))

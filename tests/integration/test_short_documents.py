@@ -5,12 +5,10 @@ import random
 
 import numpy as np
 import pytest
-import ray
 import tinyruns as runs
 import torch
 from tinyruns import span_validator
 
-from common.session import start_ray
 from inspection.describe import describe
 from pipeline.config import PipelineConfig
 from pipeline.prepare import prepare
@@ -19,7 +17,7 @@ from trainer.driver.checks import problems
 from trainer.setup.build import build_encoder, build_feed, build_objective, load_tokenizer
 from trainer.verify import verify
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 6}
 KEPT = {"drop": 64, "fewer_anchors": 32, "shrink_spans": 24}
 MODES = ("fewer_anchors", "shrink_spans")
@@ -33,12 +31,10 @@ def prepared(tmp_path_factory):
     words = ["".join(rng.choices("abcdefgh", k=3)) for _ in range(100)]
     texts = [" ".join(rng.choices(words, k=rng.randint(8, 80))) for _ in range(300)]
     (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    start_ray(num_cpus=4)
     for mode in KEPT:
         values = runs.prepare_values(folder / "corpus.jsonl", folder / mode, geometry=GEOMETRY, short_documents=mode)
         prepare(PipelineConfig.model_validate(values))
-    yield {mode: folder / mode for mode in KEPT}
-    ray.shutdown()
+    return {mode: folder / mode for mode in KEPT}
 
 
 def config_of(folder, run="unused", **changes):

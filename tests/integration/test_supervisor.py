@@ -27,40 +27,12 @@ from trainer.train import main
 pytestmark = pytest.mark.ray
 
 
-@pytest.fixture(scope="module", autouse=True)
-def session():
-    yield
-    ray.shutdown()
-
-
 def test_a_run_that_another_command_works_on_is_left_alone(data, copied):
     before = {path: hash_file(path) for path in copied.rglob("*") if path.is_file()}
     with RunLock(copied, lambda: None), pytest.raises(RunLockedError, match=f"pid {os.getpid()}"):
         run_training(runs.finished_config(data, copied))
     assert {path: hash_file(path) for path in copied.rglob("*") if path.is_file()} == before
     assert not ray.is_initialized()
-
-
-def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, finished, copied, tmp_path):
-    changed = runs.finished_config(data, copied, optim={"lr": 0.0005}, steps=10)
-    with pytest.raises(ConfigError, match=r"optim.lr was 0.001, now 0.0005; steps was 8, now 10.*--fork NEW_RUN"):
-        run_training(changed)
-    new = tmp_path / "new"
-    forked = fork(changed, str(new))
-    assert forked == changed.model_copy(update={"run": str(new)})
-    old = checkpoint_path(finished / "run" / "checkpoints", 8)
-    path = checkpoint_path(new / "checkpoints", 8)
-    assert read_state(path).config_hash == changed.hash() != read_state(old).config_hash
-    for name in ("encoder", "optimizer", "objective"):
-        assert hash_file(path / f"{name}.safetensors") == hash_file(old / f"{name}.safetensors")
-    record = read_json(new / FORK)
-    assert (record["step"], record["changed"]) == (8, ["optim.lr was 0.001, now 0.0005", "steps was 8, now 10"])
-    run_training(forked)
-    after = runs.steps_of(new)
-    assert list(after) == list(range(1, 11))
-    assert {step: after[step] for step in range(1, 9)} == runs.steps_of(finished / "run")
-    assert fork(changed, str(new)) == forked  # the same command continues
-    assert steps_in(copied / "checkpoints") == steps_in(finished / "run" / "checkpoints")
 
 
 @pytest.mark.parametrize(("queue_size", "carried"), [(24, True), (32, True), (23, False), (0, False)])
@@ -94,6 +66,30 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_p
         fork(runs.finished_config(data, copied), str(copied))
 
 
+@pytest.mark.usefixtures("session")
+def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, finished, copied, tmp_path):
+    changed = runs.finished_config(data, copied, optim={"lr": 0.0005}, steps=10)
+    with pytest.raises(ConfigError, match=r"optim.lr was 0.001, now 0.0005; steps was 8, now 10.*--fork NEW_RUN"):
+        run_training(changed)
+    new = tmp_path / "new"
+    forked = fork(changed, str(new))
+    assert forked == changed.model_copy(update={"run": str(new)})
+    old = checkpoint_path(finished / "run" / "checkpoints", 8)
+    path = checkpoint_path(new / "checkpoints", 8)
+    assert read_state(path).config_hash == changed.hash() != read_state(old).config_hash
+    for name in ("encoder", "optimizer", "objective"):
+        assert hash_file(path / f"{name}.safetensors") == hash_file(old / f"{name}.safetensors")
+    record = read_json(new / FORK)
+    assert (record["step"], record["changed"]) == (8, ["optim.lr was 0.001, now 0.0005", "steps was 8, now 10"])
+    run_training(forked)
+    after = runs.steps_of(new)
+    assert list(after) == list(range(1, 11))
+    assert {step: after[step] for step in range(1, 9)} == runs.steps_of(finished / "run")
+    assert fork(changed, str(new)) == forked  # the same command continues
+    assert steps_in(copied / "checkpoints") == steps_in(finished / "run" / "checkpoints")
+
+
+@pytest.mark.usefixtures("session")
 def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_path, log):
     """Hardly any learning rate: all scores are those of the first step."""
 
@@ -126,6 +122,7 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
         assert (ended_early(tmp_path / "run", patience, 3) is not None) == ended, "more patience goes on"
 
 
+@pytest.mark.usefixtures("session")
 def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, tmp_path, log):
     """Shards altered behind their size and time, which only a full check sees: the same error, whoever tries."""
     for step in steps_in(copied / "checkpoints")[-1:]:
@@ -172,7 +169,6 @@ def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_
 
 
 def test_problems_are_said_although_ray_has_begun_to_start(data, tmp_path, capsys):
-    ray.shutdown()
     values = runs.train_values(data, tmp_path / "run", batch_documents=10**6, spans={"max_tokens": 17})
     assert main([str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
     out, said = capsys.readouterr()

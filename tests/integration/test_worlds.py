@@ -12,7 +12,6 @@ from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from transformers import AutoTokenizer
 
-from common.session import start_ray
 from pipeline.shards.shards import ShardSet
 from trainer.data import stream
 from trainer.data.chunks import rank_plan
@@ -22,16 +21,9 @@ from trainer.model.language_model import vocabulary_of
 from trainer.setup.build import build_encoder, build_feed, build_objective
 from trainer.train import train
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 STEPS = 40  # more than an epoch of 257 documents
 BATCH = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def session():
-    start_ray(num_cpus=6)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -135,10 +135,9 @@ def test_a_manifest_that_is_absent_or_of_another_version(tmp_path):
         load_manifest(folder)
 
 
-def test_more_shards_than_may_be_open(tmp_path, monkeypatch):
+def test_more_shards_than_may_be_open(tmp_path):
     """Few are open at a time, in whatever order they are asked; also when the folder was not looked through."""
-    monkeypatch.setattr("pipeline.shards.shards._MOST_OPEN", 2)
-    shards = ShardSet(write(tmp_path / "out"), "train", look=False)
+    shards = ShardSet(write(tmp_path / "out"), "train", look=False, most_open=2)
     rows = np.random.default_rng(0).integers(0, 57, 200)
     for part in np.split(rows, 20):
         assert shards.take(part).column("offset").to_pylist() == part.tolist()

@@ -1,5 +1,6 @@
 """Sharded parameters: loss, gradient, update, scores and checkpoints are those of one process that holds everything."""
 
+import functools
 import math
 
 import pytest
@@ -90,12 +91,18 @@ def one_step(world, dtype, cases):
     return results
 
 
+@functools.cache
+def one_step_alone(dtype):
+    """Cases by name, and what one process comes to."""
+    # in float32 moments of entries that are zero but for rounding are noise: fewer cases, the gradient only
+    cases = CASES if dtype == torch.float64 else {name: CASES[name] for name in ("both, None", "both, 60", "mlm, 60")}
+    return cases, one_step(World(), dtype, list(cases.values()))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_any_number_of_ranks_takes_the_same_step(size, dtype):
-    # in float32 moments of entries that are zero but for rounding are noise: fewer cases, the gradient only
-    cases = CASES if dtype == torch.float64 else {name: CASES[name] for name in ("both, None", "both, 60", "mlm, 60")}
-    single = one_step(World(), dtype, list(cases.values()))
+    cases, single = one_step_alone(dtype)
     ranks = run_group(size, one_step, dtype, list(cases.values()))
     within = ROUNDING[dtype]
     for number, name in enumerate(cases):

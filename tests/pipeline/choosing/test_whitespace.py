@@ -1,6 +1,5 @@
 import sys
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +18,7 @@ def test_it_equals_the_simple_definition(text):
 
 @given(SPACED, st.integers(1, 7))
 def test_it_equals_the_simple_definition_wherever_a_long_text_is_cut(text, piece):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whitespace, "_PIECE_CHARACTERS", piece)
-        assert normalise(text) == " ".join(text.split())
+    assert normalise(text, piece) == " ".join(text.split())
 
 
 def test_a_text_of_several_pieces():

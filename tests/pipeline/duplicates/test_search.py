@@ -7,7 +7,7 @@ import planted
 import pytest
 import ray
 
-from common.session import SessionConfig, start_ray
+from common.session import SessionConfig
 from common.storage import hash_file
 from pipeline.duplicates import search as search_module
 from pipeline.duplicates.config import DuplicatesConfig, NearConfig
@@ -15,16 +15,9 @@ from pipeline.duplicates.keys import KeysError
 from pipeline.duplicates.search import find_duplicates, pairs_path
 from pipeline.duplicates.table import DUPLICATES, removed
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 CONFIG = DuplicatesConfig(near=NearConfig())
 KEYS_PER_BUCKET = 800
-
-
-@pytest.fixture(scope="module", autouse=True)
-def session():
-    start_ray(num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -85,18 +78,6 @@ def test_what_is_dropped_and_for_what(found):
     assert removed(folder, "99999") == {}
 
 
-def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, write, found, tmp_path):
-    names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
-    ray.shutdown()
-    try:
-        find_duplicates(tmp_path, names, CONFIG, SessionConfig(num_cpus=1))
-        assert ray.cluster_resources()["CPU"] == 1
-    finally:
-        ray.shutdown()
-        start_ray(num_cpus=2)
-    assert contents(tmp_path) == contents(found[0])
-
-
 def test_a_stopped_search_continues_to_the_same_bytes(units, write, found, tmp_path):
     names = write(tmp_path, units, CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
@@ -134,3 +115,14 @@ def test_a_corpus_without_documents_or_duplicates(write, tmp_path):
     names = write(tmp_path, [["one text"], ["another"]], DuplicatesConfig())
     find_duplicates(tmp_path, names, DuplicatesConfig())
     assert kinds(tmp_path, names) == {}
+
+
+def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, write, found, tmp_path):
+    names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
+    ray.shutdown()
+    try:
+        find_duplicates(tmp_path, names, CONFIG, SessionConfig(num_cpus=1))
+        assert ray.cluster_resources()["CPU"] == 1
+    finally:
+        ray.shutdown()
+    assert contents(tmp_path) == contents(found[0])
