@@ -1,4 +1,4 @@
-"""Patience with an object store that is away, and the errors of one: what waiting changes, and what else to do."""
+"""Retries while an object store does not answer, and the errors and remedies when retrying does not help."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import TypeVar
 from common.console.logs import get_logger
 from common.stores.address import network_errors
 
-# What waiting does not change, in Arrow's words.
+# Errors that a retry does not change, as Arrow words them.
 _FINAL = (
     "ACCESS_DENIED",
     "NO_SUCH_BUCKET",
@@ -20,20 +20,20 @@ _FINAL = (
 )
 # The cause behind a store's error code, and the remedy; the first that matches.
 _REMEDIES = {
-    "ExpiredToken": "The credentials have expired: renew them and give the same command again",
+    "ExpiredToken": "The credentials have expired: renew them and run the same command again",
     "(HTTP status 400) during Head": (
-        "A store gives no reason to this question; often the credentials have expired: renew them and give the same "
+        "A store gives no reason for this error; often the credentials have expired: renew them and run the same "
         "command again"
     ),
-    "TOO_SKEWED": "The clock of this host differs too much from the store's: set it",
-    "StorageFull": "The store is full: make room there",
-    "QuotaExceeded": "The quota of this store is used up: raise it or make room there",
-    "HTTP status 507": "The store is full: make room there",
-    "SLOW_DOWN": "The store throttles: fewer hosts at a time, or a prefix of its own for this run",
-    "HTTP status 503": "The store throttles or is overloaded",
-    "ACCESS_DENIED": "Credentials, their rights and this host's clock decide this",
-    "INVALID_ACCESS_KEY_ID": "Credentials decide this",
-    "SIGNATURE_DOES_NOT_MATCH": "Credentials decide this",
+    "TOO_SKEWED": "The clock of this host differs too much from the store's; correct it",
+    "StorageFull": "The store is full; free space there",
+    "QuotaExceeded": "The quota of this store is used up; raise it or free space there",
+    "HTTP status 507": "The store is full; free space there",
+    "SLOW_DOWN": "The store limits the request rate; use fewer hosts at a time, or a separate prefix for this run",
+    "HTTP status 503": "The store is overloaded or limits the request rate",
+    "ACCESS_DENIED": "Check the credentials, their permissions and this host's clock",
+    "INVALID_ACCESS_KEY_ID": "Check the credentials",
+    "SIGNATURE_DOES_NOT_MATCH": "Check the credentials",
     "NO_SUCH_BUCKET": "Name a bucket that exists",
 }
 
@@ -41,21 +41,21 @@ Answer = TypeVar("Answer")
 
 
 class RemoteError(OSError):
-    """A folder that cannot be sent or fetched: what, where, since when, what to do."""
+    """A file or folder that cannot be sent or fetched; the message names it, the cause and a remedy."""
 
 
 class AlteredError(RemoteError):
-    """What lies there is not what was sent: waiting does not help."""
+    """Remote content that is missing or differs from what was sent; a retry does not help."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a place that is away.
+    """Retry times for a store that does not answer.
 
     Attributes:
-        total_seconds: after which it is given up.
-        first_seconds: before the second try; each further wait is twice as long as the one before.
-        longest_seconds: of a wait.
+        total_seconds: time after which retrying stops.
+        first_seconds: wait before the second attempt; each further wait is twice as long.
+        longest_seconds: longest wait.
     """
 
     total_seconds: float = 600.0
@@ -67,16 +67,16 @@ PATIENT = Patience()
 
 
 def persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answer:
-    """Acts, again and again while the place is away; one line in the log an outage, one when it is over.
+    """Runs an action and retries it while the store does not answer; logs the start and the end of an outage.
 
     Args:
-        url: of the place, for messages.
-        patience: with it.
-        action: is done.
+        url: address for messages.
+        patience: retry times.
+        action: function to run.
 
     Raises:
-        AlteredError: what the action needs is not there.
-        RemoteError: refused, or away for longer than `patience.total_seconds`.
+        AlteredError: a file that the action needs is missing.
+        RemoteError: the store refuses, or did not answer for longer than `patience.total_seconds`.
     """
     began, wait, told = time.monotonic(), patience.first_seconds, False
     while True:
@@ -85,7 +85,7 @@ def persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answe
                 answer = action()
         except FileNotFoundError as error:
             raise AlteredError(f"{url}: {error}") from error
-        except RemoteError:  # judged already
+        except RemoteError:  # already classified
             raise
         except OSError as error:
             if isinstance(error, PermissionError) or any(word in str(error) for word in _FINAL):
@@ -98,7 +98,7 @@ def persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answe
             if not told:
                 told_error = f"{error}{_remedy(error)}"
                 get_logger().warning(
-                    "%s does not answer (%s); trying again for %.0f s", url, told_error, patience.total_seconds
+                    "%s does not answer (%s); retrying for %.0f s", url, told_error, patience.total_seconds
                 )
                 told = True
             time.sleep(wait)
@@ -110,6 +110,6 @@ def persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answe
 
 
 def _remedy(error: OSError) -> str:
-    """The sentence that follows a store's own message; empty where nothing is known."""
+    """The remedy to append to a store's error message; empty if none is known."""
     known = (remedy for code, remedy in _REMEDIES.items() if code in str(error))
     return next((f". {remedy}" for remedy in known), "")

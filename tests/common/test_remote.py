@@ -111,7 +111,7 @@ def test_what_is_not_whole_is_never_taken_for_whole(place, folder, tmp_path, nam
 def test_a_half_sent_folder_is_not_there(place, folder, tmp_path):
     push_file(folder / "a.bin", child(place, "a.bin"))
     assert not is_whole(place)
-    with pytest.raises(FileNotFoundError, match="no whole folder"):
+    with pytest.raises(FileNotFoundError, match="no complete folder"):
         pull_folder(place, tmp_path / "back")
 
 
@@ -126,7 +126,7 @@ def test_many_that_ask_at_once_fetch_once(place, folder, tmp_path):
 
 
 def test_a_copy_is_fetched_once_and_another_content_is_another_copy(place, folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no whole folder"):
+    with pytest.raises(FileNotFoundError, match="no complete folder"):
         local_copy(place, tmp_path / "cache")
     push_folder(folder, place)
     first = local_copy(place, tmp_path / "cache")
@@ -207,4 +207,4 @@ def test_commands(folder, tmp_path, capsys):
     assert contents(tmp_path / "back") == contents(folder)
     assert main(["pull", f"{url}/nothing", str(tmp_path / "none")]) == 1
     assert main(["push", str(tmp_path / "none"), url]) == 1
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err

@@ -66,8 +66,8 @@ def test_an_upload_that_breaks_off_is_no_folder_and_is_taken_up_again(store, fol
     ("status", "code", "remedy"),
     [
         (400, "ExpiredToken", "refuses: .*credentials have expired: renew them"),
-        (403, "AccessDenied", "refuses: .*Credentials, their rights"),
-        (507, "XMinioStorageFull", "The store is full: make room"),
+        (403, "AccessDenied", "refuses: .*Check the credentials, their permissions"),
+        (507, "XMinioStorageFull", "The store is full; free space"),
         (403, "QuotaExceeded", "quota of this store is used up"),
     ],
 )
