@@ -89,7 +89,7 @@ def test_what_is_there_already_is_not_sent_again(place, folder):
     [
         ("a.bin", SMALL[:-1], "a.bin is truncated or altered"),
         ("a.bin", SMALL[:-1] + b"x", "a.bin is truncated or altered"),
-        (LISTING, b"{", "no list of files"),
+        (LISTING, b"{", "not a list of files"),
         (LISTING, json.dumps({"files": {"../x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
         (LISTING, json.dumps({"files": {"/etc/x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
         (

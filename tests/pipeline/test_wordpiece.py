@@ -125,7 +125,7 @@ def test_it_is_chosen_for_wordpiece_alone(tmp_path):
     assert choose_engine(save(tmp_path), "auto", ["a b"]).engine == "wordpiece"
     assert choose_engine(tmp_path, "wordpiece").engine == "wordpiece"
     assert choose_engine(tmp_path, "tokenizers").engine == "tokenizers"
-    with pytest.raises(ConfigError, match=r"tokenizer\.engine = 'tiktoken' cannot stand in.*WordPiece"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.engine = 'tiktoken' cannot replace this tokenizer.*WordPiece"):
         choose_engine(tmp_path, "tiktoken")
 
 
@@ -140,7 +140,7 @@ def test_it_is_chosen_for_wordpiece_alone(tmp_path):
 def test_what_it_cannot_be_is_left_to_tokenizers(tmp_path, change, reason):
     folder = save(tmp_path, change)
     assert choose_engine(folder, "auto").engine == "tokenizers"
-    with pytest.raises(ConfigError, match=f"tokenizer.engine = 'wordpiece' cannot stand in.*{reason}"):
+    with pytest.raises(ConfigError, match=f"tokenizer.engine = 'wordpiece' cannot replace this tokenizer.*{reason}"):
         choose_engine(folder, "wordpiece")
 
 
