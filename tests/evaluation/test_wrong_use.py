@@ -103,7 +103,7 @@ OTHERS = [
     (["--verson"], "there is no command '--verson'"),
     (["prepare", "good.yaml", "prepare.output="], "write `output`"),
     (["prepare", "good.yaml", "output="], "output = None: is empty"),
-    (["prepare", "good.yaml", "output=docs/out"], "lies in 'docs', which is read"),
+    (["prepare", "good.yaml", "output=docs/out"], "is inside the input 'docs'"),
     (["prepare", "good.yaml", "output=/proc/nope"], "nothing can be written in /proc"),
     (["prepare", "good.yaml", "output=s3://bucket/x"], "is an address"),
     (["prepare", "good.yaml", "corpus.paths=[$NOT_SET/x]"], "$NOT_SET is not set"),

@@ -133,7 +133,10 @@ def test_it_is_chosen_for_wordpiece_alone(tmp_path):
     ("change", "reason"),
     [
         (lambda parsed: parsed.update(normalizer={"type": "NFC"}), "after NFC and BertPreTokenizer"),
-        (lambda parsed: parsed.update(pre_tokenizer={"type": "Whitespace"}), "and Whitespace, not WordPiece as BERT"),
+        (
+            lambda parsed: parsed.update(pre_tokenizer={"type": "Whitespace"}),
+            "and Whitespace, not WordPiece as in BERT",
+        ),
         (lambda parsed: parsed["added_tokens"][4].update(special=False), r"not special, such as '\[MASK\]'"),
     ],
 )
