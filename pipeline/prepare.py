@@ -24,7 +24,7 @@ from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
 from pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
 from pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
-from pipeline.job.output import Plan, claim, discard, hash_plan, output_problems, plan_of
+from pipeline.job.output import PreparePlan, claim, discard, hash_plan, output_problems, plan_of
 from pipeline.job.places import look
 from pipeline.job.progress import seconds_spent
 from pipeline.job.recheck import content_problems
@@ -91,11 +91,11 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
                 folder.rmdir()
     except OSError as error:  # a full disk, a lost storage, a folder without write permission
         raise ShardError(
-            f"prepare: {error}. Finished work in {folder} is kept; remove the cause and run the same command again"
+            f"prepare: {error}. Finished work in {folder} is kept; remove the cause, then the same command continues"
         ) from error
 
 
-def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> Manifest:
+def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
     """Completes a folder whose lock this process holds."""
     tokenizer = set_up(config, folder, units, plan)
     sidecars = run_stages(config, folder, units, tokenizer)
@@ -116,7 +116,7 @@ def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Pla
     return manifest
 
 
-def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> TokenizerInfo:
+def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: PreparePlan) -> TokenizerInfo:
     """Claims the output folder and writes the tokenizer and the index of evaluation sets for the tasks."""
     claim(folder, plan)
     return _equip(config, folder, units)
@@ -156,7 +156,7 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
     return made
 
 
-def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], Plan | None, list[str]]:
+def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], PreparePlan | None, list[str]]:
     """The units, their plan if the inputs can be read, and all problems."""
     if found := list(refused_settings(config.model_dump(mode="json"))):
         return [], None, found
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("prepare: stopped; finished work is kept, run the same command to continue\n")
+        sys.stderr.write("prepare: stopped; finished work is kept, the same command continues\n")
         return _INTERRUPTED
     sys.stdout.write(summary(manifest, config.output) + "\n")
     if estimate := load_estimate(expand(config.output)):

@@ -15,19 +15,19 @@ from common.excerpt import excerpt
 from common.storage import folder_aside, put_back, write_text
 from common.stores.address import child
 from common.stores.files import fetch_file
-from common.stores.listing import Record, decoded, encoded, records, tree
-from common.stores.patience import PATIENT, AlteredError, Patience, RemoteError
+from common.stores.listing import FileRecord, decoded, encoded, records, tree
+from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
 
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
 
 
-def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
+def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Fetches everything at an address, then replaces the earlier copy; unchanged files are not fetched again.
 
     Args:
         url: a folder that was sent whole, or a folder of such folders and further files, like a run.
         local: target folder: new, empty, or an unchanged copy that `pull` made.
-        patience: retry times while the store does not answer.
+        retries: retry policy while the store does not answer.
 
     Raises:
         FileNotFoundError: nothing exists at that address.
@@ -37,7 +37,7 @@ def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
     local = Path(os.path.realpath(local))
     if local.is_mount():
         raise RemoteError(f"{local} is a mount point, which cannot be replaced; name a folder in it")
-    wanted = tree(url, patience)
+    wanted = tree(url, retries)
     if not wanted:
         raise FileNotFoundError(f"{url}: nothing found; check the address")
     local.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
         here = _replaceable(local, mark, wanted)
         if here != wanted:
             with folder_aside(local, replace=True) as aside:
-                here = fetch_all(url, wanted, aside, patience, local, here)
+                here = fetch_all(url, wanted, aside, retries, local, here)
                 if _stamps(local) != stamps:
                     raise RemoteError(f"{local} changed during the fetch and was not replaced; name a new folder")
         write_text(mark, encoded(here).decode())
@@ -61,7 +61,7 @@ def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (at.st_size, at.st_mtime_ns) for path, at in found if not stat.S_ISDIR(at.st_mode)}
 
 
-def _replaceable(local: Path, mark: Path, wanted: Mapping[str, Record | None]) -> dict[str, Record]:
+def _replaceable(local: Path, mark: Path, wanted: Mapping[str, FileRecord | None]) -> dict[str, FileRecord]:
     """The files of a folder that may be replaced without losing a user's file.
 
     Raises:
@@ -89,19 +89,19 @@ def _replaceable(local: Path, mark: Path, wanted: Mapping[str, Record | None]) -
 
 def fetch_all(
     url: str,
-    wanted: Mapping[str, Record | None],
+    wanted: Mapping[str, FileRecord | None],
     aside: Path,
-    patience: Patience,
+    retries: RetryPolicy,
     before: Path | None = None,
-    here: Mapping[str, Record] | None = None,
-) -> dict[str, Record]:
+    here: Mapping[str, FileRecord] | None = None,
+) -> dict[str, FileRecord]:
     """Fetches the files of a folder, several at a time.
 
     Args:
         url: the remote folder.
         wanted: its files by name; None if size and checksum of a file are unknown.
         aside: target folder.
-        patience: retry times while the store does not answer.
+        retries: retry policy while the store does not answer.
         before: an earlier copy.
         here: files of that copy; those with the right checksum are linked instead of fetched.
 
@@ -113,13 +113,13 @@ def fetch_all(
         RemoteError: the store refuses, or did not answer in time.
     """
 
-    def fetch(name: str) -> Record:
+    def fetch(name: str) -> FileRecord:
         target, expected = aside / name, wanted[name]
         target.parent.mkdir(parents=True, exist_ok=True)
         if before is not None and here is not None and expected is not None and here.get(name) == expected:
             target.hardlink_to(before / name)
             return expected
-        found = Record(*fetch_file(child(url, name), target, patience))
+        found = FileRecord(*fetch_file(child(url, name), target, retries))
         if expected is not None and found != expected:
             raise AlteredError(f"{child(url, name)} is truncated or altered (checksum differs)")
         return found

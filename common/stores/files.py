@@ -14,12 +14,12 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from common.credentials import redact
 from common.storage import fsync_path, write_aside
 from common.stores.address import filesystem, network_errors
-from common.stores.patience import PATIENT, AlteredError, Patience, RemoteError, persist
+from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy, with_retries
 
 _CHUNK_BYTES = 8 * 2**20
 
 
-def push_file(local: Path, url: str, patience: Patience = PATIENT) -> None:
+def push_file(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Sends one file; an object store shows the new content as a whole or not at all.
 
     Raises:
@@ -31,10 +31,10 @@ def push_file(local: Path, url: str, patience: Patience = PATIENT) -> None:
         _make_room(files, place)
         files.put_file(str(local), place)
 
-    persist(url, patience, send)
+    with_retries(url, retries, send)
 
 
-def pull_file(url: str, local: Path, patience: Patience = PATIENT) -> bool:
+def pull_file(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> bool:
     """Fetches one file and replaces the local one; returns False if the remote file does not exist.
 
     Raises:
@@ -48,14 +48,14 @@ def pull_file(url: str, local: Path, patience: Patience = PATIENT) -> bool:
         except FileNotFoundError:
             return False
 
-    if not persist(url, patience, is_file):
+    if not with_retries(url, retries, is_file):
         return False
     with write_aside(local) as aside:
-        fetch_file(url, aside, patience)
+        fetch_file(url, aside, retries)
     return True
 
 
-def fetch_file(url: str, target: Path, patience: Patience = PATIENT) -> tuple[str, int]:
+def fetch_file(url: str, target: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> tuple[str, int]:
     """Copies one file to a temporary place; returns the SHA-256 and the size in bytes of the copy.
 
     Raises:
@@ -76,7 +76,7 @@ def fetch_file(url: str, target: Path, patience: Patience = PATIENT) -> tuple[st
             fsync_path(target)
         return digest.hexdigest(), num_bytes
 
-    return persist(url, patience, fetch)
+    return with_retries(url, retries, fetch)
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def _own_disk(target: Path) -> Iterator[None]:
         ) from error
 
 
-def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
+def read_file(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> bytes | None:
     """Content of a small file; None if it does not exist.
 
     Raises:
@@ -105,10 +105,10 @@ def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
         except FileNotFoundError:
             return None
 
-    return persist(url, patience, read)
+    return with_retries(url, retries, read)
 
 
-def size_of(url: str, patience: Patience = PATIENT) -> int | None:
+def size_of(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> int | None:
     """Size of a file in bytes; None if it does not exist.
 
     Raises:
@@ -123,10 +123,10 @@ def size_of(url: str, patience: Patience = PATIENT) -> int | None:
         except FileNotFoundError:
             return None
 
-    return persist(url, patience, look)
+    return with_retries(url, retries, look)
 
 
-def modified(url: str, patience: Patience = PATIENT) -> float | None:
+def modified(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> float | None:
     """Modification time of a file in Unix seconds of the store's clock; None if the file does not exist.
 
     Raises:
@@ -142,40 +142,40 @@ def modified(url: str, patience: Patience = PATIENT) -> float | None:
             return None
 
     try:
-        found = persist(url, patience, look)
+        found = with_retries(url, retries, look)
     except NotImplementedError as error:
         raise RemoteError(f"{url}: this store keeps no modification times") from error
     return None if found is None else found.replace(tzinfo=found.tzinfo or UTC).timestamp()
 
 
-def write_file(url: str, content: bytes, patience: Patience = PATIENT) -> None:
+def write_file(url: str, content: bytes, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Writes a small file, whole or not at all.
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
-    persist(url, patience, lambda: _write(files, place, content))
+    with_retries(url, retries, lambda: _write(files, place, content))
 
 
-def remove_file(url: str, patience: Patience = PATIENT) -> None:
+def remove_file(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Removes a file if it exists.
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
-    persist(url, patience, lambda: _gone(partial(files.rm_file, place)))
+    with_retries(url, retries, lambda: _gone(partial(files.rm_file, place)))
 
 
-def remove_tree(url: str, patience: Patience = PATIENT) -> None:
+def remove_tree(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Removes everything in a folder, in any order.
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
-    persist(url, patience, lambda: _gone(partial(files.rm, place, recursive=True)))
+    with_retries(url, retries, lambda: _gone(partial(files.rm, place, recursive=True)))
 
 
 def _gone(remove: Callable[[], None]) -> None:
@@ -183,7 +183,7 @@ def _gone(remove: Callable[[], None]) -> None:
         remove()
 
 
-def names(url: str, patience: Patience = PATIENT) -> list[str]:
+def names(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> list[str]:
     """Sorted names of the files and folders directly in a folder; none if the folder does not exist.
 
     Raises:
@@ -199,10 +199,10 @@ def names(url: str, patience: Patience = PATIENT) -> list[str]:
             return []
         return sorted(posixpath.basename(str(name).rstrip("/")) for name in found)
 
-    return persist(url, patience, look)
+    return with_retries(url, retries, look)
 
 
-def entries(url: str, patience: Patience = PATIENT) -> dict[str, bool]:
+def entries(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> dict[str, bool]:
     """Sorted names directly in a folder, True for files and False for folders; none if the folder does not exist.
 
     A store may have keys with an empty part, whose name is then empty.
@@ -225,7 +225,7 @@ def entries(url: str, patience: Patience = PATIENT) -> dict[str, bool]:
             raise AlteredError(f"{url}: these entries are neither files nor folders: {strange}")
         return {name: kinds[name] == "file" for name in sorted(kinds)}
 
-    return persist(url, patience, look)
+    return with_retries(url, retries, look)
 
 
 def _open(url: str) -> tuple[Any, str]:

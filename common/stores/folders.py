@@ -18,17 +18,17 @@ from common.storage import folder_aside
 from common.stores.address import child, is_remote, short_name
 from common.stores.copies import fetch_all, pull_all
 from common.stores.files import push_file, remove_file, remove_tree
-from common.stores.listing import LISTING, Record, read_listing, records, refuse_names, write_listing
-from common.stores.patience import PATIENT, Patience
+from common.stores.listing import LISTING, FileRecord, read_listing, records, refuse_names, write_listing
+from common.stores.retry import DEFAULT_RETRIES, RetryPolicy
 
 
-def push_folder(local: Path, url: str, patience: Patience = PATIENT) -> None:
+def push_folder(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Sends a folder, its list of files last; files that the store already has are not sent again.
 
     Args:
         local: the folder. Nothing in it may change during the transfer.
         url: target folder; other files of an earlier transfer are removed.
-        patience: retry times while the store does not answer.
+        retries: retry policy while the store does not answer.
 
     Raises:
         AlteredError: a file has a name that `pull` would refuse.
@@ -36,20 +36,20 @@ def push_folder(local: Path, url: str, patience: Patience = PATIENT) -> None:
     """
     new = records(local)
     refuse_names(new, str(local))
-    old = read_listing(url, patience)
+    old = read_listing(url, retries)
     if old == new:
         return
     if old is not None:  # marks the folder as incomplete until the new list is written
-        remove_file(child(url, LISTING), patience)
+        remove_file(child(url, LISTING), retries)
     for name in new:
         if old is None or old.get(name) != new[name]:
-            push_file(local / name, child(url, name), patience)
-    write_listing(url, new, patience)
+            push_file(local / name, child(url, name), retries)
+    write_listing(url, new, retries)
     for name in sorted(set(old or ()) - set(new)):
-        remove_file(child(url, name), patience)
+        remove_file(child(url, name), retries)
 
 
-def pull_folder(url: str, local: Path, patience: Patience = PATIENT, renew: bool = False) -> None:
+def pull_folder(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES, renew: bool = False) -> None:
     """Fetches a folder; it gets its name when it is complete and matches its checksums.
 
     If several processes of a host request the same folder, one of them fetches it and the others wait.
@@ -57,7 +57,7 @@ def pull_folder(url: str, local: Path, patience: Patience = PATIENT, renew: bool
     Args:
         url: a folder sent by `push_folder`.
         local: target folder. If it exists, nothing is done.
-        patience: retry times while the store does not answer.
+        retries: retry policy while the store does not answer.
         renew: replace an existing folder unless it is the same.
 
     Raises:
@@ -66,57 +66,57 @@ def pull_folder(url: str, local: Path, patience: Patience = PATIENT, renew: bool
         RemoteError: the store refuses, or did not answer in time.
     """
     if renew or not local.exists():
-        _pull(url, _whole_listing(url, patience), local, patience, renew)
+        _pull(url, _whole_listing(url, retries), local, retries, renew)
 
 
-def local_copy(url: str, cache: Path, patience: Patience = PATIENT) -> Path:
+def local_copy(url: str, cache: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> Path:
     """This host's copy of a folder, fetched at first use; a folder with other content gets another copy.
 
     Args:
         url: a folder sent by `push_folder`.
         cache: folder that holds all copies.
-        patience: retry times while the store does not answer.
+        retries: retry policy while the store does not answer.
 
     Raises:
         FileNotFoundError, RemoteError: see `pull_folder`.
     """
-    listing = _whole_listing(url, patience)
+    listing = _whole_listing(url, retries)
     local = cache / short_name(url, msgspec.json.encode(listing, order="sorted"))
-    _pull(url, listing, local, patience)
+    _pull(url, listing, local, retries)
     return local
 
 
-def is_whole(url: str, patience: Patience = PATIENT) -> bool:
+def is_whole(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> bool:
     """Returns True if the remote folder is complete; its files are not read.
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
     """
-    return read_listing(url, patience) is not None
+    return read_listing(url, retries) is not None
 
 
-def remove_folder(url: str, patience: Patience = PATIENT) -> None:
+def remove_folder(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Removes a folder, its list first, so that the rest counts as incomplete if this is stopped.
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
     """
-    remove_file(child(url, LISTING), patience)
-    remove_tree(url, patience)
+    remove_file(child(url, LISTING), retries)
+    remove_tree(url, retries)
 
 
-def _pull(url: str, listing: dict[str, Record], local: Path, patience: Patience, renew: bool = False) -> None:
+def _pull(url: str, listing: dict[str, FileRecord], local: Path, retries: RetryPolicy, renew: bool = False) -> None:
     local.parent.mkdir(parents=True, exist_ok=True)
     with local.with_name(f".{local.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if local.exists() and (not renew or records(local) == listing):
             return
         with folder_aside(local, replace=True) as aside:
-            fetch_all(url, listing, aside, patience)
+            fetch_all(url, listing, aside, retries)
 
 
-def _whole_listing(url: str, patience: Patience) -> dict[str, Record]:
-    listing = read_listing(url, patience)
+def _whole_listing(url: str, retries: RetryPolicy) -> dict[str, FileRecord]:
+    listing = read_listing(url, retries)
     if listing is None:
         raise FileNotFoundError(f"{url}: no complete folder found ({LISTING} is missing)")
     return listing

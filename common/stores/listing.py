@@ -10,13 +10,13 @@ import msgspec
 from common.storage import hash_file
 from common.stores.address import child
 from common.stores.files import entries, read_file, write_file
-from common.stores.patience import AlteredError, Patience
+from common.stores.retry import AlteredError, RetryPolicy
 
 LISTING = ".files.json"
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The SHA-256 and the size of a file."""
 
     sha256: str
@@ -24,15 +24,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    files: dict[str, Record]
+    files: dict[str, FileRecord]
 
 
-def encoded(files: dict[str, Record]) -> bytes:
+def encoded(files: dict[str, FileRecord]) -> bytes:
     """Encodes a list."""
     return msgspec.json.encode(_Listing(files))
 
 
-def decoded(raw: bytes, where: str) -> dict[str, Record]:
+def decoded(raw: bytes, where: str) -> dict[str, FileRecord]:
     """Decodes a list.
 
     Raises:
@@ -62,48 +62,48 @@ def refuse_names(names: Iterable[str], where: str) -> None:
             raise AlteredError(f"{where} names a file that is outside the folder or cannot exist in a folder: {name!r}")
 
 
-def records(folder: Path) -> dict[str, Record]:
+def records(folder: Path) -> dict[str, FileRecord]:
     """The files of a folder of this host."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: Record(hash_file(path), path.stat().st_size) for name, path in paths.items()}
+    return {name: FileRecord(hash_file(path), path.stat().st_size) for name, path in paths.items()}
 
 
-def read_listing(url: str, patience: Patience) -> dict[str, Record] | None:
+def read_listing(url: str, retries: RetryPolicy) -> dict[str, FileRecord] | None:
     """The files of a complete folder; None if its list is missing.
 
     Raises:
         AlteredError: see `decoded`.
         RemoteError: the store refuses, or did not answer in time.
     """
-    raw = read_file(child(url, LISTING), patience)
+    raw = read_file(child(url, LISTING), retries)
     return None if raw is None else decoded(raw, child(url, LISTING))
 
 
-def write_listing(url: str, files: dict[str, Record], patience: Patience) -> None:
+def write_listing(url: str, files: dict[str, FileRecord], retries: RetryPolicy) -> None:
     """Writes the list, which marks the folder as complete.
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
     """
-    write_file(child(url, LISTING), encoded(files), patience)
+    write_file(child(url, LISTING), encoded(files), retries)
 
 
-def tree(url: str, patience: Patience) -> dict[str, Record | None]:
+def tree(url: str, retries: RetryPolicy) -> dict[str, FileRecord | None]:
     """All files below an address with the records of their lists; None for files in no list.
 
     Raises:
         AlteredError: a list is invalid, or a name must not be written here.
         RemoteError: the store refuses, or did not answer in time.
     """
-    listing = read_listing(url, patience)
+    listing = read_listing(url, retries)
     if listing is not None:
         return dict(listing)
-    found: dict[str, Record | None] = {}
-    children = entries(url, patience)
+    found: dict[str, FileRecord | None] = {}
+    children = entries(url, retries)
     refuse_names(children, url)
     for name, is_file in children.items():
         if is_file:
             found[name] = None
         else:
-            found |= {f"{name}/{below}": record for below, record in tree(child(url, name), patience).items()}
+            found |= {f"{name}/{below}": record for below, record in tree(child(url, name), retries).items()}
     return found

@@ -15,7 +15,7 @@ from pipeline.choosing.words import hash_words
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChooserResult:
     """Result of the rules for one document."""
 
     text: str
@@ -43,17 +43,17 @@ class Chooser:
             raise ValueError("choosing.contamination is on: give the index that build_index wrote")
         self._index = ContaminationIndex(contamination_index) if config.contamination and contamination_index else None
 
-    def choose(self, text: str) -> Choice:
+    def choose(self, text: str) -> ChooserResult:
         """Cleans and judges one document. Whitespace-only text is returned empty without applying any rule."""
         finish = normalise if self._config.normalise_whitespace else str
         if not text or text.isspace():
-            return Choice(finish(text), None, None, None)
+            return ChooserResult(finish(text), None, None, None)
         cleaned, drop = self._clean(text)
         language: str | None = None
         if drop is None:
             language, drop = self._judge(cleaned)
         if drop is not None:
-            return Choice(finish(text), drop[0], language, drop[1])
+            return ChooserResult(finish(text), drop[0], language, drop[1])
         return self._contaminated(cleaned, finish(text) if cleaned is text else finish(cleaned), language)
 
     def _clean(self, text: str) -> tuple[str, Drop | None]:
@@ -85,14 +85,14 @@ class Chooser:
             drop = repetition_drop(text, words, lines, config.repetition)
         return language, drop
 
-    def _contaminated(self, text: str, finished: str, language: str | None) -> Choice:
+    def _contaminated(self, text: str, finished: str, language: str | None) -> ChooserResult:
         """Applies the last rule, on contamination; returns the result of all rules."""
         rule = self._config.contamination
         match = self._index.find(text) if self._index else None
         if rule is None or match is None or match.num_ngrams <= rule.max_matches:
-            return Choice(finished, None, language, None)
+            return ChooserResult(finished, None, language, None)
         detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
-        return Choice(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
+        return ChooserResult(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
 
 
 def _language(text: str, rule: LanguageRule) -> tuple[str | None, Drop | None]:

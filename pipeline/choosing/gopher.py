@@ -8,7 +8,7 @@ import re
 from pydantic import Field
 
 from common.config import Strict
-from pipeline.choosing.words import Words
+from pipeline.choosing.words import HashedWords
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 _STOP_WORD = re.compile(rf"\b(?:{'|'.join(STOP_WORDS)})\b", re.IGNORECASE)
@@ -57,7 +57,7 @@ def quality_reasons(config: GopherQuality) -> list[str]:
     return [reason for reason, thresholds in named.items() if any(value is not None for value in thresholds)]
 
 
-def quality_drop(text: str, words: Words, lines: list[str], config: GopherQuality) -> Drop | None:
+def quality_drop(text: str, words: HashedWords, lines: list[str], config: GopherQuality) -> Drop | None:
     """The first rule that a document breaks, or None.
 
     Args:

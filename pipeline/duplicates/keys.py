@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from common.storage import write_aside
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.signatures import band_keys
-from pipeline.shards.schema import ID_BYTES
+from pipeline.readers.corpus import ID_BYTES
 
 U64 = NDArray[np.uint64]
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 from common.storage import write_aside
 from pipeline.duplicates.clusters import Decisions
 from pipeline.duplicates.documents import I64, Documents
-from pipeline.shards.schema import ID_BYTES
+from pipeline.readers.corpus import ID_BYTES
 
 DUPLICATES = "duplicates.arrow"
 KINDS = ("near", "exact")

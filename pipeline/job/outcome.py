@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.config import PipelineConfig
-from pipeline.job.filters import EMPTY, TOO_SHORT, limit_in_words
 from pipeline.readers.names import SUFFIXES, bare_suffix
 from pipeline.shards.manifest import Counts, Manifest, Sidecar
+from pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
 
 _EXAMPLES = 10
 

@@ -27,7 +27,7 @@ from pipeline.shards.rejected import REJECTED
 PLAN = "plan.json"
 
 
-class Plan(Strict):
+class PreparePlan(Strict):
     """Settings and inputs of an output folder, written first so that a later run can check them."""
 
     config: dict[str, Any]
@@ -44,9 +44,9 @@ class Plan(Strict):
     """Skipped files, by kind; without influence on whether a folder can be continued."""
 
 
-def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> Plan:
+def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> PreparePlan:
     """The plan of these settings over these inputs."""
-    return Plan(
+    return PreparePlan(
         config=identity(config),
         config_hash=config_hash(config),
         units={unit.name: hash_unit(unit) for unit in units},
@@ -57,12 +57,12 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Sk
     )
 
 
-def hash_plan(plan: Plan) -> str:
+def hash_plan(plan: PreparePlan) -> str:
     """SHA-256 of a plan's settings and of its inputs by name and size."""
     return hash_json([plan.config_hash, plan.units, plan.files])
 
 
-def claim(folder: Path, plan: Plan) -> None:
+def claim(folder: Path, plan: PreparePlan) -> None:
     """Writes the plan to the folder and removes temporary files of a killed run."""
     if not (folder / PLAN).exists():
         write_text(folder / PLAN, plan.model_dump_json(indent=1) + "\n")
@@ -83,7 +83,7 @@ def discard(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[str]:
+def output_problems(folder: Path, config: PipelineConfig, plan: PreparePlan) -> list[str]:
     """Reasons why the output folder cannot be used for this plan, one line each; none if it is new or has this plan."""
     where = f"output = {config.output!r}"
     if folder.exists() and not folder.is_dir():
@@ -91,7 +91,7 @@ def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[st
     if not folder.is_dir() or all(path.name.startswith(".") or path.name == LOCK for path in folder.iterdir()):
         return []
     try:
-        other = Plan.model_validate_json((folder / PLAN).read_bytes())
+        other = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
     except FileNotFoundError:
         return [f"{where} holds files that `prepare` did not write; name an empty or a new folder"]
     except ValidationError:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from common.console.logs import get_logger
 from common.stores.address import is_remote
 from pipeline.config import PipelineConfig
-from pipeline.job.output import PLAN, Plan
+from pipeline.job.output import PLAN, PreparePlan
 from pipeline.job.unit_writer import load_sidecar, sidecar_path
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
@@ -35,7 +35,7 @@ def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit]
     if finished and config.corpus.kind == "python_docs":  # see output_problems: installed packages may change
         return []
     try:
-        plan = Plan.model_validate_json((folder / PLAN).read_bytes())
+        plan = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return []
     judge = _Judge(folder, plan, finished, verify)
@@ -54,7 +54,7 @@ def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit]
 class _Judge:
     """Compares the inputs of units with their recorded stamps."""
 
-    def __init__(self, folder: Path, plan: Plan, finished: bool, verify: bool) -> None:
+    def __init__(self, folder: Path, plan: PreparePlan, finished: bool, verify: bool) -> None:
         self._folder, self._plan, self._finished, self._verify = folder, plan, finished, verify
         self._unnoted: list[str] = []
         self._touched: list[str] = []

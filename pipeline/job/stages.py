@@ -124,4 +124,4 @@ def _crashed(left: Sequence[Unit]) -> str:
 
 
 def _stopped(stage: str, folder: Path, problem: object) -> ShardError:
-    return ShardError(f"{stage}: {problem}. Finished work in {folder} is kept; run the same command to continue")
+    return ShardError(f"{stage}: {problem}. Finished work in {folder} is kept; the same command continues")

@@ -14,7 +14,7 @@ from common.storage import write_text
 from pipeline.config import PipelineConfig, config_hash
 from pipeline.job.progress import Done
 from pipeline.job.units import Unit, hash_unit
-from pipeline.readers.corpus import Failure
+from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.stamp import Stamp
 from pipeline.shards.ledger import Entry, LedgerWriter
 from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
@@ -44,7 +44,7 @@ class UnitWriter:
         self._kept = self._text_bytes = self._longest_tokens = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
-        self._failures: list[Failure] = []
+        self._failures: list[ReadFailure] = []
 
     def __enter__(self) -> "UnitWriter":
         for shard in self._shards.values():
@@ -70,7 +70,7 @@ class UnitWriter:
             self._failed[entry.fate] += 1
             if len(self._failures) < MAX_EXAMPLES:
                 example = {"reason": entry.fate, "source": entry.source, "offset": entry.offset}
-                self._failures.append(Failure.model_validate(example | {"message": entry.detail or ""}))
+                self._failures.append(ReadFailure.model_validate(example | {"message": entry.detail or ""}))
         else:
             self._dropped[entry.fate] += 1
         self._record(entry)

@@ -16,15 +16,15 @@ from pipeline.config import PipelineConfig
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.signatures import Signer
-from pipeline.job.filters import drop_reason
 from pipeline.job.progress import Heartbeat
 from pipeline.job.unit_writer import UnitWriter
 from pipeline.job.units import Unit, read_unit, stamp_read
 from pipeline.readers import Record
-from pipeline.readers.corpus import Failure, document_id
+from pipeline.readers.corpus import ReadFailure, document_id
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import TOKENIZER, Sidecar, Split
-from pipeline.tokenizer.batch_tokenizer import Encoder, EngineName
+from pipeline.shards.windows import drop_reason
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 CANDIDATES = "candidates"
@@ -129,7 +129,7 @@ def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split
 
 def _judge(record: Record, chooser: Chooser) -> Judged:
     """Judges a document before it is tokenized."""
-    if isinstance(record, Failure):
+    if isinstance(record, ReadFailure):
         return Judged(Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), "")
     choice = chooser.choose(record.text)
     raw = choice.text.encode()
@@ -162,9 +162,9 @@ def _batches(documents: Iterator[Judged]) -> Iterator[Sequence[Judged]]:
 
 
 @lru_cache(maxsize=2)
-def _encoder(folder: str, fingerprint: str, engine: EngineName) -> Encoder:  # noqa: ARG001
+def _encoder(folder: str, fingerprint: str, engine: EngineName) -> BatchTokenizer:  # noqa: ARG001
     """One batch tokenizer a process; the fingerprint distinguishes successive tokenizers in the same folder."""
-    return Encoder.load(Path(folder), engine)
+    return BatchTokenizer.load(Path(folder), engine)
 
 
 @lru_cache(maxsize=2)

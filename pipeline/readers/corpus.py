@@ -7,9 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from common.config import Strict
-from pipeline.shards.schema import ID_BYTES
 
 MIB = 2**20
+ID_BYTES = 16
+"""Length of a document id."""
 END = 2**62
 """`stop` of a part that extends to the end of its file."""
 
@@ -27,7 +28,7 @@ class Document:
     offset: int
 
 
-class Failure(Strict):
+class ReadFailure(Strict):
     """One document, or the rest of one file, that could not be read."""
 
     reason: str
@@ -36,7 +37,7 @@ class Failure(Strict):
     message: str
 
 
-Record = Document | Failure
+Record = Document | ReadFailure
 
 
 class Part(Strict):

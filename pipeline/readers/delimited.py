@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Iterator
 
-from pipeline.readers.corpus import END, MIB, Failure, Record
+from pipeline.readers.corpus import END, MIB, ReadFailure, Record
 from pipeline.readers.lines import lines, unreadable
 from pipeline.readers.pieces import documents
 from pipeline.readers.streams import READ_ERRORS, ByteStream
@@ -59,7 +59,7 @@ def read_delimited(
             return
         except csv.Error as error:
             reason = "too_large" if "limit" in str(error) else "invalid_csv"
-            yield Failure(reason=reason, source=source, offset=row, message=str(error))
+            yield ReadFailure(reason=reason, source=source, offset=row, message=str(error))
             row += 1
             continue
         if header is None:
@@ -67,22 +67,22 @@ def read_delimited(
             column = header.index(text_field) if text_field in header else None
             continue
         if feed.ended:
-            yield Failure(reason="invalid_csv", source=source, offset=row, message="a quoted field is never closed")
+            yield ReadFailure(reason="invalid_csv", source=source, offset=row, message="a quoted field is never closed")
         elif feed.too_large:
             message = f"a line of more than {MAX_FIELD_BYTES // MIB} MiB"
-            yield Failure(reason="too_large", source=source, offset=row, message=message)
+            yield ReadFailure(reason="too_large", source=source, offset=row, message=message)
         elif column is None:
             yield _no_column(header or [], text_field, source, row)
         elif not fields:  # a blank line is an empty document, so that totals close
             yield from documents(b"", source, row, max_bytes)
         elif len(fields) <= column:
             message = f"the row has {len(fields)} of {len(header)} columns"
-            yield Failure(reason="invalid_csv", source=source, offset=row, message=message)
+            yield ReadFailure(reason="invalid_csv", source=source, offset=row, message=message)
         else:
             yield from documents(fields[column].encode("utf-8", "surrogateescape"), source, row, max_bytes)
         row += 1
 
 
-def _no_column(header: list[str], text_field: str, source: str, row: int) -> Failure:
+def _no_column(header: list[str], text_field: str, source: str, row: int) -> ReadFailure:
     message = f"no column {text_field!r}; found {header}"[:200]
-    return Failure(reason="no_text_field", source=source, offset=row, message=message)
+    return ReadFailure(reason="no_text_field", source=source, offset=row, message=message)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pipeline.readers.archives import Member, is_tar, members
-from pipeline.readers.corpus import END, MIB, Failure, FilesCorpus, Format, HubCorpus, Record
+from pipeline.readers.corpus import END, MIB, FilesCorpus, Format, HubCorpus, ReadFailure, Record
 from pipeline.readers.delimited import read_delimited
 from pipeline.readers.encodings import as_utf8, encoding_of
 from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable
@@ -87,7 +87,7 @@ def read_stream(
     archive = is_tar(head) or (compression is None and rules.format is None and bare_suffix(source) == TAR_SUFFIX)
     if (compression and compressed == MAX_DEPTH) or (archive and depth == MAX_DEPTH):
         message = f"more than {MAX_DEPTH} archives or compressions in each other"
-        yield Failure(reason="too_deep", source=source, offset=0, message=message)
+        yield ReadFailure(reason="too_deep", source=source, offset=0, message=message)
     elif compression:
         inner = decompressed(stream, compression, allowance)
         yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1, allowance=allowance)
@@ -95,7 +95,7 @@ def read_stream(
         yield from read_archive(stream, source, rules, END, allowance, depth=depth)
     elif (known := rules.format or format_of(head, source, inside=depth > 0)) is None:
         message = "neither its name nor its content tells a format; corpus.format can"
-        yield Failure(reason="unknown_format", source=source, offset=0, message=message)
+        yield ReadFailure(reason="unknown_format", source=source, offset=0, message=message)
     else:
         yield from _read(stream, source, rules, known, head)
 
@@ -117,9 +117,9 @@ def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowan
     source = f"{archive}!{'/'.join(name for name in names if name not in ('', '.')) or member.name}"
     if member.name.startswith("/") or ".." in names or not member.name:
         message = f"{member.name!r} leads out of the archive"
-        yield Failure(reason="unsafe_name", source=f"{archive}!{member.name}", offset=0, message=message)
+        yield ReadFailure(reason="unsafe_name", source=f"{archive}!{member.name}", offset=0, message=message)
     elif member.kind not in ("file", "folder"):
-        yield Failure(reason="not_a_file", source=source, offset=0, message=f"{member.name!r} is {member.kind}")
+        yield ReadFailure(reason="not_a_file", source=source, offset=0, message=f"{member.name!r} is {member.kind}")
     elif member.kind == "file" and not is_hidden(member.name):
         yield from read_stream(member.data, source, rules, depth=depth + 1, allowance=allowance)
 
@@ -158,7 +158,7 @@ def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterato
         return
     if len(held) > MAX_HELD_BYTES:
         message = f"a Parquet file of more than {MAX_HELD_BYTES >> 20} MiB inside an archive or compression"
-        yield Failure(reason="too_large", source=source, offset=0, message=message)
+        yield ReadFailure(reason="too_large", source=source, offset=0, message=message)
     else:
         file = pa.BufferReader(pa.py_buffer(held))
         yield from read_parquet(file, source, rules.text_field, rules.max_bytes, None, Rows())

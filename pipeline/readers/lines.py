@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.readers.corpus import END, Document, Failure, Record
+from pipeline.readers.corpus import END, Document, ReadFailure, Record
 from pipeline.readers.pieces import Buffer, character_start, cut, decode, is_wide, nul_bytes
 from pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, ByteStream
 
@@ -113,7 +113,7 @@ def read_jsonl(stream: ByteStream, source: str, text_field: str, max_bytes: int,
             if continues or too_large:
                 if not too_large:
                     message = f"the line is longer than {MAX_HELD_BYTES >> 20} MiB"
-                    yield Failure(reason="too_large", source=source, offset=offset, message=message)
+                    yield ReadFailure(reason="too_large", source=source, offset=offset, message=message)
                 too_large = continues
             elif len(raw) > max_bytes:
                 yield from _json_pieces(raw, source, offset, text_field, max_bytes)
@@ -128,10 +128,10 @@ def read_jsonl(stream: ByteStream, source: str, text_field: str, max_bytes: int,
         yield unreadable(error, source, offset)
 
 
-def unreadable(error: Exception, source: str, offset: int) -> Failure:
+def unreadable(error: Exception, source: str, offset: int) -> ReadFailure:
     """The failure for the rest of a source after this offset."""
     message = f"{error or type(error).__name__} (the rest of {source} is lost)"
-    return Failure(reason="unreadable", source=source, offset=offset, message=message)
+    return ReadFailure(reason="unreadable", source=source, offset=offset, message=message)
 
 
 @lru_cache
@@ -147,12 +147,12 @@ def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record
     A blank line is an empty document, so that totals close.
     """
     record = decode(line, source, offset)
-    if isinstance(record, Failure) or not record.text.strip():
+    if isinstance(record, ReadFailure) or not record.text.strip():
         return record
     try:
         value = json.loads(record.text, parse_int=float)  # Python would refuse a number of 5,000 digits
     except (ValueError, RecursionError) as error:
-        return Failure(reason="invalid_json", source=source, offset=offset, message=str(error))
+        return ReadFailure(reason="invalid_json", source=source, offset=offset, message=str(error))
     if not isinstance(value, dict):
         return _no_text(source, offset, text_field, f"the line is {_kind(record.text.strip()[:1])}, not an object")
     if text_field not in value:
@@ -163,7 +163,7 @@ def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record
     try:
         text.encode()
     except UnicodeEncodeError as error:  # an escaped lone surrogate is valid JSON, but not Unicode text
-        return Failure(reason="invalid_utf8", source=source, offset=offset, message=str(error.reason))
+        return ReadFailure(reason="invalid_utf8", source=source, offset=offset, message=str(error.reason))
     return Document(text, source, offset)
 
 
@@ -174,9 +174,9 @@ def _kind(start: str) -> str:
     )
 
 
-def _no_text(source: str, offset: int, text_field: str, found: str) -> Failure:
+def _no_text(source: str, offset: int, text_field: str, found: str) -> ReadFailure:
     message = f"no text under {text_field!r}: {found}"[:200]
-    return Failure(reason="no_text_field", source=source, offset=offset, message=message)
+    return ReadFailure(reason="no_text_field", source=source, offset=offset, message=message)
 
 
 def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_bytes: int) -> Iterator[Record]:
@@ -190,7 +190,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_by
         return
     except (ValueError, RecursionError) as error:
         reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"
-        yield Failure(reason=reason, source=source, offset=offset, message=str(error))
+        yield ReadFailure(reason=reason, source=source, offset=offset, message=str(error))
         return
     string = memoryview(raw)
     if string[:1].tobytes() != b'"':
@@ -207,7 +207,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_by
             text = msgspec.json.decode(b'"' + window[:length] + b'"', type=str)
             yield nul_bytes(source, at) if is_wide(text) else Document(text, source, at)
         except ValueError as error:
-            yield Failure(reason="invalid_utf8", source=source, offset=at, message=str(error))
+            yield ReadFailure(reason="invalid_utf8", source=source, offset=at, message=str(error))
         start += max(1, length)
 
 

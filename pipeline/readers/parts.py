@@ -7,7 +7,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from common.stores.address import is_remote
-from pipeline.readers.corpus import END, Failure, Part, Record
+from pipeline.readers.corpus import END, Part, ReadFailure, Record
 from pipeline.readers.files import Rules, read_archive, read_stream
 from pipeline.readers.lines import read_jsonl, read_text, unreadable
 from pipeline.readers.places import open_input, stream_of
@@ -25,7 +25,7 @@ class Meter:
 def read_part(part: Part, rules: Rules, meter: Meter) -> Iterator[Record]:
     """Every document and failure of a part of a file, in order."""
     if part.format == "lost":
-        yield Failure(reason="unreadable", source=part.source, offset=0, message=_why_lost(part.path))
+        yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=_why_lost(part.path))
         return
     try:
         file = open_input(part.path)
@@ -115,7 +115,7 @@ def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
     record: Record | None = None
     for record in records:
         yield record
-    if stream.position < part.stop and not (isinstance(record, Failure) and record.reason == "unreadable"):
+    if stream.position < part.stop and not (isinstance(record, ReadFailure) and record.reason == "unreadable"):
         short = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
         yield unreadable(short, part.source, stream.position)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pipeline.readers.corpus import Document, Failure, Record
+from pipeline.readers.corpus import Document, ReadFailure, Record
 
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")
@@ -20,16 +20,16 @@ def decode(raw: Buffer, source: str, offset: int) -> Record:
         text = str(raw, "utf-8")
     except UnicodeDecodeError as error:
         message = f"byte {error.start} of the document: {error.reason}"
-        return Failure(reason="invalid_utf8", source=source, offset=offset, message=message)
+        return ReadFailure(reason="invalid_utf8", source=source, offset=offset, message=message)
     if "\0" in text:
         return nul_bytes(source, offset)
     return Document(text.removeprefix("\ufeff") if offset == 0 else text, source, offset)
 
 
-def nul_bytes(source: str, offset: int) -> Failure:
+def nul_bytes(source: str, offset: int) -> ReadFailure:
     """The failure of a document with NUL bytes."""
     message = "NUL bytes: UTF-16 or UTF-32 without a byte order mark (convert it to UTF-8), or no text at all"
-    return Failure(reason="nul_bytes", source=source, offset=offset, message=message)
+    return ReadFailure(reason="nul_bytes", source=source, offset=offset, message=message)
 
 
 def is_wide(text: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.config import Strict
-from pipeline.readers.corpus import Document, Failure, Part, Record
+from pipeline.readers.corpus import Document, Part, ReadFailure, Record
 
 _SKIPPED_FOLDERS = frozenset(
     [
@@ -87,13 +87,13 @@ def read_module(part: Part) -> Iterator[Record]:
     try:
         code = Path(part.path).read_bytes()
     except OSError as error:
-        yield Failure(reason="unreadable", source=part.source, offset=0, message=str(error))
+        yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=str(error))
         return
     if sum(match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code)) < MIN_DOCUMENTATION_BYTES:
         return
     tree = _parse(code)
     if isinstance(tree, str):
-        yield Failure(reason="invalid_python", source=part.source, offset=0, message=tree)
+        yield ReadFailure(reason="invalid_python", source=part.source, offset=0, message=tree)
         return
     pieces = [_docstring(tree), *_described(tree, "")]
     text = "\n\n".join(piece for piece in pieces if piece)
@@ -106,10 +106,10 @@ def read_topics(part: Part) -> Iterator[Record]:
     try:
         tree = _parse(Path(part.path).read_bytes())
     except OSError as error:
-        yield Failure(reason="unreadable", source=part.source, offset=0, message=str(error))
+        yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=str(error))
         return
     if isinstance(tree, str):
-        yield Failure(reason="invalid_python", source=part.source, offset=0, message=tree)
+        yield ReadFailure(reason="invalid_python", source=part.source, offset=0, message=tree)
         return
     tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
     texts = [value.value for table in tables for value in table.values if isinstance(value, ast.Constant)]

@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.readers.corpus import MIB, Failure, Record
+from pipeline.readers.corpus import MIB, ReadFailure, Record
 from pipeline.readers.lines import unreadable
 from pipeline.readers.pieces import documents
 from pipeline.readers.streams import READ_ERRORS
@@ -131,13 +131,13 @@ def _batch_records(
         yield from column_records(batch.column(text_field), source, first_row, max_bytes)
 
 
-def lost_rows(reason: str, source: str, first_row: int, count: int, message: str) -> Iterator[Failure]:
+def lost_rows(reason: str, source: str, first_row: int, count: int, message: str) -> Iterator[ReadFailure]:
     """A failure for each of these rows: at least one, at most `MAX_LOST_ROWS`; the last one counts the others."""
     count = max(1, count)
     last = first_row + min(count, MAX_LOST_ROWS) - 1
     for row in range(first_row, last + 1):
         more = f"; {count - MAX_LOST_ROWS} more rows are lost, too" if row == last and count > MAX_LOST_ROWS else ""
-        yield Failure(reason=reason, source=source, offset=row, message=message + more)
+        yield ReadFailure(reason=reason, source=source, offset=row, message=message + more)
 
 
 def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int) -> Iterator[Record]:
@@ -158,7 +158,7 @@ def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int
         if value is not None and value.is_valid:
             yield from documents(value.as_buffer(), source, row, max_bytes)
         else:
-            yield Failure(reason="no_text_field", source=source, offset=row, message="the text is null")
+            yield ReadFailure(reason="no_text_field", source=source, offset=row, message="the text is null")
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 
 from common.config import Strict
 from common.storage import hash_file, write_aside
-from pipeline.shards.schema import ID_BYTES
+from pipeline.readers.corpus import ID_BYTES
 
 LEDGERS = "ledger"
 """Folder of the ledgers in the output folder."""

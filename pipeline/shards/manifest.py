@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from common.config import Strict, describe
 from common.storage import hash_json
-from pipeline.readers.corpus import Failure
+from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.skipped import Skip
 from pipeline.readers.stamp import Stamp
 from pipeline.shards.ledger import LedgerFile
@@ -75,7 +75,7 @@ class Sidecar(Strict):
     num_bytes: int
     """Input bytes of the unit."""
     counts: Counts
-    failures: list[Failure]
+    failures: list[ReadFailure]
     shards: list[Shard]
     ledger: LedgerFile
     stamp: Stamp | None = None
@@ -94,7 +94,7 @@ class Manifest(Strict):
     text_bytes; longest_tokens."""
     dropped: dict[str, int]
     failed: dict[str, int]
-    failures: list[Failure]
+    failures: list[ReadFailure]
     """Examples, in corpus order; all failures are counted in `failed`."""
     tokenizer: TokenizerInfo
     geometry: Geometry

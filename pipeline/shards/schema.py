@@ -22,10 +22,10 @@ from typing import cast
 
 import pyarrow as pa
 
+from pipeline.readers.corpus import ID_BYTES
 from pipeline.shards.windows import Geometry, ShortDocuments
 
 SCHEMA_VERSION = 1
-ID_BYTES = 16
 UINT16_VOCABULARY = 2**16
 
 

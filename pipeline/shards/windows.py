@@ -9,6 +9,8 @@ from pydantic import Field
 from common.config import Strict
 
 ShortDocuments = Literal["drop", "fewer_anchors", "shrink_spans"]
+EMPTY = "empty"
+TOO_SHORT = "too_short"
 
 
 class Geometry(Strict):
@@ -34,6 +36,21 @@ def shortest_document(geometry: Geometry, short_documents: ShortDocuments = "dro
     if short_documents == "shrink_spans":
         return 2 * geometry.num_anchors * geometry.min_tokens
     return geometry.min_document_tokens
+
+
+def drop_reason(num_tokens: int, geometry: Geometry, short_documents: ShortDocuments = "drop") -> str | None:
+    """The reason to drop a document of this many tokens; None if it is kept."""
+    if num_tokens == 0:
+        return EMPTY
+    return TOO_SHORT if num_tokens < shortest_document(geometry, short_documents) else None
+
+
+def limit_in_words(geometry: Geometry, short_documents: ShortDocuments) -> str:
+    """The length of the shortest document to keep, with the settings that decide it."""
+    anchors = "" if short_documents == "fewer_anchors" else f" * geometry.num_anchors ({geometry.num_anchors})"
+    name = "min_tokens" if short_documents == "shrink_spans" else "max_tokens"
+    tokens = shortest_document(geometry, short_documents)
+    return f"2{anchors} * geometry.{name} ({getattr(geometry, name)}) = {tokens}"
 
 
 def window_tokens(num_tokens: int, geometry: Geometry, short_documents: ShortDocuments = "drop") -> int:

@@ -20,7 +20,7 @@ _BATCH_CHARACTERS = 250_000
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 
 
-class Encoder:
+class BatchTokenizer:
     """Turns texts into ids without special tokens, a few megabytes at a time for texts of any length.
 
     A special token spelled out in a text ("</s>" in a web page) is encoded as its characters, so that stored tokens
@@ -61,7 +61,7 @@ class Encoder:
             self._fast = WordTable(backend, parsed)
 
     @classmethod
-    def load(cls, folder: Path, engine: EngineName = "tokenizers") -> "Encoder":
+    def load(cls, folder: Path, engine: EngineName = "tokenizers") -> "BatchTokenizer":
         """Loads the tokenizer of a folder written by `save_pretrained`."""
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), engine)
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from common import seeding
 from common.config import ConfigError, Strict
 from pipeline.tokenizer import bytelevel, wordpiece
-from pipeline.tokenizer.batch_tokenizer import Encoder, EngineName
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
 from pipeline.tokenizer.bytelevel import byte_letters, parse
 from pipeline.tokenizer.tokenization import EngineSetting
 
@@ -73,8 +73,8 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
         reason = disagreement_of_patterns()
     if reason is None:
         # Two backends, because each batch tokenizer changes the settings of its backend.
-        fast = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")), name, parsed)
-        reference = Encoder(backend, parsed=parsed)
+        fast = BatchTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), name, parsed)
+        reference = BatchTokenizer(backend, parsed=parsed)
         reason = disagreement(reference, fast, difficult_texts(backend)) or disagreement(reference, fast, sample)
     if reason is None:
         return EngineChoice(engine=name, reason="gives the ids of `tokenizers` on all tested texts")
@@ -84,7 +84,7 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
     return EngineChoice(engine="tokenizers", reason=f"{name} cannot replace this tokenizer: {reason}")
 
 
-def disagreement(reference: Encoder, fast: Encoder, texts: Iterable[str]) -> str | None:
+def disagreement(reference: BatchTokenizer, fast: BatchTokenizer, texts: Iterable[str]) -> str | None:
     """Describes the first text whose ids differ; None if all ids are equal."""
     for batch in _batches(texts):
         for text, expected, found in zip(batch, reference.encode(batch), fast.encode(batch), strict=True):
@@ -130,7 +130,7 @@ def disagreement_of_patterns() -> str | None:
     backends = [Tokenizer(models.BPE(vocab=vocab, merges=merges)) for _ in range(2)]
     for backend in backends:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    reference, fast = Encoder(backends[0]), Encoder(backends[1], "tiktoken")
+    reference, fast = BatchTokenizer(backends[0]), BatchTokenizer(backends[1], "tiktoken")
     texts = [f"a{character}1" for character in _characters()]
     texts += [f"a{chr(code)}!" for code in range(_SPACES_END)]
     for start in range(0, len(texts), 256):

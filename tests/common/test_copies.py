@@ -14,9 +14,9 @@ from common.stores.address import filesystem
 from common.stores.copies import pull_all
 from common.stores.folders import main, push_folder
 from common.stores.listing import LISTING
-from common.stores.patience import Patience, RemoteError
+from common.stores.retry import RemoteError, RetryPolicy
 
-HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
+HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
     writer = threading.Thread(target=write)
     writer.start()
     with pytest.raises(RemoteError, match="changed during the fetch"):
-        pull_all(place, copy, Patience(20, first_seconds=0.02))
+        pull_all(place, copy, RetryPolicy(20, first_seconds=0.02))
     writer.join()
     assert (copy / "thesis.txt").read_text() == "mine"
     assert (copy / "a.bin").read_bytes() == b"a" * 100

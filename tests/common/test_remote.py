@@ -12,9 +12,9 @@ from common.stores.copies import pull_all
 from common.stores.files import names, pull_file, push_file, read_file, remove_file, write_file
 from common.stores.folders import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
 from common.stores.listing import LISTING
-from common.stores.patience import Patience, RemoteError
+from common.stores.retry import RemoteError, RetryPolicy
 
-HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
+HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 SMALL = bytes(range(256))
 LARGE = SMALL * (11 * 4096)  # 11 MiB: more than one part of an upload, more than one chunk of a download
 
@@ -192,7 +192,7 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
     log.clear()
     opening = threading.Timer(0.5, gate.unlink)
     opening.start()
-    push_folder(folder, f"file://{gate}/run", Patience(60, first_seconds=0.05))
+    push_folder(folder, f"file://{gate}/run", RetryPolicy(60, first_seconds=0.05))
     opening.join()
     assert ["does not answer" in line for line in log] == [True, False]
     assert "answers again" in log[1]

@@ -7,9 +7,9 @@ from faultystore import faulty_store
 
 from common.stores.files import read_file, write_file
 from common.stores.folders import is_whole, pull_folder, push_folder
-from common.stores.patience import Patience, RemoteError
+from common.stores.retry import RemoteError, RetryPolicy
 
-ONCE = Patience(total_seconds=0.0)
+ONCE = RetryPolicy(total_seconds=0.0)
 LARGE_BYTES = 11 * 2**20  # more than one part of an upload
 
 

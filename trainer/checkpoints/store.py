@@ -15,7 +15,7 @@ from common.console.logs import get_logger
 from common.stores.address import child, is_remote
 from common.stores.files import names, pull_file, push_file, read_file, remove_file, size_of
 from common.stores.folders import is_whole, pull_folder, push_folder, remove_folder
-from common.stores.patience import PATIENT, AlteredError, Patience, RemoteError
+from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
 from pipeline.shards.manifest import data_hash, load_manifest
 from trainer.checkpoints import checkpoint, ranking, retention
 from trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
@@ -29,7 +29,7 @@ from trainer.setup.config import CheckpointConfig, TrainConfig
 Found = tuple[Path, RunState] | None
 
 
-def store_of(config: TrainConfig, patience: Patience = PATIENT) -> "RunStore | None":
+def store_of(config: TrainConfig, patience: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
     """Where the run lies, if that is an address."""
     return RunStore(config.run, run_folder(config), patience) if is_remote(config.run) else None
 
@@ -56,7 +56,7 @@ def fetch_run(config: TrainConfig, world: World) -> None:
 
 def after_save(config: TrainConfig) -> Callable[[int], None] | None:
     """Sends a checkpoint that lies on this host, in a single try; None: the run lies in a folder."""
-    store = store_of(config, Patience(total_seconds=0.0))  # the saver has a patience of its own
+    store = store_of(config, RetryPolicy(total_seconds=0.0))  # the saver has a patience of its own
     return None if store is None else partial(store.save, config.checkpoint, config.validation.score)
 
 
@@ -69,7 +69,7 @@ class RunStore:
         patience: with a store that does not answer.
     """
 
-    def __init__(self, address: str, folder: Path, patience: Patience) -> None:
+    def __init__(self, address: str, folder: Path, patience: RetryPolicy) -> None:
         self.address, self.folder, self._patience = address, folder, patience
         self._states: dict[int, RunState] = {}  # those that were read
 

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 
-class Journal:
+class AppendLog:
     """Records are collected in memory and flushed to an existing file; a failed flush can simply be repeated.
 
     Records are written at known offsets, so the next flush overwrites what a failed flush left. The file is open only

@@ -49,7 +49,7 @@ class AlteredError(RemoteError):
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """Retry times for a store that does not answer.
 
     Attributes:
@@ -63,22 +63,22 @@ class Patience:
     longest_seconds: float = 30.0
 
 
-PATIENT = Patience()
+DEFAULT_RETRIES = RetryPolicy()
 
 
-def persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answer:
+def with_retries(url: str, retries: RetryPolicy, action: Callable[[], Answer]) -> Answer:
     """Runs an action and retries it while the store does not answer; logs the start and the end of an outage.
 
     Args:
         url: address for messages.
-        patience: retry times.
+        retries: retry times.
         action: function to run.
 
     Raises:
         AlteredError: a file that the action needs is missing.
-        RemoteError: the store refuses, or did not answer for longer than `patience.total_seconds`.
+        RemoteError: the store refuses, or did not answer for longer than `retries.total_seconds`.
     """
-    began, wait, told = time.monotonic(), patience.first_seconds, False
+    began, wait, told = time.monotonic(), retries.first_seconds, False
     while True:
         try:
             with network_errors():
@@ -91,18 +91,18 @@ def persist(url: str, patience: Patience, action: Callable[[], Answer]) -> Answe
             if isinstance(error, PermissionError) or any(word in str(error) for word in _FINAL):
                 raise RemoteError(f"{url} refuses: {error}{_remedy(error)}") from error
             away = time.monotonic() - began
-            if away + wait > patience.total_seconds:
+            if away + wait > retries.total_seconds:
                 raise RemoteError(
                     f"{url} has not answered for {away:.0f} s, the last error: {error}{_remedy(error)}"
                 ) from error
             if not told:
                 told_error = f"{error}{_remedy(error)}"
                 get_logger().warning(
-                    "%s does not answer (%s); retrying for %.0f s", url, told_error, patience.total_seconds
+                    "%s does not answer (%s); retrying for %.0f s", url, told_error, retries.total_seconds
                 )
                 told = True
             time.sleep(wait)
-            wait = min(2 * wait, patience.longest_seconds)
+            wait = min(2 * wait, retries.longest_seconds)
         else:
             if told:
                 get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
