@@ -4,13 +4,13 @@ It can be killed at any moment: the same command continues, and the shards are t
 """
 
 import _thread
-import argparse
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.commandline import config_parser
 from common.config import ConfigError, load_config, print_config
 from common.console.logs import get_logger, setup_logging
 from common.credentials import refused_settings
@@ -186,16 +186,13 @@ def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `prepare CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="prepare", description="From a corpus to Arrow shards.")
-    parser.add_argument("config", help="YAML file with a `prepare` section")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser = config_parser("prepare", "From a corpus to Arrow shards.")
     parser.add_argument("--plan", action="store_true", help="estimate documents, tokens, disk and time, then stop")
     parser.add_argument(
         "--verify-inputs",
         action="store_true",
         help="compare every byte of the inputs with those of finished work, not only times and samples",
     )
-    parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
     try:

@@ -3,7 +3,6 @@
 Starts Ray in a thread while everything else is loaded and checked. The same command continues a run.
 """
 
-import argparse
 import contextlib
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 # (trainer/driver/failure.py). What else it has to say is shown as ever. It reads this when it is imported, hence here.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
 
+from common.commandline import config_parser
 from common.config import ConfigError, load_config, print_config
 from common.console.logs import get_logger, setup_logging
 from common.paths import expand
@@ -96,11 +96,8 @@ def _told(error: OSError, config: TrainConfig) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="train", description="From shards to a sentence encoder.")
-    parser.add_argument("config", help="YAML file with a `train` section")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser = config_parser("train", "From shards to a sentence encoder.")
     parser.add_argument("--fork", metavar="NEW_RUN", help="begin a new run with the old one's weights and step")
-    parser.add_argument("--print-config", action="store_true", help="show the resolved settings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
     try:  # before torch and Ray are loaded, which takes many seconds on a busy machine

@@ -1,5 +1,7 @@
 """The manifest of prepared shards: files, counts of documents, and configuration."""
 
+from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -118,21 +120,22 @@ class Manifest(Strict):
 
 def sum_counts(counts: list[Counts]) -> Counts:
     """Sums counts over units."""
-    dropped: dict[str, int] = {}
-    failed: dict[str, int] = {}
-    for count in counts:
-        for reason, number in count.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + number
-        for reason, number in count.failed.items():
-            failed[reason] = failed.get(reason, 0) + number
     return Counts(
         read=sum(count.read for count in counts),
         kept=sum(count.kept for count in counts),
-        dropped=dict(sorted(dropped.items())),
-        failed=dict(sorted(failed.items())),
+        dropped=_sums(count.dropped for count in counts),
+        failed=_sums(count.failed for count in counts),
         text_bytes=sum(count.text_bytes for count in counts),
         longest_tokens=max((count.longest_tokens for count in counts), default=0),
     )
+
+
+def _sums(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Sums by reason, sorted by reason."""
+    totals = Counter[str]()
+    for count in counts:
+        totals.update(count)
+    return dict(sorted(totals.items()))
 
 
 def build_manifest(

@@ -4,56 +4,21 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from common.storage import hash_file
+from pipeline.shards.index import ListedShard, ManifestIndex, load_index
 from pipeline.shards.ledger import LedgerFile
 from pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
-from pipeline.shards.schema import SCHEMA_VERSION
-from pipeline.shards.soundness import content_problem, memory_problem, schema_problem
-from pipeline.shards.windows import Geometry, ShortDocuments
+from pipeline.shards.soundness import memory_problem, schema_problem
 
 _MOST_OPEN = 512  # each needs a memory map, and a large corpus has more shards than a process may map
 
 __all__ = ["MANIFEST", "Manifest", "Shard", "ShardError", "ShardSet", "check_shards", "load_manifest"]
-
-
-class _Listed(msgspec.Struct, frozen=True):
-    """The fields of a shard's manifest entry that are needed to find documents."""
-
-    name: str
-    split: Literal["train", "held-out"]
-    num_documents: int
-    num_bytes: int
-
-
-class _Tokenizer(msgspec.Struct, frozen=True):
-    vocab_size: int
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    short_documents: ShortDocuments = "drop"
-
-
-class _Index(msgspec.Struct, frozen=True):
-    """The part of a manifest that a reader needs; at 100,000 shards it takes a tenth of the whole's time and memory."""
-
-    schema_version: int
-    shards: list[_Listed]
-    geometry: dict[str, int]
-    tokenizer: _Tokenizer
-    config: _Settings
-
-    def problem(self, rows: pa.RecordBatch | pa.Table) -> tuple[int, str] | None:
-        """Like `content_problem`, with this manifest's geometry and vocabulary."""
-        geometry = Geometry.model_validate(self.geometry)
-        return content_problem(rows, geometry, self.config.short_documents, self.tokenizer.vocab_size)
 
 
 class ShardSet:
@@ -74,7 +39,7 @@ class ShardSet:
 
     def __init__(self, folder: Path, split: str, look: bool = True) -> None:
         self.folder = folder
-        self._index = _load_index(folder)
+        self._index = load_index(folder)
         listed = [shard for shard in self._index.shards if shard.split == split]
         self._shards = sorted(listed, key=lambda shard: shard.name)
         problems = [problem for shard in self._shards for problem in _size_problems(folder, shard)] if look else []
@@ -146,27 +111,10 @@ class ShardSet:
         return self.__dict__ | {"_open": OrderedDict()}
 
 
-def _load_index(folder: Path) -> _Index:
-    """Reads the index of a manifest; if that fails, reads the whole manifest for a detailed error message.
-
-    Raises:
-        ShardError: see `load_manifest`.
-    """
-    try:
-        index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Index)
-        Geometry.model_validate(index.geometry)
-    except (OSError, msgspec.DecodeError, ValidationError):
-        index = None
-    if index is not None and index.schema_version == SCHEMA_VERSION:
-        return index
-    manifest = load_manifest(folder)
-    return msgspec.json.decode(manifest.model_dump_json(), type=_Index)
-
-
 class _OpenShard:
     """One mapped shard: its record batches and the first row of each."""
 
-    def __init__(self, folder: Path, shard: Shard | _Listed) -> None:
+    def __init__(self, folder: Path, shard: Shard | ListedShard) -> None:
         path = folder / shard.name
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -201,7 +149,7 @@ class _OpenShard:
             self._safe.add(number)
         return batch
 
-    def problem(self, index: _Index) -> str | None:
+    def problem(self, index: ManifestIndex) -> str | None:
         """An error message for the first unsound document; None if all are sound."""
         for number, start in enumerate(self._starts[:-1]):
             try:
@@ -226,7 +174,7 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
     """
     manifest = load_manifest(folder)
     written = (folder / MANIFEST).stat().st_mtime_ns
-    index, problems = _load_index(folder), list[str]()
+    index, problems = load_index(folder), list[str]()
     for shard in manifest.shards:
         found = _size_problems(folder, shard)
         if not found:
@@ -243,7 +191,7 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
     return problems
 
 
-def _size_problems(folder: Path, written: Shard | _Listed | LedgerFile) -> list[str]:
+def _size_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> list[str]:
     """Problems of a file that is missing or of another size than the manifest records."""
     path = folder / written.name
     if Path(written.name).is_absolute() or ".." in Path(written.name).parts:
@@ -257,7 +205,7 @@ def _size_problems(folder: Path, written: Shard | _Listed | LedgerFile) -> list[
     return [f"{path} is {state}: {size} bytes, the manifest says {written.num_bytes}; run `prepare` again to remake it"]
 
 
-def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, index: _Index) -> list[str]:
+def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, index: ManifestIndex) -> list[str]:
     """Problems of a shard's bytes and numbers."""
     problem = opened.problem(index)
     return [*_hash_problems(folder, shard), *([] if problem is None else [problem])]
