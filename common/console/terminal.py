@@ -83,7 +83,7 @@ class Piped(_Shown):
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Makes control characters visible in all output of the block, for any encoding of the terminal.
+    """Makes control characters visible in everything that the block writes, for any encoding of the terminal.
 
     Raises:
         SystemExit: the reader of standard output has ended.

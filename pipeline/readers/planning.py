@@ -4,15 +4,12 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
-from typing import BinaryIO, NamedTuple
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import BinaryIO
 
 from common.stores.address import is_remote
-from pipeline.readers.archives import find_members, is_tar
-from pipeline.readers.corpus import END, FilesCorpus, HubCorpus, Input, Part
+from pipeline.readers.archives import is_tar
+from pipeline.readers.corpus import FilesCorpus, HubCorpus, Input, Part
+from pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_parquet, cut_ranges, make_part
 from pipeline.readers.encodings import encoding_of
 from pipeline.readers.files import Rules, format_of, rules_of
 from pipeline.readers.hub import hub_inputs
@@ -28,7 +25,6 @@ from pipeline.readers.streams import (
     compression_of,
     decompressed,
 )
-from pipeline.readers.tables import TABLE_ERRORS, column_problem
 
 COMPRESSION_RATIO = 3
 """Assumed ratio of English text to its compressed size, by which parts of compressed files are weighted."""
@@ -38,16 +34,6 @@ _THREADS = 32
 _HEAD_BYTES = 4096
 _PEEKED_BYTES = 1 << 14
 _SHOWN_PROBLEMS = 20
-
-
-class Cut(NamedTuple):
-    """The parts and the problem of one file."""
-
-    parts: list[Part]
-    problem: str | None = None
-    """Problem of the file. With parts, reading counts it as a failure; without parts, the corpus is refused."""
-    skipped: bool = False
-    """True if a search met the file and its format is unknown."""
 
 
 def file_parts(
@@ -120,17 +106,17 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 stream = stream_of(opened, file.path)
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
-                return Cut(_cut_archive(file, stream, part_bytes, 1))
+                return Cut(cut_archive(file, stream, part_bytes, 1))
             known = rules.format or format_of(head, file.source, inside=False)
             if known is None or (file.searched and rules.format is None and bare_suffix(file.source) == JSON_SUFFIX):
                 return _unknown(file)
             if known in ("jsonl", "text") and encoding_of(head) is None:
-                return Cut(_ranges(file, known, part_bytes))
+                return Cut(cut_ranges(file, known, part_bytes))
             if known == "parquet":
-                return _cut_parquet(file, opened, rules.text_field, part_bytes)
+                return cut_parquet(file, opened, rules.text_field, part_bytes)
             if known == "arrow" and head.startswith(b"ARROW1"):
-                return _cut_arrow(file, opened, rules.text_field, part_bytes)
-            return Cut([_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
+                return cut_arrow(file, opened, rules.text_field, part_bytes)
+            return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
     except OSError as error:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))
@@ -139,7 +125,7 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
 
 def _lost(file: Input, why: str) -> Cut:
     """A part that gives one failure, and a problem in case no other file can be read."""
-    return Cut([_part(file, "lost", 0, 0, 0, 0)], f"corpus.paths: {file.path} cannot be read: {why}")
+    return Cut([make_part(file, "lost", 0, 0, 0, 0)], f"corpus.paths: {file.path} cannot be read: {why}")
 
 
 def _unknown(file: Input) -> Cut:
@@ -156,7 +142,7 @@ def _unknown(file: Input) -> Cut:
 def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rules, part_bytes: int) -> Cut:
     """The parts of a compressed file: one, unless it is an archive larger than a part."""
     weight = file.num_bytes * COMPRESSION_RATIO
-    whole = [_part(file, "stream", 0, file.num_bytes, file.num_bytes, weight)]
+    whole = [make_part(file, "stream", 0, file.num_bytes, file.num_bytes, weight)]
     suffix = bare_suffix(file.source)
     named = rules.format is not None or suffix in SUFFIXES or suffix in (TAR_SUFFIX, JSON_SUFFIX)
     if named and weight <= part_bytes:
@@ -170,95 +156,6 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     if is_tar(head) and weight > part_bytes:
         whole_file = stream_of(opened, file.path)
         inner = decompressed(whole_file, compression, Allowance(whole_file))
-        return Cut(_cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS))
+        return Cut(cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS))
     nested = is_tar(head) or compression_of(head) is not None
     return Cut(whole) if named or nested or format_of(head, file.source, inside=False) else _unknown(file)
-
-
-def _cut_archive(file: Input, stream: ByteStream, part_bytes: int, max_parts: int) -> list[Part]:
-    """Parts of consecutive members of an archive. The last part of a broken archive extends to the damage.
-
-    A compressed archive is cut into at most `max_parts`; 1 means that it is not compressed.
-    """
-    starts, end = find_members(stream)
-    size = end or stream.position
-    least = max(part_bytes, -(-size // max_parts)) if max_parts > 1 else part_bytes
-    cuts = [0]
-    for start in starts:
-        if start - cuts[-1] >= least:
-            cuts.append(start)
-    stops = [*cuts[1:], end or END]
-    shares = [file.num_bytes * cut // max(1, size) for cut in cuts[1:]]
-    bounds = [0, *shares, file.num_bytes]
-    if max_parts == 1:
-        bounds = [*cuts, max(cuts[-1], file.num_bytes)]
-    return [
-        _part(file, "tar", start, stop, high - low, min(stop, size) - start)
-        for start, stop, (low, high) in zip(cuts, stops, pairwise(bounds), strict=True)
-    ]
-
-
-def _ranges(file: Input, known: str, part_bytes: int) -> list[Part]:
-    """Byte ranges of a plain file. A line belongs to the range of its first byte."""
-    count = max(1, -(-file.num_bytes // part_bytes))
-    cuts = [file.num_bytes * i // count for i in range(count + 1)]
-    return [_part(file, known, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
-
-
-def _cut_parquet(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -> Cut:
-    """Parts of consecutive row groups of a Parquet file."""
-    try:
-        with pq.ParquetFile(opened) as table:
-            metadata = table.metadata
-            problem = column_problem(table.schema_arrow, text_field)
-            paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-    except TABLE_ERRORS:
-        return Cut([_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)])
-    if problem:
-        return _without_text(file, "parquet", text_field, problem)
-    column = paths.index(text_field)
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    weights = [max(0, group.column(column).total_uncompressed_size) for group in groups]
-    sizes = [max(0, group.total_byte_size) for group in groups]
-    return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
-
-
-def _without_text(file: Input, known: str, text_field: str, problem: str) -> Cut:
-    """The part of a table without a text column; it gives a failure for each row."""
-    part = _part(file, known, 0, END if known == "parquet" else file.num_bytes, file.num_bytes, 0)
-    return Cut([part], f"corpus.text_field = {text_field!r}: {file.path}: {problem}")
-
-
-def _cut_arrow(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -> Cut:
-    """Parts of consecutive record batches of an Arrow file, about the same number in each."""
-    try:
-        reader = pa.ipc.open_file(opened)
-        problem = column_problem(reader.schema, text_field)
-        count = reader.num_record_batches
-    except TABLE_ERRORS:
-        return Cut([_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
-    if problem:
-        return _without_text(file, "stream", text_field, problem)
-    sizes = [file.num_bytes // max(1, count)] * count
-    return Cut(_grouped(file, "arrow", sizes, sizes, part_bytes))
-
-
-def _grouped(file: Input, known: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:
-    """Parts of consecutive pieces (row groups, record batches), each except the last of at least `part_bytes`."""
-    cuts = [0]
-    held = 0
-    for number, weight in enumerate(weights, 1):
-        held += weight
-        if held >= part_bytes or number == len(weights):
-            cuts.append(number)
-            held = 0
-    total = max(1, sum(sizes))
-    return [
-        _part(file, known, start, stop, file.num_bytes * sum(sizes[start:stop]) // total, sum(weights[start:stop]))
-        for start, stop in pairwise(cuts)
-    ]
-
-
-def _part(file: Input, known: str, start: int, stop: int, num_bytes: int, weight: int) -> Part:
-    values = {"format": known, "path": file.path, "source": file.source, "start": start, "stop": stop}
-    return Part.model_validate(values | {"num_bytes": num_bytes, "weight": weight})
