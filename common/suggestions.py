@@ -16,7 +16,7 @@ def meant(word: str, choices: Sequence[str]) -> str:
 
 
 def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") -> str:
-    """The advice on an unknown key: the nearest key beside it, one of its name elsewhere, or all beside it.
+    """Advice on an unknown key: the nearest key of its branch, one of its name elsewhere, or all keys of its branch.
 
     Args:
         path: the key and the branches above it.

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 LINE_SECONDS = 60.0
-_LINE = "{desc} {percentage:.0f}% ({n_fmt} of {total_fmt}), {elapsed} gone, {remaining} left{postfix}"
+_LINE = "{desc} {percentage:.0f}% ({n_fmt} of {total_fmt}), {elapsed} elapsed, {remaining} left{postfix}"
 
 
 class Lines:

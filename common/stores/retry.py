@@ -78,7 +78,7 @@ def with_retries(url: str, retries: RetryPolicy, action: Callable[[], Answer]) -
         AlteredError: a file that the action needs is missing.
         RemoteError: the store refuses, or did not answer for longer than `retries.total_seconds`.
     """
-    began, wait, told = time.monotonic(), retries.first_seconds, False
+    began, wait, logged = time.monotonic(), retries.first_seconds, False
     while True:
         try:
             with network_errors():
@@ -95,16 +95,14 @@ def with_retries(url: str, retries: RetryPolicy, action: Callable[[], Answer]) -
                 raise RemoteError(
                     f"{url} has not answered for {away:.0f} s, the last error: {error}{_remedy(error)}"
                 ) from error
-            if not told:
-                told_error = f"{error}{_remedy(error)}"
-                get_logger().warning(
-                    "%s does not answer (%s); retrying for %.0f s", url, told_error, retries.total_seconds
-                )
-                told = True
+            if not logged:
+                cause = f"{error}{_remedy(error)}"
+                get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, retries.total_seconds)
+                logged = True
             time.sleep(wait)
             wait = min(2 * wait, retries.longest_seconds)
         else:
-            if told:
+            if logged:
                 get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
             return answer
 
