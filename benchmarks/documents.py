@@ -6,7 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from common import seeding
-from pipeline.shards.schema import ID_BYTES, shard_schema
+from pipeline.readers.corpus import ID_BYTES
+from pipeline.shards.schema import shard_schema
 from pipeline.shards.windows import Geometry, window_starts
 from trainer.objectives.span_settings import SpanConfig
 

@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipeline.choosing.whitespace import normalise
-from pipeline.tokenizer.batch_tokenizer import Encoder, EngineName
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
 from pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
 
 _READY, _FIGURES = "declutr ready", "declutr figures: "
@@ -77,7 +77,7 @@ def limit(settings: dict[str, Any]) -> dict[str, Any]:
     share, workers = settings["share"], settings["workers"]
     texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
     engine: EngineName = settings["engine"]
-    encoder = Encoder.load(Path(settings["tokenizer"]), engine)
+    encoder = BatchTokenizer.load(Path(settings["tokenizer"]), engine)
     encode: Callable[[list[str]], Any] = encoder.encode
     if settings["stock"]:
         plain = ByteLevelBPE(parse(Tokenizer.from_file(str(Path(settings["tokenizer"]) / "tokenizer.json"))))

@@ -31,7 +31,7 @@ from pipeline.prepare import prepare
 from pipeline.readers.corpus import Document
 from pipeline.readers.pydocs import PythonDocs
 from pipeline.shards.manifest import Manifest
-from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from pipeline.tokenizer.engine import choose_engine
 from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 
@@ -67,8 +67,8 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     start_ray(given.workers)
     settings = {"paths": paths, "tokenizer": tokenizer, "workers": given.workers, "min_tokens": 4 * given.max_tokens}
     choice = choose_engine(Path(tokenizer), given.engine)
-    settings |= {"stock": False, "engine": choice.engine, "prefix": Encoder.load(Path(tokenizer)).prefix}
-    manifest = ours(given, settings, work / "warm-up")[1]  # so that Ray's workers are started and have imported
+    settings |= {"stock": False, "engine": choice.engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
+    manifest = ours(given, settings, work / "warm-up")[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / MIB
     rates: dict[str, list[float]] = {name: [] for name in _TAKEN}
     peaks = []

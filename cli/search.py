@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from common.excerpt import shorten
 from common.paths import path_argument
 
 _SHOWN_CHARACTERS = 200
@@ -38,6 +39,5 @@ def run(arguments: list[str]) -> int:
             print(f"# {query}")
         for hit in hits:
             text = " ".join(hit.text.split())
-            shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
-            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {shown}")
+            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {shorten(text, _SHOWN_CHARACTERS)}")
     return 0

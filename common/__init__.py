@@ -1,1 +1,1 @@
-"""What every process needs first: configuration, randomness, safe files, logs. Imports nothing of ours."""
+"""Code that every process needs first: configuration, randomness, safe files, logs. Imports no other package here."""

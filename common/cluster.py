@@ -1,4 +1,4 @@
-"""The Ray cluster that a setting names, before Ray is asked for it. Imports no Ray."""
+"""A check that the Ray cluster which a setting names answers, made before Ray is imported."""
 
 import os
 import socket
@@ -9,17 +9,17 @@ _PAUSE_SECONDS = 0.5
 
 
 def named_cluster(address: str | None) -> tuple[str, str]:
-    """The setting that names a cluster, and its value; an empty one: a session of this machine."""
+    """The setting that names a cluster, and its value; an empty value stands for a local session."""
     return ("address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
 
 
 def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str | None:
-    """A sentence on a cluster that does not answer; Ray itself takes almost two minutes to give it up.
+    """An error message if the cluster does not answer; Ray itself would wait almost two minutes.
 
     Args:
-        name: of the setting.
-        address: its value; only HOST:PORT, also with ray:// before it, can be asked.
-        wait_seconds: time in which a head that was lost may come back; without it one try decides.
+        name: name of the setting.
+        address: its value; only HOST:PORT, with or without ray://, can be checked.
+        wait_seconds: time for a lost head node to come back; 0 means a single attempt.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():

@@ -1,7 +1,7 @@
 """Credentials in addresses: found, refused, and never shown.
 
-What a command is given as an address is written down: in manifests, plans, reports, logs and messages. So an address
-may not hold a password or a signature. Stores take credentials from the environment.
+Addresses that a command is given are written to manifests, plans, reports, logs and messages. So an address must not
+hold a password or a signature. Stores take credentials from the environment.
 """
 
 import re
@@ -30,7 +30,7 @@ _WAYS = {
 
 
 def redact(text: str) -> str:
-    """The text with what is secret in the addresses in it replaced by `***`."""
+    """Replaces the secrets of all addresses in the text by `***`."""
     if "://" not in text:
         return text
     if _STORE.search(text):
@@ -40,19 +40,19 @@ def redact(text: str) -> str:
 
 
 def refusal(address: str) -> str | None:
-    """The reason why an address is refused, in words that hold no secret; None where it holds no credentials."""
+    """The reason why an address is refused, without the secret itself; None if it holds no credentials."""
     if (shown := redact(address)) == address:
         return None
     scheme = address.partition("://")[0].rpartition(":")[2].lower()
     way = f"in the environment ({_WAYS[scheme]})" if scheme in _WAYS else "in the environment, or fetch the file first"
     return (
-        f"{shown!r} holds credentials, which would be written to manifests, reports and logs: leave them out and give "
+        f"{shown!r} holds credentials, which would be written to manifests, reports and logs; remove them and give "
         f"them {way}"
     )
 
 
 def refused_argument(argument: str) -> str | None:
-    """`refusal` of an argument of a command line, which may be an address, `key=address`, or no address at all."""
+    """`refusal` of a command-line argument, which may be an address, `key=address` or anything else."""
     return refusal(argument) if _ADDRESS.match(argument) else None
 
 

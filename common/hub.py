@@ -1,7 +1,7 @@
-"""The Hugging Face hub: which names it can have, and whether it answers, asked once and for a few seconds.
+"""The Hugging Face hub: the form of its names, and a check, once a process and for a few seconds, that it answers.
 
-Its client tries again for a minute where nothing answers. A command asks here first: where the hub is not reached,
-only what its cache on this machine holds is used, and what is missing is said at once.
+The hub's client retries for a minute when nothing answers. So a command checks here first. If the hub is not reached,
+the command uses the hub's cache on this machine only and reports immediately what is missing.
 """
 
 import re
@@ -16,13 +16,13 @@ _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether a name can only be a path: the hub's are NAME or OWNER/NAME."""
+    """Returns True if a name can only be a path; names on the hub are NAME or OWNER/NAME."""
     return _NAME.fullmatch(name) is None
 
 
 def hub_problem() -> str | None:
-    """The reason why the hub cannot be asked; None where it answers, whatever it answers."""
-    from huggingface_hub import constants  # a second that only those pay who need it
+    """The reason why the hub cannot be used; None if it answers, whatever the answer."""
+    from huggingface_hub import constants  # imported here because it takes a second
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
@@ -31,10 +31,10 @@ def hub_problem() -> str | None:
 
 @contextmanager
 def hub_or_cache() -> Iterator[str | None]:
-    """Within it the hub's client is offline where the hub is not reached: it answers from its cache, at once.
+    """Sets the hub's client offline for the block if the hub is not reached, so that it answers from its cache at once.
 
     Yields:
-        Why the hub cannot be asked; None where it can.
+        The reason why the hub cannot be used; None if it can.
     """
     from huggingface_hub import constants
 
@@ -47,7 +47,7 @@ def hub_or_cache() -> Iterator[str | None]:
 
 
 def stay_offline_unless_it_answers() -> None:
-    """Sets the hub's client of this process offline where the hub does not answer: only its cache here is read."""
+    """Sets the hub's client offline for this process if the hub does not answer, so that only its cache is read."""
     from huggingface_hub import constants
 
     if hub_problem():
@@ -56,17 +56,17 @@ def stay_offline_unless_it_answers() -> None:
 
 @lru_cache
 def _asked(address: str) -> str | None:
-    """One request a process and address, in a thread: looking up a host may hang longer than any time-out."""
+    """Sends one request a process and address, in a thread, because a DNS lookup may take longer than the timeout."""
     from huggingface_hub import get_session
 
     found: list[str | None] = []
-    session = get_session()  # built here: on a busy machine that takes as long as an answer
+    session = get_session()  # before the timeout starts: on a busy machine this takes as long as an answer
 
     refused = (OSError, ValueError, _client_error())
 
     def ask() -> None:
         try:
-            _ = urlsplit(address).port  # refuses addresses that the client would end on
+            _ = urlsplit(address).port  # raises ValueError for addresses that crash the client
             session.head(address, timeout=PATIENCE_SECONDS)
         except refused as error:
             found.append(f"{address} is not reached ({error or type(error).__name__})")

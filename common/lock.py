@@ -1,7 +1,7 @@
-"""One command a run folder: a lock with the holder's place and a heartbeat, which a kill -9 does not leave locked.
+"""A lock that allows one command a run folder and is free again after a kill -9 of its holder.
 
-On the holder's own host the process itself is asked for; from another host the heartbeat decides. The check and the
-write happen under flock, so of two commands at the same moment one is refused.
+On the holder's host, the lock is held while the process exists; on another host, while its heartbeat is recent. The
+check and the write happen under flock, so of two simultaneous commands one is refused.
 """
 
 import fcntl
@@ -25,21 +25,21 @@ _STALE_SECONDS = 60.0
 
 
 class RunLockedError(RuntimeError):
-    """Another command works in this folder."""
+    """Another command holds this folder."""
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The command that holds a run, as a lock names it."""
+    """The command that holds a lock."""
 
     host: str
     pid: int
     began: str | None
-    """When the process began, in the words of its host."""
+    """Start time of the process, in clock ticks since its host booted."""
     processes: str
-    """The namespace of its pid."""
+    """Namespace of its pid."""
     since: str
     token: str
-    """Of this one command."""
+    """Random identifier of this command."""
 
 
 class RunLock(Watcher):
@@ -47,12 +47,12 @@ class RunLock(Watcher):
 
     Args:
         run: the folder; it must exist.
-        lost: called, from a thread, when another command took the lock over because this process had been stopped for
-            longer than a minute.
-        beat_seconds: between two signs of life.
+        lost: called from a thread when another command has taken over the lock because this process was suspended for
+            more than a minute.
+        beat_seconds: time between two heartbeats.
 
     Raises:
-        RunLockedError: on entering, when a living command holds it.
+        RunLockedError: on entering, if a running command holds the lock.
     """
 
     def __init__(self, run: Path, lost: Callable[[], None], beat_seconds: float = _BEAT_SECONDS) -> None:
@@ -77,8 +77,8 @@ class RunLock(Watcher):
                 holder = self._read(stream)
                 if holder is not None and holder.token == self._token:
                     self._path.unlink()
-        except OSError as error:  # why the run ended is what must be said; on this host it is nobody's in a moment
-            get_logger().warning("%s cannot be taken away (%s)", self._path, error.strerror)
+        except OSError as error:  # must not hide the reason why the run ended; without its process the lock is free
+            get_logger().warning("the lock %s could not be removed (%s)", self._path, error.strerror)
 
     def _write(self, stream: TextIO) -> None:
         stream.seek(0)
@@ -109,7 +109,7 @@ class RunLock(Watcher):
 
 
 def _open_locked(path: Path) -> TextIO:
-    """The file at the path, made if it is missing, under flock; closing it lets go."""
+    """Opens the file under flock, creating it if necessary; closing it releases the flock."""
     while True:
         stream = path.open("a+", encoding="utf-8")
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -118,22 +118,22 @@ def _open_locked(path: Path) -> TextIO:
                 return stream
         except FileNotFoundError:
             pass
-        stream.close()  # it was let go, and unlinked, between the two calls
+        stream.close()  # it was released and unlinked between the two calls
 
 
 def read_holder(raw: bytes, name: str) -> Holder | None:
-    """The holder that a lock names; None: the lock is new, cut off by a kill, or damaged, and so nobody's.
+    """The holder of a lock; None if the lock is new, was cut off by a kill, or is damaged.
 
     Args:
-        raw: content of the lock.
-        name: of the lock, for the log.
+        raw: content of the lock file.
+        name: name of the lock file, for the log.
     """
     if not raw:
         return None
     try:
         return decode_record(raw, Holder, name)
     except DamagedError as error:
-        get_logger().warning("%s; it counts as nobody's", error)
+        get_logger().warning("%s; the lock counts as free", error)
         return None
 
 
@@ -150,17 +150,17 @@ def this_process(token: str) -> Holder:
 
 
 def refusal(run: str | Path, holder: Holder) -> str:
-    """A sentence that names the holder of a run or of an output folder."""
+    """An error message that names the holder of a run or of an output folder."""
     return f"{run}: another command works here (host {holder.host}, pid {holder.pid}, since {holder.since})"
 
 
 def lives(holder: Holder, age_seconds: Callable[[], float]) -> bool:
-    """Whether the holder still runs: its process on this host, its last sign of life on another.
+    """Returns True if the holder still runs, by its process on this host or its last heartbeat on another host.
 
     Args:
-        holder: as its lock names it.
-        age_seconds: of the last sign of life, on the clock of the storage that holds the lock. A date that is more than
-            a minute ahead of that clock is no sign of life either: a living holder would have renewed it.
+        holder: the holder.
+        age_seconds: returns the age of the last heartbeat by the clock of the storage that holds the lock. A heartbeat
+            more than a minute ahead of that clock is ignored, because a running holder would have renewed it.
     """
     if (holder.host, holder.processes) == (socket.gethostname(), _pid_namespace()):
         began = _began(holder.pid)
@@ -169,8 +169,8 @@ def lives(holder: Holder, age_seconds: Callable[[], float]) -> bool:
 
 
 def _age_seconds(path: Path) -> float:
-    """Seconds since the file was touched."""
-    clock = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # the file system's clock, not ours
+    """Seconds since the file was touched, by the clock of its file system."""
+    clock = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # its time comes from the file system, not from this host
     clock.touch()
     try:
         return clock.stat().st_mtime - path.stat().st_mtime
@@ -179,7 +179,7 @@ def _age_seconds(path: Path) -> float:
 
 
 def _began(pid: int) -> str | None:
-    """When a process of this host began; None where there is none. Pids are used again, times are not."""
+    """Start time of a process of this host; None if no such process exists. Pids are reused, start times are not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -200,7 +200,7 @@ def _began(pid: int) -> str | None:
 
 
 def _pid_namespace() -> str:
-    """Two containers may have the same name and not see each other's processes."""
+    """The pid namespace of this process: two containers may share a host name but not their processes."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

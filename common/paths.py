@@ -1,4 +1,4 @@
-"""Paths as a person names them: `~` and `$VARIABLES` expanded, and what is wrong with them, seen before any work."""
+"""Paths as users write them: `~` and `$VARIABLES` expanded, and problems found before any work."""
 
 import argparse
 import os
@@ -11,15 +11,15 @@ _NEARLY_AN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:(?:\\|/(?!/))")
 
 
 class PathError(ValueError):
-    """A path that names no place on this machine."""
+    """A path that cannot exist on this machine."""
 
 
 def expand(path: str) -> Path:
-    """A user's path with `~` and `$VARIABLES` expanded; a name that exists as it is written is left alone.
+    """Expands `~` and `$VARIABLES` in a user's path; a path that exists as written is not changed.
 
     Raises:
-        PathError: it is empty, begins as an address with one slash or a path of Windows does, or names a variable or a
-            user that there is not.
+        PathError: the path is empty, starts like a Windows path or an address with one slash, or names an unknown
+            variable or user.
     """
     if not path.strip():
         raise PathError("an empty path; name a file or a folder")
@@ -37,17 +37,17 @@ def expand(path: str) -> Path:
         raise PathError(f"{path!r}: {unset[0]} is not set")
     if expanded.startswith("~"):
         who = expanded.partition("/")[0]
-        raise PathError(f"{path!r}: there is no home folder {who}; write the path out")
+        raise PathError(f"{path!r}: no home folder {who} exists; write the full path")
     return Path(expanded)
 
 
 def expand_known(path: str) -> Path:
-    """The path with `~` and those `$VARIABLES` expanded that this machine has; the others may be set on another."""
+    """Expands `~` and the `$VARIABLES` that are set on this machine; others may be set on another machine."""
     return Path(os.path.expanduser(os.path.expandvars(path)))  # noqa: PTH111 - Path.expanduser raises RuntimeError
 
 
 def path_argument(text: str) -> Path:
-    """A path on a command line, expanded where the shell has not done it (`--output=~/x`)."""
+    """A path from a command line, expanded if the shell has not done it (`--output=~/x`)."""
     try:
         return expand(text)
     except PathError as error:
@@ -55,10 +55,9 @@ def path_argument(text: str) -> Path:
 
 
 def folder_problem(folder: Path) -> str | None:
-    """The reason why a folder cannot be made or written to; None where it can. Nothing is left behind by the look.
+    """The reason why a folder cannot be created or written to; None if it can.
 
-    Asked of the system itself, by a folder that is made and removed: permissions alone say nothing of /proc, of
-    read-only disks and of quotas.
+    Creates and removes a temporary folder, because permissions alone do not show /proc, read-only disks and quotas.
     """
     place = folder.absolute()
     try:
@@ -73,10 +72,10 @@ def folder_problem(folder: Path) -> str | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a name is taken, if only by a link to nothing.
+    """Returns True if something has this name, even a broken link.
 
     Raises:
-        OSError: it is too long, or may not be looked up.
+        OSError: the name is too long or may not be looked up.
     """
     try:
         path.lstat()

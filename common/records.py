@@ -1,4 +1,4 @@
-"""Small JSON files of ours that are read back: each has the shape it was written with, or is named as damaged."""
+"""Small JSON files that the project writes and reads back; a file of another shape is reported as damaged."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,25 +9,25 @@ Record = TypeVar("Record")
 
 
 class DamagedError(ValueError):
-    """A file of ours that does not hold what we write into it."""
+    """A file whose content differs from what the project writes."""
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:
     """Reads a JSON file.
 
     Args:
-        path: of the file.
-        kind: type of its content; members of a struct that it does not name are left out.
+        path: path of the file.
+        kind: type of the content; keys that a struct does not have are ignored.
 
     Raises:
-        DamagedError: its content is something else: nothing, half of it, other types.
-        OSError: there is no such file, or it cannot be read.
+        DamagedError: the content is empty, cut off, or of another type.
+        OSError: the file is missing or cannot be read.
     """
     return decode_record(path.read_bytes(), kind, str(path))
 
 
 def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:
-    """As `read_record`, of bytes that were read from the place `name`.
+    """Like `read_record`, for bytes that were read from the place `name`.
 
     Raises:
         DamagedError: as `read_record`.
@@ -41,7 +41,7 @@ def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:
 
 
 def convert_record(value: Any, kind: type[Record], name: str) -> Record:
-    """As `read_record`, of JSON that was decoded already.
+    """Like `read_record`, for JSON that is already decoded.
 
     Raises:
         DamagedError: as `read_record`.

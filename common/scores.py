@@ -1,8 +1,8 @@
-"""Scores of a run's checkpoints, `scores.jsonl` in its folder: written by whoever scores, read by whoever trains.
+"""Scores of a run's checkpoints: `scores.jsonl` in the run folder, written by the scorer and read by the trainer.
 
-The two know each other through this file alone, and `scoring.json`, which names the checkpoint that is being scored. A
-line is appended in one call, so that two writers cannot mix theirs; what a kill has cut off is no line, and the next
-writer begins a new one.
+The two share this file and `scoring.json`, which names the checkpoint that is being scored. A line is appended in one
+call, so that lines of two writers cannot mix. A line that a kill has cut off is ignored, and the next writer starts a
+new line.
 """
 
 import os
@@ -25,21 +25,21 @@ class ScoreLine(Strict):
     """One checkpoint's scores."""
 
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     checkpoint: str
-    """Hash of its files' checksums: a step that was taken again with other weights is another checkpoint."""
+    """Hash of its files' checksums: a step that was repeated with other weights is another checkpoint."""
     choice: str
     """Identity of tasks, data and settings; scores of two choices are not comparable."""
     score: float | None
-    """Mean over the tasks in percent, higher is better; None where a task could not be scored."""
+    """Mean over the tasks in percent, higher is better; None if a task could not be scored."""
     tasks: Mapping[str, float]
     """Percent by task."""
     warnings: tuple[str, ...] = ()
-    """What stands beside the score: a collapsed encoder, own data."""
+    """Notes shown with the score: a collapsed encoder, non-standard data."""
     seconds: float = 0.0
-    """That loading and scoring took."""
+    """Seconds for loading and scoring."""
     time: float = 0.0
-    """When it was done, seconds since 1970."""
+    """Time at which scoring finished, in seconds since 1970."""
 
 
 class _Scoring(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class _Scoring(msgspec.Struct, frozen=True):
 
 
 def append_score(run: Path, line: ScoreLine) -> None:
-    """Appends a line, on disk when this returns."""
+    """Appends a line and forces it to disk."""
     handle = os.open(run / SCORES, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(handle).st_size
@@ -59,7 +59,7 @@ def append_score(run: Path, line: ScoreLine) -> None:
 
 
 def read_scores(run: Path) -> tuple[ScoreLine, ...]:
-    """All whole lines, in the order in which they were written; none where there is no file."""
+    """All whole lines in the order in which they were written; none if the file is missing."""
     path = run / SCORES
     if not path.is_file():
         return ()
@@ -68,15 +68,15 @@ def read_scores(run: Path) -> tuple[ScoreLine, ...]:
         try:
             found.append(ScoreLine.model_validate_json(raw))
         except ValidationError:
-            continue  # cut off by a kill, with the next line's beginning after it; the checkpoint is scored again
+            continue  # cut off by a kill; the checkpoint is scored again
     return tuple(found)
 
 
 def comparable(lines: Sequence[ScoreLine]) -> dict[tuple[int, str], float]:
     """The scores that may be compared, by step and checkpoint, in the order in which they were written.
 
-    They are those of the newest line's choice: who begins to score by other tasks or settings begins anew. A checkpoint
-    of which a task could not be scored has none.
+    These are the scores with the newest line's choice; a change of tasks or settings starts a new comparison. A
+    checkpoint with a task that could not be scored is left out.
     """
     return {
         (line.step, line.checkpoint): line.score
@@ -87,9 +87,9 @@ def comparable(lines: Sequence[ScoreLine]) -> dict[tuple[int, str], float]:
 
 @contextmanager
 def scoring(run: Path, step: int) -> Iterator[None]:
-    """Names the checkpoint that is scored while the block runs, so that it is not deleted over it.
+    """Marks the checkpoint that is scored while the block runs, so that it is not deleted.
 
-    What a killed process leaves names it until the next block: one checkpoint more is kept.
+    The mark of a killed process stays until the next block, so that one checkpoint more is kept.
     """
     write_json(run / SCORING, {"step": step})
     try:
@@ -99,7 +99,7 @@ def scoring(run: Path, step: int) -> Iterator[None]:
 
 
 def read_scoring(run: Path) -> int | None:
-    """Step of the checkpoint that is being scored; None: there is none, or the file is damaged."""
+    """Step of the checkpoint that is being scored; None if there is none or the file is damaged."""
     try:
         return read_record(run / SCORING, _Scoring).step
     except (FileNotFoundError, DamagedError):

@@ -1,7 +1,7 @@
 """Randomness as an argument: every draw is a pure function of (seed, purpose, position).
 
 Philox4x32-10 (Salmon et al., SC 2011: "Parallel random numbers: as easy as 1, 2, 3"), vectorised over positions, so
-that a million draws for a thousand documents are one call and no generator carries state from one to the next.
+that one call makes a million draws for a thousand documents and no generator state is carried between calls.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _ROUNDS = 10
-_CHUNK = 4096  # counters at a time: six arrays of 32 KiB
+_CHUNK = 4096  # counters processed at once: six arrays of 32 KiB
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 
 
 def key_for(seed: int, purpose: str) -> int:
-    """64-bit key of a stream of draws. Two purposes never share a stream, whatever their positions."""
+    """64-bit key of a stream of draws. Two purposes never share a stream."""
     digest = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -30,7 +30,7 @@ def philox(key: int, counters: tuple[U64, U64, U64, U64]) -> U32:
     """Philox4x32-10 of each counter: four words below 2**32 in, `(n, 4)` uniform 32-bit words out."""
     drawn = np.empty((len(counters[0]), 4), np.uint32)
     for start in range(0, len(drawn), _CHUNK):
-        # Copies, because the rounds work in place: no temporaries, and everything stays in the processor's cache.
+        # The rounds work in place on copies, so that everything stays in the processor's cache.
         c0, c1, c2, c3 = (np.array(counter[start : start + _CHUNK], np.uint64) for counter in counters)
         first, second = np.empty_like(c0), np.empty_like(c0)
         k0, k1 = key & 0xFFFFFFFF, key >> 32
@@ -65,7 +65,7 @@ def blocks(seed: int, purpose: str, major: U64, minor: U64, index: U64) -> U32:
 
 
 def words(seed: int, purpose: str, major: U64, minor: U64, count: int) -> U32:
-    """Uniform 32-bit words, `(n, count)`: `count` a position, where a longer row begins with the shorter one."""
+    """Uniform 32-bit words, `(n, count)`: `count` words a position; a longer row starts with the shorter one."""
     per_row = -(-count // 4)
     index = np.tile(np.arange(per_row, dtype=np.uint64), len(major))
     drawn = blocks(seed, purpose, np.repeat(major, per_row), np.repeat(minor, per_row), index)

@@ -1,4 +1,4 @@
-"""A quiet Ray session: a cluster where one is named, this machine otherwise."""
+"""A quiet Ray session on the configured cluster, or on this machine if none is configured."""
 
 import logging
 import os
@@ -16,10 +16,10 @@ from common.cluster import cluster_problem, named_cluster
 from common.config import ConfigError
 from common.console.logs import get_logger
 
-# Ray reads these when it is imported or started, hence here and before `import ray`.
+# Ray reads these when it is imported or started, so they are set before `import ray`.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-# On a busy machine a session is otherwise given up before it has started.
+# On a busy machine Ray otherwise gives up before the session has started.
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 
 import psutil
@@ -33,32 +33,32 @@ from common.session_config import SessionError
 
 @dataclass
 class _Local:
-    """Was this process's session started here, by us?"""
+    """The origin of this process's Ray session: True if `start_ray` started it locally."""
 
     started: bool = False
 
 
 _local = _Local()
 _AGENT = "ray::DashboardAgent"
-_SHORT_FOLDER = "/tmp/ray"  # Ray's own where TMPDIR is not set
+_SHORT_FOLDER = "/tmp/ray"  # Ray's default if TMPDIR is not set
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # longest path of a Unix socket
 _SESSION_BYTES = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.1")
 
 
 def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seconds: float = 0.0) -> None:
-    """Attaches to a cluster when `address` or RAY_ADDRESS names one, else starts a local session; both stay quiet.
+    """Connects to the cluster that `address` or RAY_ADDRESS names, or starts a local session.
 
-    A session that this process has already is kept, unless it was started here with fewer CPUs than are asked for now:
-    work that waits for a CPU which never comes says nothing.
+    An existing session of this process is kept, unless it was started here with fewer CPUs than requested now: work
+    would silently wait for a CPU that never becomes free.
 
     Args:
-        num_cpus: of a local session; None: all of this machine's.
-        address: of a cluster; None: RAY_ADDRESS.
-        wait_seconds: time in which a cluster that was lost may come back.
+        num_cpus: CPUs of a local session; None for all CPUs of this machine.
+        address: address of a cluster; None for RAY_ADDRESS.
+        wait_seconds: time for a lost cluster to come back.
 
     Raises:
         ConfigError: no cluster answers there.
-        SessionError: no session starts on this machine.
+        SessionError: no session could be started on this machine.
     """
     if _local.started and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()
@@ -67,8 +67,8 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
             _init(num_cpus, address, wait_seconds)
         _end_at_hangup()
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    # How often work is begun anew has no named parameter yet, and `ray_remote_args` goes in 2.64 (hence the bound in
-    # pyproject.toml): nothing that a user could mend.
+    # The number of retries has no named parameter yet, and `ray_remote_args` is removed in 2.64 (see the bound in
+    # pyproject.toml). A user can do nothing about this warning.
     warnings.filterwarnings("ignore", r"`ray_remote_args(_fn)?` is deprecated", RayDeprecationWarning)
     context = DataContext.get_current()
     context.enable_progress_bars = False
@@ -92,13 +92,13 @@ def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> Non
         try:
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet, **folder)
         except Exception as error:
-            if type(error) not in (Exception, RuntimeError):  # with these two Ray says that its processes do not start
+            if type(error) not in (Exception, RuntimeError):  # Ray raises these two if its processes do not start
                 raise
             raise SessionError(_not_started(error)) from error
 
 
 def _not_started(error: Exception) -> str:
-    """Why a local session may not have started, with the room that it found."""
+    """An error message for a local session that did not start, with the free disk and memory."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     room = ", ".join(
         f"{place} {shutil.disk_usage(place).free // 2**20:,} MiB"
@@ -106,19 +106,19 @@ def _not_started(error: Exception) -> str:
         if os.path.isdir(place)  # noqa: PTH112
     )
     return (
-        f"Ray does not start on this machine: {str(error).splitlines()[0]} Free: {room}, memory "
-        f"{psutil.virtual_memory().available // 2**20:,} MiB; load {os.getloadavg()[0]:.0f}. Make room, or wait until "
-        f"the machine is less busy; then the same command continues. Ray's logs: {folder}/ray"
+        f"Ray did not start on this machine: {str(error).splitlines()[0]} Free: {room}, memory "
+        f"{psutil.virtual_memory().available // 2**20:,} MiB; load {os.getloadavg()[0]:.0f}. Free memory or disk "
+        f"space, or wait until the machine is less busy; then run the same command again. Ray's logs: {folder}/ray"
     )
 
 
 def _short_folder() -> str | None:
-    """A folder for the session where that of TMPDIR would make the paths of its sockets too long; else None."""
+    """A folder for the session if TMPDIR would make the paths of its sockets too long; else None."""
     name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
     if name is None or len(os.fsencode(f"{os.environ[name]}/ray")) + _SESSION_BYTES <= _SOCKET_BYTES:
         return None
     get_logger().warning(
-        "%s = %s is too long for the sockets of Ray (at most %d bytes): its session lies in %s",
+        "%s = %s is too long for the paths of Ray's sockets (at most %d bytes); using %s for the session",
         name,
         os.environ[name],
         _SOCKET_BYTES - _SESSION_BYTES - len("/ray"),
@@ -129,7 +129,7 @@ def _short_folder() -> str | None:
 
 @contextmanager
 def _deaf_to_hangups() -> Iterator[None]:
-    """Blocks SIGHUP for processes that start in it: the process that started them ends them in good order."""
+    """Blocks SIGHUP for processes that the block starts, so that their parent can end them in order."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
@@ -138,16 +138,16 @@ def _deaf_to_hangups() -> Iterator[None]:
 
 
 def _end_at_hangup() -> None:
-    """Treats SIGHUP as SIGTERM, which Ray has taken to end its processes; under `nohup` it stays ignored."""
+    """Handles SIGHUP like SIGTERM, on which Ray ends its processes; under `nohup` it stays ignored."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
 
 
 def end_orphaned_agents() -> None:
-    """Ends what sessions of this user that were killed have left on the port that the next one wants.
+    """Ends dashboard agents that killed sessions of this user have left.
 
-    Such a session's agent first tells of the end of its raylet, for a minute, to a server that is gone as well. Ray
-    gives each agent the same port; while it is taken a new session waits for it, for 4 seconds.
+    For a minute, such an agent reports the end of its raylet to a server that no longer exists. All agents use the
+    same port, and a new session waits 4 seconds for it.
     """
     for process in psutil.process_iter():
         try:
@@ -156,5 +156,5 @@ def end_orphaned_agents() -> None:
             parent = process.parent()
             if parent is None or parent.name() != "raylet":
                 process.kill()
-        except psutil.Error:  # gone by itself, or not ours to ask
+        except psutil.Error:  # it ended meanwhile, or belongs to another user
             continue

@@ -6,13 +6,13 @@ from common.config import Strict
 
 
 class SessionError(RuntimeError):
-    """No session of Ray starts on this machine."""
+    """No Ray session could be started on this machine."""
 
 
 class SessionConfig(Strict):
-    """The place where the work runs, of no influence on results."""
+    """The place where the work runs; it has no influence on results."""
 
     num_cpus: int | None = Field(default=None, ge=1)
-    """Logical CPUs of a local session; all of this machine's when not set. A cluster has its own."""
+    """Logical CPUs of a local session; all CPUs of this machine if not set. Not used with a cluster."""
     address: str | None = None
-    """Address of a running cluster (`auto`: the one this host belongs to). RAY_ADDRESS does the same."""
+    """Address of a running cluster (`auto`: the one that this host belongs to). RAY_ADDRESS has the same effect."""

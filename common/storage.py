@@ -1,4 +1,4 @@
-"""Files that are whole or absent: write aside, fsync, rename. Hashes of contents."""
+"""Files that are either whole or absent (write aside, fsync, rename), and hashes of contents."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def fsync_path(path: Path) -> None:
-    """Forces a file's or folder's entry to disk."""
+    """Forces a file or a folder's entries to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -39,11 +39,11 @@ def folder_aside(path: Path, replace: bool = False) -> Iterator[Path]:
 
     Args:
         path: what the folder will be called.
-        replace: a folder of that name gives way, once the new one is whole. A kill between the two renames leaves the
-            old one as a hidden sibling, which the next call puts back.
+        replace: replaces an existing folder of that name when the new one is whole. A kill between the two renames
+            leaves the old one as a hidden sibling, which the next call restores.
 
     Raises:
-        FileExistsError: `path` exists already, and is not to be replaced.
+        FileExistsError: `path` exists and `replace` is False.
     """
     if path.exists() and not replace:
         raise FileExistsError(f"{path} exists already")
@@ -69,7 +69,7 @@ def folder_aside(path: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def put_back(path: Path) -> None:
-    """Gives a folder its name again that had given way to another one which never came."""
+    """Restores a folder that was moved aside for a replacement that never came."""
     if not path.exists() and _before(path).is_dir():
         _before(path).rename(path)
 
@@ -93,8 +93,8 @@ def read_json(path: Path) -> Any:
     """Reads a JSON file.
 
     Raises:
-        ValueError: it is not JSON.
-        OSError: it cannot be read.
+        ValueError: the file is not JSON.
+        OSError: the file cannot be read.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Any:
 
 
 def set_aside(path: Path) -> Path:
-    """Gives a file or folder another name, so that nothing in it is lost; returns the new path."""
+    """Renames a file or folder so that its content is kept; returns the new path."""
     number = 1
     while (aside := path.with_name(f"{path.name}.kept-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""The setting that a person meant: the keys of a configuration, and the nearest of them to a key that is unknown."""
+"""Suggestions for mistyped settings: the known key nearest to an unknown one."""
 
 import difflib
 import math
@@ -9,19 +9,19 @@ from pydantic import BaseModel
 
 
 def meant(word: str, choices: Sequence[str]) -> str:
-    """`; did you mean ...?` with the choice nearest to a word; nothing where none is near."""
+    """`; did you mean ...?` with the choice nearest to a word; empty if none is near."""
     lower = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(word.lower(), list(lower), n=1)
     return f"; did you mean `{lower[near[0]]}`?" if near else ""
 
 
 def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") -> str:
-    """The advice on an unknown key: the nearest key beside it, one of its name elsewhere, or all beside it.
+    """Advice on an unknown key: the nearest key of its branch, one of its name elsewhere, or all keys of its branch.
 
     Args:
         path: the key and the branches above it.
-        model: of the whole section.
-        section: its name, with which a key may begin by mistake.
+        model: model of the whole section.
+        section: name of the section, with which a key may start by mistake.
     """
     *parents, last = path
     everywhere = [".".join(key) for key in _keys((model,))]
@@ -45,14 +45,14 @@ def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
 
     Args:
         path: the key and the branches above it.
-        model: of the whole section.
+        model: model of the whole section.
     """
     fields = [branch.model_fields.get(path[-1]) for branch in _below((model,), path[:-1])]
     return [str(choice) for field in fields if field for choice in get_args(field.annotation)]
 
 
 def misread(values: Any, model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Lines on numbers for which yes, no or .nan was given: validation takes them for 1, 0 and a number."""
+    """Reports yes, no or .nan given for a number, because validation takes them for 1, 0 and a number."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield from misread(value, model, (*path, str(key)))

@@ -1,7 +1,7 @@
-"""Strict reading of YAML that a person wrote or that came from someone else: plain data, nothing overridden silently.
+"""Strict YAML reader for files that may come from someone else: plain data, nothing overridden silently.
 
-PyYAML's safe loader accepts more than a configuration should hold. A key given twice keeps its last value without a
-word, `010` is 8, `1:30` is 90, and a few lines of aliases stand for billions of values.
+PyYAML's safe loader accepts more than a configuration should hold. A key given twice silently keeps its last value,
+`010` is 8, `1:30` is 90, and a few lines of aliases stand for billions of values.
 """
 
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ import yaml
 
 MAX_BYTES = 2**20
 MAX_VALUES = 20_000
-"""Keys and values of a document, aliases written out."""
+"""Largest number of keys and values in a document, aliases expanded."""
 
 
 class YamlError(ValueError):
-    """A text that is no YAML, or YAML that is refused: one line, with the place."""
+    """A text that is not YAML, or refused YAML: one line that names the place."""
 
 
 class _Strict(yaml.SafeLoader):
-    """The safe loader without what surprises: dates stay text; tags, unclear numbers and repeated keys are errors."""
+    """The safe loader without surprises: dates stay text; tags, ambiguous numbers and repeated keys are errors."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A node without a tag: what a value is, its form says."""
+        """Composes a node and refuses explicit tags."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             message = f"the tag {event.tag} is refused: plain values only"
@@ -31,18 +31,18 @@ class _Strict(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
-        """A number as people read it: in base 10 unless it begins with 0x, 0o or 0b, and never in base 60."""
+        """A number in base 10 unless it starts with 0x, 0o or 0b, and never in base 60."""
         text = str(self.construct_scalar(node))
         whole = node.tag.endswith(":int")
         value: float = self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
         digits = text.replace("_", "").lstrip("+-")
         if ":" in digits or (digits[:1] == "0" and digits.isdigit() and len(digits) > 1):
-            message = f"{text} is not clear, YAML takes it for {value}; write that, or quote it"
+            message = f"{text} is ambiguous, YAML reads it as {value}; write that, or quote it"
             raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
         return value
 
     def construct_unique(self, node: yaml.MappingNode) -> Iterator[Any]:
-        """A mapping, each of whose keys is given once. A key may replace one that came by a merge (`<<`)."""
+        """A mapping without repeated keys. A key may replace one that came from a merge (`<<`)."""
         seen: dict[str, Any] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -67,7 +67,7 @@ def read_yaml(text: str) -> Any:
     """The value of a YAML document: plain data, without tags, repeated keys, loops, and at most `MAX_VALUES` values.
 
     Raises:
-        YamlError: it is none, or more than one.
+        YamlError: the text is not exactly one such document.
     """
     if len(text) > MAX_BYTES:
         raise YamlError(f"is longer than {MAX_BYTES:,} characters")
@@ -85,18 +85,18 @@ def read_yaml(text: str) -> Any:
         raise YamlError(f"holds the character U+{error.character:04X}, which YAML does not allow ({place})") from error
     except YamlError:
         raise
-    except ValueError as error:  # Python's own, of numbers such as `0x_` and of 5,000 digits
+    except ValueError as error:  # raised by Python for numbers such as `0x_` or of 5,000 digits
         raise YamlError(f"holds a number that cannot be read: {str(error).partition(';')[0]}") from error
     except RecursionError:
         raise YamlError("is nested too deeply") from None
 
 
 def read_yaml_file(path: Path) -> Any:
-    """The same of a file in UTF-8.
+    """Like `read_yaml`, for a file in UTF-8.
 
     Raises:
         YamlError: as `read_yaml`, or the file is not UTF-8 or too long.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as stream:
         raw = stream.read(MAX_BYTES + 1)
@@ -110,10 +110,10 @@ def read_yaml_file(path: Path) -> Any:
 
 
 def _measure(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
-    """Values below a node, aliases written out.
+    """Counts the values below a node, aliases expanded.
 
     Raises:
-        YamlError: there are too many, or a node contains itself.
+        YamlError: the document has too many values, or a node contains itself.
     """
     if id(node) in above:
         raise YamlError(f"an anchor contains itself (line {node.start_mark.line + 1})")
@@ -125,7 +125,7 @@ def _measure(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
         for child in entry if isinstance(entry, tuple) else (entry,):
             total += _measure(child, known, above)
             if total > MAX_VALUES:
-                raise YamlError(f"holds more than {MAX_VALUES:,} values, aliases written out")
+                raise YamlError(f"holds more than {MAX_VALUES:,} values, aliases expanded")
     above.discard(id(node))
     known[id(node)] = total
     return total
@@ -135,7 +135,7 @@ def _told(error: yaml.MarkedYAMLError, text: str) -> str:
     """The problem and its place, in one line."""
     problem, mark = error.problem or error.context or "", error.problem_mark or error.context_mark
     if problem == "but found another document":
-        problem = "there is more than one document"
+        problem = "it holds more than one document"
     elif "'\\t'" in problem:
         problem = "a tab; indent with spaces"
     where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark and "\n" in text.strip() else ""

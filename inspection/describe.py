@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from common.excerpt import shorten
 from common.records import DamagedError
 from common.scores import comparable, read_scores
 from pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
@@ -121,8 +122,7 @@ def span_lines(
         document = tokens[offsets[number] : offsets[number + 1]]
 
         def text(start: int, end: int, document: np.ndarray = document) -> str:
-            shown = tokenizer.decode(document[start:end].tolist()).strip()
-            return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 1]}…"
+            return shorten(tokenizer.decode(document[start:end].tolist()).strip(), _SHOWN_CHARACTERS)
 
         source = table.column("source")[number].as_py()
         yield f"- document {row} ({table.column('id')[number].as_py().hex()}, {source}): {lengths[number]:,} tokens"

@@ -1,1 +1,1 @@
-"""Corpus to shards, on Ray Data: read, normalise, tokenize, keep or drop, write. Never imports torch."""
+"""Preparation of a corpus on Ray Data: read, normalise, tokenize, keep or drop, write shards. Never imports torch."""

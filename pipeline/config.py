@@ -1,4 +1,4 @@
-"""Configuration of `prepare`: composes the branches that sit beside the code they configure."""
+"""Configuration of `prepare`, composed of branches that are defined next to the code they configure."""
 
 from typing import Annotated, Any
 
@@ -14,43 +14,43 @@ from pipeline.readers.pydocs import PythonDocs
 from pipeline.shards.windows import Geometry, ShortDocuments
 from pipeline.tokenizer.tokenization import TokenizerConfig
 
-# Settings that say where and how the work runs, not what it makes.
+# Settings that decide where and how the work runs, but not its result.
 _NO_INFLUENCE: dict[str, Any] = {"output": True, "session": True, "max_error_share": True, "tokenizer": {"engine"}}
 
 
 class PipelineConfig(Strict):
-    """From a corpus to shards: the `prepare` section of a config file."""
+    """The `prepare` section of a config file: from a corpus to shards."""
 
     output: str
-    """Folder of the shards; made when missing."""
+    """Folder of the shards; created if missing."""
     corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
     tokenizer: TokenizerConfig
     geometry: Geometry = Geometry()
     short_documents: ShortDocuments = "drop"
-    """What becomes of documents under 2 * num_anchors * max_tokens tokens. drop: as in the paper. fewer_anchors: they
-    give as many anchors as fit. shrink_spans: they give all anchors, with spans of at most 1 / (2 * num_anchors) of the
-    document, down to geometry.min_tokens."""
+    """Treatment of documents under 2 * num_anchors * max_tokens tokens. drop: drop them, as in the paper.
+    fewer_anchors: take as many anchors as fit. shrink_spans: take all anchors, with spans of at most
+    1 / (2 * num_anchors) of the document, down to geometry.min_tokens."""
     choosing: ChoosingConfig = ChoosingConfig()
     """Cleaning, language, quality, evaluation sets."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
-    """Which copies of documents are removed."""
+    """Copies of documents to remove."""
     write_rejected: bool = False
-    """Also write every document that is not kept, with the reason, to `rejected/`."""
+    """Also write every document that is not kept to `rejected/`, with the reason."""
     max_error_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of the documents that may fail to be read; above it the work is not called finished."""
+    """Share of the documents that may fail to be read; with more failures `prepare` ends with an error."""
     held_out_share: float = Field(default=0.01, ge=0, lt=1)
     """Share of documents kept from training, chosen by document id."""
     unit_mib: float = Field(default=32.0, gt=0)
-    """Text that one task reads, MiB: what each worker loses at most when a run is killed. A .gz file is never cut."""
+    """Text that one task reads, MiB; a killed run loses at most this much a worker. A .gz file is never cut."""
     block_documents: int = Field(default=1000, ge=1)
-    """Rows of a record batch in a shard: what a task of the trainer reads at once."""
+    """Rows of a record batch in a shard, which a reading task of the trainer loads at once."""
     seed: int = Field(default=0, ge=0)
-    """Of the held-out split."""
+    """Seed of the held-out split."""
     session: SessionConfig = SessionConfig()
 
 
 def identity(config: PipelineConfig) -> dict[str, Any]:
-    """The settings that decide what the shards hold, as JSON."""
+    """The settings that decide the content of the shards, as JSON."""
     return config.model_dump(mode="json", exclude=_NO_INFLUENCE)
 
 
@@ -60,7 +60,7 @@ def config_hash(config: PipelineConfig) -> str:
 
 
 def differing_keys(config: PipelineConfig, other: dict[str, Any]) -> list[str]:
-    """Lines `key: here <value>, there <value>` for the settings in which an `identity` differs from this config's."""
+    """Lines `key: here <value>, there <value>` for settings that differ between this config and an `identity`."""
     mine, theirs = flat_keys(identity(config)), flat_keys(other)
     return [
         f"{key}: here {mine.get(key, '(not set)')!r}, there {theirs.get(key, '(not set)')!r}"

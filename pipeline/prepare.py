@@ -1,16 +1,16 @@
-"""Entry of the data half: `python pipeline/prepare.py configs/x.yaml key=value`. From a corpus to shards, on Ray Data.
+"""Entry point of `prepare`: `python pipeline/prepare.py configs/x.yaml key=value`, from a corpus to shards on Ray Data.
 
-Can be killed at any moment: the same command continues, and the shards are the same to the byte.
+It can be killed at any moment: the same command continues, and the shards are the same to the byte.
 """
 
 import _thread
-import argparse
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.commandline import config_parser
 from common.config import ConfigError, load_config
 from common.console.logs import get_logger, setup_logging
 from common.credentials import refused_settings
@@ -25,7 +25,7 @@ from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
 from pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
 from pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
-from pipeline.job.output import Plan, claim, discard, hash_plan, output_problems, plan_of
+from pipeline.job.output import PreparePlan, claim, discard, hash_plan, output_problems, plan_of
 from pipeline.job.places import look
 from pipeline.job.progress import seconds_spent
 from pipeline.job.recheck import content_problems
@@ -47,57 +47,57 @@ from pipeline.shards.shards import check_shards
 from pipeline.tokenizer.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
 
 _INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it; also when another host took the output folder over."""
+"""Exit status after Ctrl-C, as in shells; also if another host has taken over the output folder."""
 
 
 def problems(config: PipelineConfig) -> list[str]:
-    """Everything that can be seen to be wrong before any work: inputs, tokenizer, output folder. One line a problem."""
+    """Finds problems of inputs, tokenizer and output folder before any work, one line each."""
     return _examine(config)[2]
 
 
 def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
-    """Prepares a corpus, or the rest of it when an earlier run was stopped.
+    """Prepares a corpus, or the rest of it if an earlier run was stopped.
 
     Args:
         config: settings.
-        verify_inputs: compare every byte of the inputs with what finished units were made from, also where their times
-            and a sample of their bytes are the same.
+        verify_inputs: compares every byte of the inputs with those of finished units, even if times and samples are
+            the same.
 
     Returns:
-        The manifest, which is also written to the output folder when every unit is finished.
+        The manifest, which is also written to the output folder when all units are finished.
 
     Raises:
-        ConfigError: problems of inputs, tokenizer or output folder, or a corpus of which no document is kept.
-        ShardError: too large a share of the documents could not be read, totals that do not close, or an output folder
-            that cannot be written to.
-        RunLockedError: another command works on the output folder.
-        SessionError: no session of Ray starts on this machine.
+        ConfigError: problems of inputs, tokenizer or output folder, or no document of the corpus is kept.
+        ShardError: too many documents could not be read, the counts do not balance, or the output folder cannot be
+            written to.
+        RunLockedError: another command holds the output folder.
+        SessionError: no Ray session could be started on this machine.
     """
     units, plan, found = _examine(config, verify_inputs)
     if found or plan is None:
         raise ConfigError("prepare", found)
     folder = expand(config.output).absolute()
     if (folder / MANIFEST).exists() and not check_shards(folder):
-        get_logger().info("%s is prepared already", folder)
+        get_logger().info("%s is already prepared", folder)
         return load_manifest(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with RunLock(folder, _thread.interrupt_main):
-                if found := output_problems(folder, config, plan):  # another command may have been here meanwhile
+                if found := output_problems(folder, config, plan):  # another command may have changed it meanwhile
                     raise ConfigError("prepare", found)
                 return _make(config, folder, units, plan)
         finally:
-            if folder.is_dir() and not any(folder.iterdir()):  # one that was renamed meanwhile hides no reason
+            if folder.is_dir() and not any(folder.iterdir()):  # a folder renamed meanwhile must not hide the error
                 folder.rmdir()
-    except OSError as error:  # a full disk, a storage that is gone, a folder that is not ours to write to
+    except OSError as error:  # a full disk, a lost storage, a folder without write permission
         raise ShardError(
-            f"prepare: {error}. What is finished in {folder} stays; without the cause, the same command continues"
+            f"prepare: {error}. Finished work in {folder} is kept; remove the cause, then the same command continues"
         ) from error
 
 
-def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> Manifest:
-    """Makes what is missing in a folder that no other command works on."""
+def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
+    """Completes a folder whose lock this process holds."""
     tokenizer = set_up(config, folder, units, plan)
     sidecars = run_stages(config, folder, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
@@ -117,14 +117,14 @@ def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Pla
     return manifest
 
 
-def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Plan) -> TokenizerInfo:
-    """Claims the output folder and puts into it what every task needs: the tokenizer, the index of evaluation sets."""
+def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: PreparePlan) -> TokenizerInfo:
+    """Claims the output folder and writes the tokenizer and the index of evaluation sets for the tasks."""
     claim(folder, plan)
     return _equip(config, folder, units)
 
 
 def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
-    """Puts into a folder what every task needs, unless it is there already."""
+    """Writes the files that every task needs, unless they exist."""
     if config.choosing.contamination and not (folder / INDEX).exists():
         with write_aside(folder / INDEX) as aside:
             build_index(config.choosing.contamination, aside)
@@ -132,13 +132,13 @@ def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> Token
 
 
 def plan_ahead(config: PipelineConfig) -> Estimate:
-    """Estimates what `prepare` would make, from a sample; kept beside the output folder for the final report to score.
+    """Estimates the result of `prepare` from a sample and saves it next to the output folder for the final report.
 
-    The output folder is only read: another command may be at work in it.
+    The output folder is only read, because another command may be working in it.
 
     Raises:
         ConfigError: problems of inputs, tokenizer or output folder.
-        ShardError: the sample cannot be worked on, for example because the disk is full.
+        ShardError: the sample could not be processed, for example because the disk is full.
     """
     units, plan, found = _examine(config)
     if found or plan is None:
@@ -157,8 +157,8 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
     return made
 
 
-def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], Plan | None, list[str]]:
-    """Units, their plan when the inputs can be read, and every problem found on the way."""
+def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], PreparePlan | None, list[str]]:
+    """The units, their plan if the inputs can be read, and all problems."""
     if found := list(refused_settings(config.model_dump(mode="json"))):
         return [], None, found
     places = look(config.model_dump())
@@ -168,7 +168,7 @@ def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], 
     found += places
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     plan = None
-    if not found:  # missing inputs would show up as changed inputs once more
+    if not found:  # missing inputs would also be reported as changed inputs
         folder = expand(config.output)
         units = mark_units(units)
         plan = plan_of(config, units, skipped.kinds())
@@ -187,16 +187,13 @@ def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `prepare CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="prepare", description="From a corpus to Arrow shards.")
-    parser.add_argument("config", help="YAML file with a `prepare` section")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser = config_parser("prepare", "From a corpus to Arrow shards.")
     parser.add_argument("--plan", action="store_true", help="estimate documents, tokens, disk and time, then stop")
     parser.add_argument(
         "--verify-inputs",
         action="store_true",
-        help="compare every byte of the inputs with what finished work was made from, not only times and samples",
+        help="compare every byte of the inputs with those of finished work, not only times and samples",
     )
-    parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
     try:
@@ -212,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("prepare: stopped; what is finished stays, the same command continues\n")
+        sys.stderr.write("prepare: stopped; finished work is kept, the same command continues\n")
         return _INTERRUPTED
     sys.stdout.write(summary(manifest, config.output) + "\n")
     if estimate := load_estimate(expand(config.output)):

@@ -3,7 +3,6 @@
 It starts Ray in a thread while it loads and checks everything else. The same command continues a run.
 """
 
-import argparse
 import contextlib
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 # (trainer/driver/failure.py). Ray's other messages stay. It reads this variable at its import, which comes later.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
 
+from common.commandline import config_parser
 from common.config import ConfigError, load_config
 from common.console.logs import get_logger, setup_logging
 from common.meanings import annotated_yaml
@@ -98,11 +98,8 @@ def _storage_error(error: OSError, run: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="train", description="From shards to a sentence encoder.")
-    parser.add_argument("config", help="YAML file with a `train` section")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser = config_parser("train", "From shards to a sentence encoder.")
     parser.add_argument("--fork", metavar="NEW_RUN", help="start a new run with the old one's weights and step")
-    parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
     try:  # before loading torch and Ray, which takes many seconds on a busy machine

@@ -1,4 +1,4 @@
-"""Progress of a long command: a bar where a person watches, a line a minute where the output goes to a file."""
+"""Progress of a long command: a bar in a terminal, one line a minute when the output goes to a file."""
 
 import sys
 import time
@@ -8,14 +8,14 @@ from typing import Any
 from tqdm import tqdm
 
 LINE_SECONDS = 60.0
-_LINE = "{desc} {percentage:.0f}% ({n_fmt} of {total_fmt}), {elapsed} gone, {remaining} left{postfix}"
+_LINE = "{desc} {percentage:.0f}% ({n_fmt} of {total_fmt}), {elapsed} elapsed, {remaining} left{postfix}"
 
 
 class Lines:
-    """A file for a bar that makes lines of it: the newest state once a minute, and the last one.
+    """A file object that turns a bar into lines: its newest state once a minute, and its last state.
 
     Args:
-        clock: in seconds, of any beginning.
+        clock: returns seconds, counted from any moment.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,7 +23,7 @@ class Lines:
         self._newest = self._wrote = ""
 
     def write(self, text: str) -> None:
-        """Takes a state of the bar, which begins with a carriage return, or the end of its line."""
+        """Takes a state of the bar, which starts with a carriage return, or the newline at its end."""
         self._newest = text.strip() or self._newest
         due = text == "\n" or self._clock() - self._wrote_at >= LINE_SECONDS
         if due and self._newest != self._wrote:
@@ -39,7 +39,7 @@ def bar(**settings: Any) -> "tqdm[Any]":
     """A progress bar on stderr, or lines there where it is no terminal.
 
     Args:
-        settings: tqdm's, but for `file`; `bar_format` is that of the bar.
+        settings: tqdm's arguments except `file`; `bar_format` applies to the bar, not to the lines.
     """
     if sys.stderr.isatty():
         return tqdm(file=sys.stderr, **({"dynamic_ncols": True} | settings))

@@ -1,4 +1,4 @@
-"""One log format with the process's role, and Ray kept quiet unless something is wrong."""
+"""One log format for all processes, which names the process's role."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from common.console.terminal import visible
 
 
 class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes lines of their own: a bar on the same stream is cleared before and drawn again after."""
+    """Writes each record on a separate line: clears a progress bar on the same stream and redraws it afterwards."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=self.stream):
@@ -19,16 +19,16 @@ class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _Visible(logging.Formatter):
-    """Names and texts in messages steer no terminal."""
+    """Escapes control characters in messages, so that file names and texts cannot control the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def setup_logging(role: str) -> None:
-    """Logs of this process go to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more.
+    """Sends the logs of this process to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more.
 
-    Where the reader of its output has ended, the process continues in silence (common/console/streams.py).
+    If the reader of its output ends, the process continues and drops further output (common/console/streams.py).
     """
     lasting_streams()
     level = os.environ.get("DECLUTR_LOG", "INFO").upper()

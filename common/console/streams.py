@@ -1,4 +1,4 @@
-"""Output streams of a long command: work continues when their reader has ended, and no character ends it."""
+"""Output streams of a long command: neither a reader that ends nor an unencodable character stops the work."""
 
 import errno
 import os
@@ -12,17 +12,17 @@ _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal
 
 
 class Lasting:
-    """A text stream that turns into nothing when its reader ends: `train 2>&1 | head` trains to its end.
+    """A text stream that drops its output when its reader ends: `train 2>&1 | head` trains to the last step.
 
     Args:
-        stream: to write to; everything but `write` and `flush` is its own.
+        stream: the stream to write to; it handles everything except `write` and `flush`.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes a text, or drops it where the reader has ended."""
+        """Writes a text, or drops it if the reader has ended."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -53,7 +53,7 @@ class Lasting:
 
 
 def lasting_streams() -> None:
-    """Makes stdout and stderr of this process last; characters that their encoding lacks are written as escapes."""
+    """Wraps stdout and stderr of this process in `Lasting`; characters that their encoding lacks become escapes."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, Lasting):

@@ -1,4 +1,4 @@
-"""Output that a terminal shows and never obeys: texts of a corpus and names of files may hold escape sequences."""
+"""Output with visible control characters: texts of a corpus and file names may hold escape sequences."""
 
 import io
 import os
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO, cast
 
 _ALLOWED = frozenset("\n\u200c\u200d\u00ad")
-"""Line feed; the joiners and the soft hyphen are part of how some scripts and emoji are written."""
+"""Line feed; and the joiners and the soft hyphen, which some scripts and emoji need."""
 _OURS = re.compile(r"\A\r+|\x1b\[[0-9;]*m")
-"""Signs of progress bars and coloured log lines: a return at the beginning, a change of colour."""
+"""Control sequences of progress bars and coloured log lines: a leading carriage return, a change of colour."""
 
 
 def visible(text: str) -> str:
-    """The text with control, format and surrogate characters as their code points, `⟨U+202E⟩`; tabs as spaces."""
+    """Replaces control, format and surrogate characters by their code points, as `⟨U+202E⟩`, and tabs by spaces."""
     return "".join(_shown(character) for character in text.replace("\t", "    "))
 
 
@@ -28,18 +28,18 @@ def _shown(character: str) -> str:
 
 
 class _Shown:
-    """A stream that makes control characters visible. Everything but writing is the stream's own.
+    """A stream wrapper that makes control characters visible in what is written.
 
     Args:
-        stream: to write to.
-        ours: lets through what progress bars and coloured log lines are made of.
+        stream: the stream to write to; it handles everything except writing.
+        ours: lets the control sequences of progress bars and coloured log lines pass.
     """
 
     def __init__(self, stream: TextIO, ours: bool) -> None:
         self._stream, self._ours = stream, ours
 
     def write(self, text: str) -> int:
-        """Writes a text, made visible."""
+        """Writes a text with visible control characters."""
         kept = _OURS.findall(text) if self._ours else []
         parts = _OURS.split(text) if kept else [text]
         self._stream.write("".join(map("".join, zip(map(visible, parts), [*kept, ""], strict=True))))
@@ -55,35 +55,35 @@ class _Shown:
 
 
 class Piped(_Shown):
-    """The same for standard output: where its reader has gone, as `head` does, the command ends without a word."""
+    """The wrapper for standard output: when its reader ends, as `head` does, the command ends silently."""
 
     def write(self, text: str) -> int:
-        """Writes a text, made visible."""
+        """Writes a text with visible control characters."""
         try:
             return super().write(text)
         except BrokenPipeError:
             self._end()
 
     def flush(self) -> None:
-        """Writes what is held."""
+        """Writes buffered text."""
         try:
             self._stream.flush()
         except BrokenPipeError:
             self._end()
 
     def lasting(self) -> TextIO:
-        """The same stream for a long command, which a reader's end does not end (common/console/streams.py)."""
+        """The same stream for a long command, which continues when the reader ends (common/console/streams.py)."""
         return cast(TextIO, _Shown(self._stream, ours=False))
 
     def _end(self) -> NoReturn:
-        """Ends the process with the status of one that SIGPIPE ended; what is still held is thrown away."""
+        """Ends the process with the exit status of SIGPIPE and discards buffered text."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         raise SystemExit(128 + signal.SIGPIPE)
 
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Within this, nothing that is written to a terminal steers it, whatever encoding the terminal has.
+    """Makes control characters visible in everything that the block writes, for any encoding of the terminal.
 
     Raises:
         SystemExit: the reader of standard output has ended.

@@ -1,4 +1,4 @@
-"""Addresses of files and folders that are not on this machine: what they mean, for readers and senders alike."""
+"""Addresses of files and folders in object stores and on other hosts, and the file systems behind them."""
 
 import hashlib
 import posixpath
@@ -19,12 +19,12 @@ _ARROW_PROTOCOLS = ("s3", "gs", "gcs")
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is an address with a protocol."""
+    """Returns True if a path is an address with a protocol."""
     return "://" in path
 
 
 def filesystem(address: str) -> tuple[Any, str, str]:
-    """File system, path in it, and the options that stood in the address.
+    """File system, path in it, and the options (query) of the address.
 
     Raises:
         PermissionError: the address holds credentials.
@@ -49,32 +49,32 @@ def address_of(files: Any, name: str, given: str, query: str) -> str:
 
 
 def child(address: str, name: str) -> str:
-    """The address of what is called `name` in the folder `address`; options of the address stay at its end."""
+    """The address of `name` in the folder `address`; options of the address stay at the end."""
     place, mark, query = address.partition("?")
     return f"{place.rstrip('/')}/{name}{mark}{query}"
 
 
 def short_name(url: str, *parts: bytes) -> str:
-    """A name for a folder of this host that stands for an address (and what lies there)."""
+    """A folder name on this host for an address and, optionally, its content."""
     digest = hashlib.sha256(b"\0".join((url.encode(), *parts))).hexdigest()
     return f"{posixpath.basename(urlsplit(url).path.rstrip('/'))}-{digest[:16]}"
 
 
 @lru_cache
 def _arrow(scheme: str, netloc: str, query: str) -> ArrowFSWrapper:
-    """One connection a process. Credentials come from the environment, the endpoint from there or from the address."""
+    """Opens one connection a process. Credentials come from the environment, the endpoint from it or the address."""
     files, _ = pa.fs.FileSystem.from_uri(f"{scheme}://{netloc}{query and '?'}{query}")
     return ArrowFSWrapper(files)
 
 
 @contextmanager
 def network_errors() -> Iterator[None]:
-    """Turns what the HTTP libraries raise into OSError; they have already tried again where that helps.
+    """Turns errors of the HTTP libraries into OSError; the libraries have already retried where that helps.
 
     Raises:
-        OSError: what they raised, or a protocol that is not known or not installed.
+        OSError: an error of these libraries, or a protocol that is unknown or not installed.
     """
-    # Imported here: half a second that only those pay who read from far away.
+    # Imported here because it takes half a second.
     from aiohttp import ClientError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

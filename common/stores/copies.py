@@ -1,7 +1,7 @@
-"""Copies that `declutr pull` makes: whole or as they were before, and never in place of other files.
+"""Copies that `declutr pull` makes: replaced as a whole or not at all, and never instead of a user's files.
 
-Beside a copy FOLDER lies `.FOLDER.pulled`, the list of the files that were fetched. By it the next `pull` knows a file
-that it may replace from one that somebody made or changed.
+Next to a copy FOLDER, `.FOLDER.pulled` lists the files that were fetched. So the next `pull` can tell a file that it
+may replace from one that a user created or changed.
 """
 
 import fcntl
@@ -15,31 +15,31 @@ from common.excerpt import excerpt
 from common.storage import folder_aside, put_back, write_text
 from common.stores.address import child
 from common.stores.files import fetch_file
-from common.stores.listing import Record, decoded, encoded, records, tree
-from common.stores.patience import PATIENT, AlteredError, Patience, RemoteError
+from common.stores.listing import FileRecord, decoded, encoded, records, tree
+from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
 
-_FETCHES = 8  # files on their way at once: a store gives each stream only so much
+_FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
 
 
-def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
-    """Fetches all that lies at an address, then swaps it for the earlier copy; files that are here are not sent again.
+def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
+    """Fetches everything at an address, then replaces the earlier copy; unchanged files are not fetched again.
 
     Args:
-        url: a folder that was sent whole, or one of such folders and further files, like a run.
-        local: the folder it becomes: a new one, an empty one, or an unchanged copy that `pull` made.
-        patience: with a place that does not answer.
+        url: a folder that was sent whole, or a folder of such folders and further files, like a run.
+        local: target folder: new, empty, or an unchanged copy that `pull` made.
+        retries: retry policy while the store does not answer.
 
     Raises:
-        FileNotFoundError: there is nothing at that address.
-        AlteredError: a file is missing or altered there, or has a name that no file here may have.
-        RemoteError: `local` holds something else, the place refuses, or did not answer in time.
+        FileNotFoundError: nothing exists at that address.
+        AlteredError: a remote file is missing, altered, or has a name that is not allowed here.
+        RemoteError: `local` holds other files, the store refuses, or it did not answer in time.
     """
     local = Path(os.path.realpath(local))
     if local.is_mount():
-        raise RemoteError(f"{local} is a mount point, which cannot be swapped: name a folder in it")
-    wanted = tree(url, patience)
+        raise RemoteError(f"{local} is a mount point, which cannot be replaced; name a folder in it")
+    wanted = tree(url, retries)
     if not wanted:
-        raise FileNotFoundError(f"{url}: nothing is there")
+        raise FileNotFoundError(f"{url}: nothing found; check the address")
     local.parent.mkdir(parents=True, exist_ok=True)
     mark = local.with_name(f".{local.name}.pulled")
     with local.with_name(f".{local.name}.lock").open("w") as lock:
@@ -49,23 +49,23 @@ def pull_all(url: str, local: Path, patience: Patience = PATIENT) -> None:
         here = _replaceable(local, mark, wanted)
         if here != wanted:
             with folder_aside(local, replace=True) as aside:
-                here = fetch_all(url, wanted, aside, patience, local, here)
+                here = fetch_all(url, wanted, aside, retries, local, here)
                 if _stamps(local) != stamps:
-                    raise RemoteError(f"{local} changed while it was fetched; it is left as it is. Name a new folder")
+                    raise RemoteError(f"{local} changed during the fetch and was not replaced; name a new folder")
         write_text(mark, encoded(here).decode())
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of the last change of everything in a folder but of its folders."""
+    """Size and modification time of everything in a folder except its subfolders."""
     found = ((path, path.lstat()) for path in folder.rglob("*"))
     return {path: (at.st_size, at.st_mtime_ns) for path, at in found if not stat.S_ISDIR(at.st_mode)}
 
 
-def _replaceable(local: Path, mark: Path, wanted: Mapping[str, Record | None]) -> dict[str, Record]:
-    """The files of a folder, none of which is lost when it gives way.
+def _replaceable(local: Path, mark: Path, wanted: Mapping[str, FileRecord | None]) -> dict[str, FileRecord]:
+    """The files of a folder that may be replaced without losing a user's file.
 
     Raises:
-        RemoteError: the folder is none, or holds what `pull` did not fetch.
+        RemoteError: it is not a folder, or it holds files that `pull` did not fetch.
     """
     if not local.exists():
         return {}
@@ -89,37 +89,37 @@ def _replaceable(local: Path, mark: Path, wanted: Mapping[str, Record | None]) -
 
 def fetch_all(
     url: str,
-    wanted: Mapping[str, Record | None],
+    wanted: Mapping[str, FileRecord | None],
     aside: Path,
-    patience: Patience,
+    retries: RetryPolicy,
     before: Path | None = None,
-    here: Mapping[str, Record] | None = None,
-) -> dict[str, Record]:
+    here: Mapping[str, FileRecord] | None = None,
+) -> dict[str, FileRecord]:
     """Fetches the files of a folder, several at a time.
 
     Args:
-        url: the folder.
-        wanted: its files by name; None: nothing is known of the file.
-        aside: takes them.
-        patience: with a place that does not answer.
+        url: the remote folder.
+        wanted: its files by name; None if size and checksum of a file are unknown.
+        aside: target folder.
+        retries: retry policy while the store does not answer.
         before: an earlier copy.
-        here: its files; those that are as they should be are taken from there.
+        here: files of that copy; those with the right checksum are linked instead of fetched.
 
     Returns:
-        The files that `aside` has now.
+        The files that `aside` holds now.
 
     Raises:
-        AlteredError: a file is missing, or another than its list says.
-        RemoteError: the place refuses, or did not answer in time.
+        AlteredError: a file is missing or differs from its list.
+        RemoteError: the store refuses, or did not answer in time.
     """
 
-    def fetch(name: str) -> Record:
+    def fetch(name: str) -> FileRecord:
         target, expected = aside / name, wanted[name]
         target.parent.mkdir(parents=True, exist_ok=True)
         if before is not None and here is not None and expected is not None and here.get(name) == expected:
             target.hardlink_to(before / name)
             return expected
-        found = Record(*fetch_file(child(url, name), target, patience))
+        found = FileRecord(*fetch_file(child(url, name), target, retries))
         if expected is not None and found != expected:
             raise AlteredError(f"{child(url, name)} is truncated or altered (checksum differs)")
         return found

@@ -1,4 +1,4 @@
-"""Files in object stores: sent, fetched, read, with patience where a place is away."""
+"""Files in object stores: send, fetch, read and remove, with retries while a store does not answer."""
 
 import contextlib
 import hashlib
@@ -14,16 +14,16 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from common.credentials import redact
 from common.storage import fsync_path, write_aside
 from common.stores.address import filesystem, network_errors
-from common.stores.patience import PATIENT, AlteredError, Patience, RemoteError, persist
+from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy, with_retries
 
 _CHUNK_BYTES = 8 * 2**20
 
 
-def push_file(local: Path, url: str, patience: Patience = PATIENT) -> None:
-    """Sends one file; in an object store the new content is there as a whole or not at all.
+def push_file(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
+    """Sends one file; an object store shows the new content as a whole or not at all.
 
     Raises:
-        RemoteError: as `push_folder`.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
 
@@ -31,14 +31,14 @@ def push_file(local: Path, url: str, patience: Patience = PATIENT) -> None:
         _make_room(files, place)
         files.put_file(str(local), place)
 
-    persist(url, patience, send)
+    with_retries(url, retries, send)
 
 
-def pull_file(url: str, local: Path, patience: Patience = PATIENT) -> bool:
-    """Fetches one file in place of what is here; answers whether it is there.
+def pull_file(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> bool:
+    """Fetches one file and replaces the local one; returns False if the remote file does not exist.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
 
@@ -48,18 +48,18 @@ def pull_file(url: str, local: Path, patience: Patience = PATIENT) -> bool:
         except FileNotFoundError:
             return False
 
-    if not persist(url, patience, is_file):
+    if not with_retries(url, retries, is_file):
         return False
     with write_aside(local) as aside:
-        fetch_file(url, aside, patience)
+        fetch_file(url, aside, retries)
     return True
 
 
-def fetch_file(url: str, target: Path, patience: Patience = PATIENT) -> tuple[str, int]:
-    """Copies one file to where nobody looks yet; SHA-256 and size in bytes of what arrived.
+def fetch_file(url: str, target: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> tuple[str, int]:
+    """Copies one file to a temporary place; returns the SHA-256 and the size in bytes of the copy.
 
     Raises:
-        RemoteError: it is not there, the place refuses, or did not answer in time.
+        RemoteError: the file is missing, the store refuses, or it did not answer in time.
     """
     files, place = _open(url)
 
@@ -76,25 +76,25 @@ def fetch_file(url: str, target: Path, patience: Patience = PATIENT) -> tuple[st
             fsync_path(target)
         return digest.hexdigest(), num_bytes
 
-    return persist(url, patience, fetch)
+    return with_retries(url, retries, fetch)
 
 
 @contextlib.contextmanager
 def _own_disk(target: Path) -> Iterator[None]:
-    """Errors of the disk of this host, which are not the store's: waiting for the store does not help."""
+    """Turns errors of this host's disk into RemoteError, because retrying the store does not help."""
     try:
         yield
     except OSError as error:
         raise RemoteError(
-            f"{target} cannot be written on this host ({error.strerror}): make room, and give the same command again"
+            f"{target} cannot be written on this host ({error.strerror}); free disk space and run the command again"
         ) from error
 
 
-def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
-    """A small file; None if it is not there.
+def read_file(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> bytes | None:
+    """Content of a small file; None if it does not exist.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
 
@@ -105,14 +105,14 @@ def read_file(url: str, patience: Patience = PATIENT) -> bytes | None:
         except FileNotFoundError:
             return None
 
-    return persist(url, patience, read)
+    return with_retries(url, retries, read)
 
 
-def size_of(url: str, patience: Patience = PATIENT) -> int | None:
-    """Bytes of a file; None if it is not there.
+def size_of(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> int | None:
+    """Size of a file in bytes; None if it does not exist.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
 
@@ -123,14 +123,14 @@ def size_of(url: str, patience: Patience = PATIENT) -> int | None:
         except FileNotFoundError:
             return None
 
-    return persist(url, patience, look)
+    return with_retries(url, retries, look)
 
 
-def modified(url: str, patience: Patience = PATIENT) -> float | None:
-    """When a file was last written, in Unix seconds of the place's own clock; None if it is not there.
+def modified(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> float | None:
+    """Modification time of a file in Unix seconds of the store's clock; None if the file does not exist.
 
     Raises:
-        RemoteError: the place refuses, did not answer in time, or keeps no such time.
+        RemoteError: the store refuses, did not answer in time, or keeps no such time.
     """
     files, place = _open(url)
 
@@ -142,52 +142,52 @@ def modified(url: str, patience: Patience = PATIENT) -> float | None:
             return None
 
     try:
-        found = persist(url, patience, look)
+        found = with_retries(url, retries, look)
     except NotImplementedError as error:
-        raise RemoteError(f"{url}: no time of the last change is kept there") from error
+        raise RemoteError(f"{url}: this store keeps no modification times") from error
     return None if found is None else found.replace(tzinfo=found.tzinfo or UTC).timestamp()
 
 
-def write_file(url: str, content: bytes, patience: Patience = PATIENT) -> None:
+def write_file(url: str, content: bytes, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Writes a small file, whole or not at all.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
-    persist(url, patience, lambda: _write(files, place, content))
+    with_retries(url, retries, lambda: _write(files, place, content))
 
 
-def remove_file(url: str, patience: Patience = PATIENT) -> None:
-    """Takes a file away, if it is there.
+def remove_file(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
+    """Removes a file if it exists.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
-    persist(url, patience, lambda: _gone(partial(files.rm_file, place)))
+    with_retries(url, retries, lambda: _gone(partial(files.rm_file, place)))
 
 
-def remove_tree(url: str, patience: Patience = PATIENT) -> None:
-    """Takes everything away that lies in a folder, in any order.
+def remove_tree(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
+    """Removes everything in a folder, in any order.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
-    persist(url, patience, lambda: _gone(partial(files.rm, place, recursive=True)))
+    with_retries(url, retries, lambda: _gone(partial(files.rm, place, recursive=True)))
 
 
 def _gone(remove: Callable[[], None]) -> None:
-    with contextlib.suppress(FileNotFoundError):  # an earlier try did it
+    with contextlib.suppress(FileNotFoundError):  # an earlier attempt removed it
         remove()
 
 
-def names(url: str, patience: Patience = PATIENT) -> list[str]:
-    """Names of the files and folders directly in a folder, in order; none if there is no such folder.
+def names(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> list[str]:
+    """Sorted names of the files and folders directly in a folder; none if the folder does not exist.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
 
@@ -199,17 +199,17 @@ def names(url: str, patience: Patience = PATIENT) -> list[str]:
             return []
         return sorted(posixpath.basename(str(name).rstrip("/")) for name in found)
 
-    return persist(url, patience, look)
+    return with_retries(url, retries, look)
 
 
-def entries(url: str, patience: Patience = PATIENT) -> dict[str, bool]:
-    """Names directly in a folder, in order, each with whether it is a file; none if there is no such folder.
+def entries(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> dict[str, bool]:
+    """Sorted names directly in a folder, True for files and False for folders; none if the folder does not exist.
 
-    A store may have keys with an empty part: that part's name is empty.
+    A store may have keys with an empty part, whose name is then empty.
 
     Raises:
-        AlteredError: something there is neither a file nor a folder.
-        RemoteError: the place refuses, or did not answer in time.
+        AlteredError: an entry is neither a file nor a folder.
+        RemoteError: the store refuses, or did not answer in time.
     """
     files, place = _open(url)
 
@@ -222,17 +222,17 @@ def entries(url: str, patience: Patience = PATIENT) -> dict[str, bool]:
         kinds = {str(one["name"]).rstrip("/"): str(one["type"]) for one in found}
         kinds = {"" if name == place.rstrip("/") else posixpath.basename(name): kind for name, kind in kinds.items()}
         if strange := {name: kind for name, kind in kinds.items() if kind not in ("file", "directory")}:
-            raise AlteredError(f"{url}: neither files nor folders are {strange}")
+            raise AlteredError(f"{url}: these entries are neither files nor folders: {strange}")
         return {name: kinds[name] == "file" for name in sorted(kinds)}
 
-    return persist(url, patience, look)
+    return with_retries(url, retries, look)
 
 
 def _open(url: str) -> tuple[Any, str]:
     """File system and path in it.
 
     Raises:
-        RemoteError: no such protocol, or what it needs is not installed.
+        RemoteError: the protocol is unknown, or its library is not installed.
     """
     try:
         with network_errors():
@@ -248,6 +248,6 @@ def _write(files: Any, place: str, content: bytes) -> None:
 
 
 def _make_room(files: Any, place: str) -> None:
-    """Makes the folder of a file; a store has none, and would be asked for each part of the path."""
+    """Creates the folder of a file; skipped for object stores, which have none and need a request a part."""
     if not isinstance(files, ArrowFSWrapper):
         files.makedirs(posixpath.dirname(place), exist_ok=True)

@@ -1,7 +1,7 @@
-"""Folders in object stores: sent whole, fetched whole, with checksums.
+"""Folders in object stores: sent and fetched as a whole, with checksums.
 
-An object store has no rename. So the list of a folder's files with their SHA-256 is written last: a folder without it,
-or whose files do not agree with it, was not sent to its end.
+An object store has no rename. So the list of a folder's files with their SHA-256 is written last. A folder without a
+list, or whose files do not match it, is incomplete.
 """
 
 import argparse
@@ -18,107 +18,107 @@ from common.storage import folder_aside
 from common.stores.address import child, is_remote, short_name
 from common.stores.copies import fetch_all, pull_all
 from common.stores.files import push_file, remove_file, remove_tree
-from common.stores.listing import LISTING, Record, read_listing, records, refuse_names, write_listing
-from common.stores.patience import PATIENT, Patience
+from common.stores.listing import LISTING, FileRecord, read_listing, records, refuse_names, write_listing
+from common.stores.retry import DEFAULT_RETRIES, RetryPolicy
 
 
-def push_folder(local: Path, url: str, patience: Patience = PATIENT) -> None:
-    """Sends a folder, its list of files last; files that lie there with the same content are not sent again.
+def push_folder(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
+    """Sends a folder, its list of files last; files that the store already has are not sent again.
 
     Args:
-        local: the folder. Nothing in it may change meanwhile.
-        url: the folder it becomes; whatever else lies there is taken away.
-        patience: with a place that does not answer.
+        local: the folder. Nothing in it may change during the transfer.
+        url: target folder; other files of an earlier transfer are removed.
+        retries: retry policy while the store does not answer.
 
     Raises:
         AlteredError: a file has a name that `pull` would refuse.
-        RemoteError: the place refuses, or did not answer in time. What was sent is then no whole folder.
+        RemoteError: the store refuses, or did not answer in time. The remote folder is then incomplete.
     """
     new = records(local)
     refuse_names(new, str(local))
-    old = read_listing(url, patience)
+    old = read_listing(url, retries)
     if old == new:
         return
-    if old is not None:  # from here on, and until the new list is there, this is no whole folder
-        remove_file(child(url, LISTING), patience)
+    if old is not None:  # marks the folder as incomplete until the new list is written
+        remove_file(child(url, LISTING), retries)
     for name in new:
         if old is None or old.get(name) != new[name]:
-            push_file(local / name, child(url, name), patience)
-    write_listing(url, new, patience)
+            push_file(local / name, child(url, name), retries)
+    write_listing(url, new, retries)
     for name in sorted(set(old or ()) - set(new)):
-        remove_file(child(url, name), patience)
+        remove_file(child(url, name), retries)
 
 
-def pull_folder(url: str, local: Path, patience: Patience = PATIENT, renew: bool = False) -> None:
-    """Fetches a folder; it takes its name when all of it is here and agrees with its checksums.
+def pull_folder(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES, renew: bool = False) -> None:
+    """Fetches a folder; it gets its name when it is complete and matches its checksums.
 
-    Processes of one host that ask for the same folder at the same time fetch it once: the others wait.
+    If several processes of a host request the same folder, one of them fetches it and the others wait.
 
     Args:
         url: a folder sent by `push_folder`.
-        local: the folder it becomes. If it exists already nothing is done.
-        patience: with a place that does not answer.
-        renew: take another one's place that exists already, unless it is the same.
+        local: target folder. If it exists, nothing is done.
+        retries: retry policy while the store does not answer.
+        renew: replace an existing folder unless it is the same.
 
     Raises:
-        FileNotFoundError: there is no whole folder at that address.
+        FileNotFoundError: no complete folder exists at that address.
         AlteredError: a file is missing or altered.
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
     if renew or not local.exists():
-        _pull(url, _whole_listing(url, patience), local, patience, renew)
+        _pull(url, _whole_listing(url, retries), local, retries, renew)
 
 
-def local_copy(url: str, cache: Path, patience: Patience = PATIENT) -> Path:
-    """This host's copy of a folder, fetched at the first use; what was sent there later is another copy.
+def local_copy(url: str, cache: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> Path:
+    """This host's copy of a folder, fetched at first use; a folder with other content gets another copy.
 
     Args:
         url: a folder sent by `push_folder`.
-        cache: folder of all copies.
-        patience: with a place that does not answer.
+        cache: folder that holds all copies.
+        retries: retry policy while the store does not answer.
 
     Raises:
-        FileNotFoundError, RemoteError: as `pull_folder`.
+        FileNotFoundError, RemoteError: see `pull_folder`.
     """
-    listing = _whole_listing(url, patience)
+    listing = _whole_listing(url, retries)
     local = cache / short_name(url, msgspec.json.encode(listing, order="sorted"))
-    _pull(url, listing, local, patience)
+    _pull(url, listing, local, retries)
     return local
 
 
-def is_whole(url: str, patience: Patience = PATIENT) -> bool:
-    """Whether a folder was sent there to its end; its files are not read.
+def is_whole(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> bool:
+    """Returns True if the remote folder is complete; its files are not read.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
-    return read_listing(url, patience) is not None
+    return read_listing(url, retries) is not None
 
 
-def remove_folder(url: str, patience: Patience = PATIENT) -> None:
-    """Takes a folder away, its list first: what is left of it if this is stopped is no whole folder.
+def remove_folder(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
+    """Removes a folder, its list first, so that the rest counts as incomplete if this is stopped.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
-    remove_file(child(url, LISTING), patience)
-    remove_tree(url, patience)
+    remove_file(child(url, LISTING), retries)
+    remove_tree(url, retries)
 
 
-def _pull(url: str, listing: dict[str, Record], local: Path, patience: Patience, renew: bool = False) -> None:
+def _pull(url: str, listing: dict[str, FileRecord], local: Path, retries: RetryPolicy, renew: bool = False) -> None:
     local.parent.mkdir(parents=True, exist_ok=True)
     with local.with_name(f".{local.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if local.exists() and (not renew or records(local) == listing):
             return
         with folder_aside(local, replace=True) as aside:
-            fetch_all(url, listing, aside, patience)
+            fetch_all(url, listing, aside, retries)
 
 
-def _whole_listing(url: str, patience: Patience) -> dict[str, Record]:
-    listing = read_listing(url, patience)
+def _whole_listing(url: str, retries: RetryPolicy) -> dict[str, FileRecord]:
+    listing = read_listing(url, retries)
     if listing is None:
-        raise FileNotFoundError(f"{url}: no whole folder is there ({LISTING} is missing)")
+        raise FileNotFoundError(f"{url}: no complete folder found ({LISTING} is missing)")
     return listing
 
 
@@ -129,23 +129,21 @@ def _is_left_out(path: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `push FOLDER ADDRESS` or `pull ADDRESS FOLDER`; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="remote", description="Folders to and from object stores, whole, with checksums."
+        prog="remote", description="Send and fetch whole folders to and from object stores, with checksums."
     )
     parser.add_argument("direction", choices=("push", "pull"))
-    parser.add_argument("source", help="push: a folder; pull: s3://..., gs://... or what else fsspec knows")
-    parser.add_argument(
-        "target", help="push: s3://...; pull: the folder it becomes, a new one or an unchanged copy of before"
-    )
+    parser.add_argument("source", help="push: a folder; pull: s3://..., gs://... or any address that fsspec supports")
+    parser.add_argument("target", help="push: s3://...; pull: a new folder, or the unchanged copy of an earlier pull")
     arguments = parser.parse_args(argv)
     setup_logging(arguments.direction)
     try:
         if arguments.direction == "push":
             folder = expand(arguments.source)
             if not folder.is_dir():
-                raise FileNotFoundError(f"{folder} is no folder")
+                raise FileNotFoundError(f"{folder} is not a folder")
             left = [path for path in sorted(folder.rglob("*")) if not path.is_file() and _is_left_out(path)]
             for path in left:
-                get_logger().warning("%s is not sent: a link to a folder or to nothing, or no file", path)
+                get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
             push_folder(folder, arguments.target)
         else:
             if not is_remote(arguments.source) and expand(arguments.source).is_file():

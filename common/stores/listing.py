@@ -1,4 +1,4 @@
-"""The list of a folder's files in an object store with their checksums, and the names that may become files here."""
+"""The list of a folder's files in an object store with their checksums, and a check of their names."""
 
 import re
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ import msgspec
 from common.storage import hash_file
 from common.stores.address import child
 from common.stores.files import entries, read_file, write_file
-from common.stores.patience import AlteredError, Patience
+from common.stores.retry import AlteredError, RetryPolicy
 
 LISTING = ".files.json"
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The SHA-256 and the size of a file."""
 
     sha256: str
@@ -24,34 +24,34 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    files: dict[str, Record]
+    files: dict[str, FileRecord]
 
 
-def encoded(files: dict[str, Record]) -> bytes:
-    """A list as it is written."""
+def encoded(files: dict[str, FileRecord]) -> bytes:
+    """Encodes a list."""
     return msgspec.json.encode(_Listing(files))
 
 
-def decoded(raw: bytes, where: str) -> dict[str, Record]:
-    """A list as it was written.
+def decoded(raw: bytes, where: str) -> dict[str, FileRecord]:
+    """Decodes a list.
 
     Raises:
-        AlteredError: it is no such list, or it names a file that cannot be one of a folder here.
+        AlteredError: the content is not such a list, or it names a file that must not be written here.
     """
     try:
         found = msgspec.json.decode(raw, type=_Listing).files
     except msgspec.DecodeError as error:
-        raise AlteredError(f"{where} is no list of files: {error}") from error
+        raise AlteredError(f"{where} is not a list of files: {error}") from error
     refuse_names(found, where)
     return found
 
 
 def refuse_names(names: Iterable[str], where: str) -> None:
-    """Checks names (folders separated by `/`) before the first of them becomes a file.
+    """Checks names (folders separated by `/`) before any of them is written as a file.
 
     Raises:
-        AlteredError: a name leaves its folder on some system, is empty in a part, has control characters, or takes
-            another file for a folder.
+        AlteredError: a name leads out of its folder on some system, has an empty part or control characters, or uses
+            another file as a folder.
     """
     known = set(names)
     for name in sorted(known):
@@ -59,53 +59,51 @@ def refuse_names(names: Iterable[str], where: str) -> None:
         parents = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
         leaves = not set(parts).isdisjoint({"", ".", ".."}) or "\\" in name or any(map(_DRIVE.match, parts))
         if leaves or any(category(one) in ("Cc", "Cs") for one in name) or not parents.isdisjoint(known):
-            raise AlteredError(
-                f"{where} names a file outside of the folder, or one that cannot be in a folder: {name!r}"
-            )
+            raise AlteredError(f"{where} names a file that is outside the folder or cannot exist in a folder: {name!r}")
 
 
-def records(folder: Path) -> dict[str, Record]:
+def records(folder: Path) -> dict[str, FileRecord]:
     """The files of a folder of this host."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: Record(hash_file(path), path.stat().st_size) for name, path in paths.items()}
+    return {name: FileRecord(hash_file(path), path.stat().st_size) for name, path in paths.items()}
 
 
-def read_listing(url: str, patience: Patience) -> dict[str, Record] | None:
-    """The files of a folder that was sent whole; None where its list is missing.
+def read_listing(url: str, retries: RetryPolicy) -> dict[str, FileRecord] | None:
+    """The files of a complete folder; None if its list is missing.
 
     Raises:
-        AlteredError: as `decoded`.
-        RemoteError: the place refuses, or did not answer in time.
+        AlteredError: see `decoded`.
+        RemoteError: the store refuses, or did not answer in time.
     """
-    raw = read_file(child(url, LISTING), patience)
+    raw = read_file(child(url, LISTING), retries)
     return None if raw is None else decoded(raw, child(url, LISTING))
 
 
-def write_listing(url: str, files: dict[str, Record], patience: Patience) -> None:
-    """Writes the list: the folder is whole.
+def write_listing(url: str, files: dict[str, FileRecord], retries: RetryPolicy) -> None:
+    """Writes the list, which marks the folder as complete.
 
     Raises:
-        RemoteError: the place refuses, or did not answer in time.
+        RemoteError: the store refuses, or did not answer in time.
     """
-    write_file(child(url, LISTING), encoded(files), patience)
+    write_file(child(url, LISTING), encoded(files), retries)
 
 
-def tree(url: str, patience: Patience) -> dict[str, Record | None]:
-    """All files below an address with what their lists say of them; None for those in no list.
+def tree(url: str, retries: RetryPolicy) -> dict[str, FileRecord | None]:
+    """All files below an address with the records of their lists; None for files in no list.
 
     Raises:
-        AlteredError: a list that is none, or a name that cannot be a file of a folder here.
-        RemoteError: the place refuses, or did not answer in time.
+        AlteredError: a list is invalid, or a name must not be written here.
+        RemoteError: the store refuses, or did not answer in time.
     """
-    listing = read_listing(url, patience)
+    listing = read_listing(url, retries)
     if listing is not None:
         return dict(listing)
-    found: dict[str, Record | None] = {}
-    children = entries(url, patience)
+    found: dict[str, FileRecord | None] = {}
+    children = entries(url, retries)
     refuse_names(children, url)
     for name, is_file in children.items():
         if is_file:
             found[name] = None
         else:
-            found |= {f"{name}/{below}": record for below, record in tree(child(url, name), patience).items()}
+            found |= {f"{name}/{below}": record for below, record in tree(child(url, name), retries).items()}
     return found

@@ -16,7 +16,7 @@ from common.storage import write_aside, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit, read_unit, stamp_read
-from pipeline.readers.corpus import Document, Failure, FilesCorpus, Record
+from pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record
 
 MAX_TEXT_MIB = 512
 _WINDOW_TEXTS = 8192
@@ -84,7 +84,9 @@ def embed_unit(
             for window in _windows(keyed(unit, reading, config)):
                 rows, ids, texts = [], [], []
                 for record, key in window:
-                    problem = record if isinstance(record, Failure) else key if isinstance(key, Failure) else None
+                    problem = (
+                        record if isinstance(record, ReadFailure) else key if isinstance(key, ReadFailure) else None
+                    )
                     if problem is None:
                         rows.append(read)
                         texts.append(record.text.removesuffix("\r"))  # type: ignore[union-attr]

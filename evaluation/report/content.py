@@ -14,10 +14,10 @@ from evaluation.report.markup import share
 from evaluation.report.survey import NUM_BINS, Survey, survey
 from evaluation.report.tally import Tallies, Tally
 from pipeline.job.estimate import Estimate, load_estimate
-from pipeline.job.filters import TOO_SHORT
 from pipeline.job.progress import seconds_spent
 from pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
 from pipeline.shards.shards import check_shards
+from pipeline.shards.windows import TOO_SHORT
 
 _SHOWN_NAMES = 20
 

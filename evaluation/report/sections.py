@@ -10,9 +10,9 @@ from evaluation.report.markup import Html, details, in_mib, join, share, table, 
 from evaluation.report.survey import CONTAMINATED
 from evaluation.report.svg import draw_bar, draw_histogram
 from evaluation.report.tally import Tally
-from pipeline.job.filters import TOO_SHORT
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import SPLITS
+from pipeline.shards.windows import TOO_SHORT
 
 _COMPARED = {
     "documents": "documents read",

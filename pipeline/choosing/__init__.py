@@ -1,1 +1,1 @@
-"""Cleaning and choosing: what is taken out of a document's text, and which documents are not kept, with reasons."""
+"""Cleaning and choosing: rules that remove parts of a document's text or drop the document, with reasons."""

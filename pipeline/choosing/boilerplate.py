@@ -1,8 +1,8 @@
-"""Lines that belong to a page rather than to its text: cookie notices, legal lines, navigation, sharing, counters.
+"""Removal of lines that are not part of a page's text: cookie notices, legal lines, navigation, sharing, counters.
 
 The kinds follow the line-wise corrections of RefinedWeb (Penedo et al. 2023, arXiv:2306.01116, appendix G.2) and C4's
-list of policies; the phrases are ours, and English. Only short lines are looked at, so that an article about cookies
-keeps its paragraphs. Lines that are frequent over the whole corpus cannot be seen from one document: they stay.
+list of policies; the phrases are the project's, and English. Only short lines are checked, so that an article about
+cookies keeps its paragraphs. Lines that are frequent over the whole corpus stay, because one document cannot show them.
 """
 
 import re
@@ -32,16 +32,16 @@ _PATTERNS: dict[Kind, str] = {
 
 
 class Boilerplate(Strict):
-    """Lines to remove from within a document. A document of nothing else is dropped, reason only_boilerplate."""
+    """Lines to remove from a document. A document without other lines is dropped, reason only_boilerplate."""
 
     kinds: list[Kind] = Field(default=["cookies", "legal", "navigation", "sharing", "counters"], min_length=1)
-    """Which kinds of lines."""
+    """Kinds of lines to remove."""
     max_line_characters: int = Field(default=160, ge=1)
-    """Longer lines stay, whatever they say."""
+    """Longer lines stay, whatever their text."""
 
 
 class BoilerplateRemover:
-    """The patterns of the wanted kinds as one."""
+    """Removes the configured kinds of lines by one combined pattern."""
 
     def __init__(self, config: Boilerplate) -> None:
         self._max_characters = config.max_line_characters

@@ -1,9 +1,9 @@
 """The rules of C4: Raffel et al. 2020, "Exploring the Limits of Transfer Learning" (JMLR 21), section 2.2.
 
-Lines are removed first, then what is left is judged; two rules look at the whole page. The first version of the paper
-(October 2019) says five sentences and three words; the defaults are those of the journal and of the released code.
-C4 also removes all but one of any three-sentence span that occurs more than once in the corpus, which no single
-document can tell: that is the work of pipeline/duplicates.
+Lines are removed first, then the remaining text is judged; two rules look at the whole page. The first version of the
+paper (October 2019) has five sentences and three words; the defaults here are those of the journal and of the released
+code. C4 also removes all but one of any three-sentence span that occurs more than once in the corpus. A single document
+cannot show this; see pipeline/duplicates for copies of documents.
 """
 
 import re
@@ -28,12 +28,12 @@ _WORD = re.compile(r"\w+")
 
 
 class C4Rules(Strict):
-    """Each rule with its switch; the defaults are the paper's."""
+    """The rules of C4, each with a switch; the defaults are the paper's."""
 
     terminal_punctuation: bool = True
-    """Keep only lines that end in . ! ? or a quotation mark, and not in an ellipsis (as the released code has it)."""
+    """Keep only lines that end in . ! ? or a quotation mark, and not in an ellipsis (as in the released code)."""
     min_line_words: int | None = Field(default=5, ge=1)
-    """Keep only lines of at least so many words; null: all."""
+    """Keep only lines of at least this many words; null: all."""
     javascript: bool = True
     """Remove lines with the word "javascript"."""
     policies: bool = True
@@ -52,7 +52,7 @@ class C4Rules(Strict):
 
 
 def c4_problems(config: C4Rules) -> list[str]:
-    """What is wrong with the settings, one line a problem."""
+    """Finds problems of the settings, one line each."""
     if config.bad_words is None:
         return []
     path = expand(config.bad_words)
@@ -63,7 +63,7 @@ def c4_problems(config: C4Rules) -> list[str]:
     except UnicodeDecodeError as error:
         return [f"choosing.c4.bad_words = {config.bad_words!r}: not UTF-8 ({error.reason} at byte {error.start})"]
     if not found.words and not found.phrases:
-        return [f"choosing.c4.bad_words = {config.bad_words!r}: holds no word; one word or phrase a line is expected"]
+        return [f"choosing.c4.bad_words = {config.bad_words!r}: holds no words; write one word or phrase a line"]
     return []
 
 
@@ -95,7 +95,7 @@ def c4_page(text: str, config: C4Rules) -> Drop | None:
 
 
 def c4_lines(text: str, config: C4Rules) -> tuple[str, Drop | None]:
-    """The text without the lines and marks that the rules remove, and why what is left is dropped, or None."""
+    """The text without the lines and marks that the rules remove, and the reason to drop the rest, or None."""
     if config.citations and "[" in text:
         text = _CITATION.sub("", text)
     lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
@@ -110,7 +110,7 @@ def c4_lines(text: str, config: C4Rules) -> tuple[str, Drop | None]:
 
 
 def _is_kept(line: str, config: C4Rules) -> bool:
-    """Whether a line, stripped, stays."""
+    """Returns True if a stripped line is kept."""
     if config.terminal_punctuation and (not line.endswith(_TERMINAL) or line.endswith(_ELLIPSES)):
         return False
     least = config.min_line_words
@@ -132,7 +132,7 @@ class _BadWords:
     phrases: tuple[re.Pattern[str], ...]
 
     def find(self, lowered: str) -> str | None:
-        """The first of them in alphabetical order, words before phrases."""
+        """The first match in alphabetical order, words before phrases."""
         if both := self.words.intersection(_WORD.findall(lowered)):
             return min(both)
         return next((match.group() for phrase in self.phrases if (match := phrase.search(lowered))), None)
@@ -140,7 +140,7 @@ class _BadWords:
 
 @lru_cache(maxsize=4)
 def _bad_words(path: Path) -> _BadWords:
-    """A list as read from its file; words are runs of letters and digits, anything else is a phrase."""
+    """Reads a list from its file; runs of letters and digits are words, all other entries are phrases."""
     entries = sorted({" ".join(line.lower().split()) for line in path.read_text("utf-8").splitlines()} - {""})
     phrases = [rf"(?<!\w){re.escape(entry)}(?!\w)" for entry in entries if not _WORD.fullmatch(entry)]
     words = frozenset(entry for entry in entries if _WORD.fullmatch(entry))

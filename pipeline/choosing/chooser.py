@@ -1,4 +1,4 @@
-"""Cleans and judges one document: a pure function of its text and the configuration. Cheap rules first."""
+"""Cleaning and judging of one document: a pure function of its text and the configuration. Cheap rules run first."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,27 +15,27 @@ from pipeline.choosing.words import hash_words
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What became of one document."""
+class ChooserResult:
+    """Result of the rules for one document."""
 
     text: str
-    """What is left of it. Of a dropped document the whole, so that it can be looked at, with the same whitespace."""
+    """The cleaned text. A dropped document keeps its whole text for inspection, with normalised whitespace."""
     reason: str | None
-    """Why it is dropped, or None."""
+    """Reason to drop it, or None."""
     language: str | None
-    """Its language, if that was asked for and no earlier rule dropped the document."""
+    """Its language, if the language rule is on and no earlier rule dropped the document."""
     detail: str | None
-    """The figure that decided, or what a contaminated document holds."""
+    """The figure that decided, or the matched text of a contaminated document."""
 
 
 class Chooser:
-    """Applies the rules of a configuration, first to last; the first that a document breaks names the reason."""
+    """Applies the rules of a configuration in order; the first rule that a document breaks gives the reason."""
 
     def __init__(self, config: ChoosingConfig, contamination_index: Path | None = None) -> None:
-        """Opens what the rules need.
+        """Opens the files that the rules need.
 
         Raises:
-            ValueError: contamination is on and there is no index, or one of another version.
+            ValueError: contamination is on, but the index is missing or of another version.
         """
         self._config = config
         self._remover = BoilerplateRemover(config.boilerplate) if config.boilerplate else None
@@ -43,21 +43,21 @@ class Chooser:
             raise ValueError("choosing.contamination is on: give the index that build_index wrote")
         self._index = ContaminationIndex(contamination_index) if config.contamination and contamination_index else None
 
-    def choose(self, text: str) -> Choice:
-        """Cleans and judges one document. A text of whitespace alone is no rule's business: it comes back empty."""
+    def choose(self, text: str) -> ChooserResult:
+        """Cleans and judges one document. Whitespace-only text is returned empty without applying any rule."""
         finish = normalise if self._config.normalise_whitespace else str
         if not text or text.isspace():
-            return Choice(finish(text), None, None, None)
+            return ChooserResult(finish(text), None, None, None)
         cleaned, drop = self._clean(text)
         language: str | None = None
         if drop is None:
             language, drop = self._judge(cleaned)
         if drop is not None:
-            return Choice(finish(text), drop[0], language, drop[1])
+            return ChooserResult(finish(text), drop[0], language, drop[1])
         return self._contaminated(cleaned, finish(text) if cleaned is text else finish(cleaned), language)
 
     def _clean(self, text: str) -> tuple[str, Drop | None]:
-        """The rules that remove lines, with those that look at the page before."""
+        """Applies the rules that remove lines, and before them those that look at the whole page."""
         config = self._config
         if self._remover:
             text = self._remover.remove(text)
@@ -70,7 +70,7 @@ class Chooser:
         return text, None
 
     def _judge(self, text: str) -> tuple[str | None, Drop | None]:
-        """The rules on counts, language and repetition."""
+        """Applies the rules on counts, language and repetition."""
         config = self._config
         drop: Drop | None = None
         language: str | None = None
@@ -85,18 +85,18 @@ class Chooser:
             drop = repetition_drop(text, words, lines, config.repetition)
         return language, drop
 
-    def _contaminated(self, text: str, finished: str, language: str | None) -> Choice:
-        """The last rule, and the choice when it finds nothing."""
+    def _contaminated(self, text: str, finished: str, language: str | None) -> ChooserResult:
+        """Applies the last rule, on contamination; returns the result of all rules."""
         rule = self._config.contamination
         match = self._index.find(text) if self._index else None
         if rule is None or match is None or match.num_ngrams <= rule.max_matches:
-            return Choice(finished, None, language, None)
+            return ChooserResult(finished, None, language, None)
         detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
-        return Choice(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
+        return ChooserResult(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
 
 
 def _language(text: str, rule: LanguageRule) -> tuple[str | None, Drop | None]:
-    """The language of a text, and why it is dropped for it, or None."""
+    """The language of a text, and the reason to drop the text for it, or None."""
     language, score = identify(text)
     if rule.keep and language not in rule.keep:
         return language, ("language_other", f"{language} with {score:.2f}")

@@ -1,4 +1,4 @@
-"""Configuration of cleaning and choosing: the `choosing` section of `prepare`. What is null is off."""
+"""Configuration of cleaning and choosing: the `choosing` section of `prepare`. A rule set to null is off."""
 
 from common.config import Strict
 from common.paths import expand
@@ -16,9 +16,9 @@ CONTAMINATED = "contaminated"
 
 
 class ChoosingConfig(Strict):
-    """What is removed from a document's text and which documents are dropped, in the order in which it happens.
+    """Rules that remove text or drop documents, in the order in which they are applied.
 
-    A section given as `{}` is on with its published thresholds.
+    A section given as `{}` is on, with its published thresholds.
     """
 
     boilerplate: Boilerplate | None = None
@@ -28,7 +28,7 @@ class ChoosingConfig(Strict):
     gopher: GopherQuality | None = None
     """Counts of words and lines after Gopher."""
     language: LanguageRule | None = None
-    """Find each document's language; keep some."""
+    """Identify each document's language; keep selected languages."""
     repetition: GopherRepetition | None = None
     """Repetition within a document after Gopher."""
     contamination: Contamination | None = None
@@ -38,7 +38,7 @@ class ChoosingConfig(Strict):
 
 
 def problems(config: ChoosingConfig) -> list[str]:
-    """Everything that is wrong with the settings and the files they name, one line a problem."""
+    """Finds problems of the settings and of the files that they name, one line each."""
     found = c4_problems(config.c4) if config.c4 else []
     found += language_problems(config.language) if config.language else []
     found += contamination_problems(config.contamination) if config.contamination else []
@@ -57,10 +57,10 @@ def reasons(config: ChoosingConfig) -> list[str]:
 
 
 def fingerprints(config: ChoosingConfig) -> dict[str, str]:
-    """SHA-256 of the files that decide what is chosen, by setting: with the settings they make runs comparable.
+    """SHA-256 of the files that influence the choice, by setting; part of the identity of a run.
 
     Raises:
-        OSError: a file cannot be read (`problems` says so before).
+        OSError: a file cannot be read (`problems` reports this earlier).
     """
     found = {}
     if config.c4 and config.c4.bad_words:

@@ -1,13 +1,13 @@
-"""Which documents hold text of an evaluation set: n-grams of words, as in appendix C of the GPT-3 paper.
+"""Search for text of evaluation sets in documents, by n-grams of words as in appendix C of the GPT-3 paper.
 
-Brown et al. 2020 (arXiv:2005.14165): words in lower case without punctuation, n = 13; a document is contaminated by an
-n-gram that also stands in an evaluation set. Sentences are often shorter than 13 words: an example of 8 to 12 words is
-looked for as a whole. Shorter ones are common phrases, and are left out (appendix C takes n no lower than 8, too).
+Brown et al. 2020 (arXiv:2005.14165): words in lower case without punctuation, n = 13; a document is contaminated if it
+shares an n-gram with an evaluation set. Sentences are often shorter than 13 words, so an example of 8 to 12 words is
+searched as a whole. Shorter ones are common phrases and are left out (appendix C uses no n below 8 either).
 
-Per document: the words' hashes, a rolling hash over the first 8 words of what an entry may be (its head; no entry is
-shorter), a bitmap of heads that lets one place in sixteen through, and for these the longer hashes and a binary search.
-What is found is compared once more by BLAKE2b of its words, so that a false match needs two independent 64-bit hashes
-to agree: 2**-128 a pair, some 3e-23 for all pairs of 1e10 n-grams of a corpus and 1e6 entries.
+The search computes the hashes of a document's words and a rolling hash over the first 8 words of each possible entry
+(its head; no entry is shorter). A bitmap of heads lets one place in sixteen pass, and only these get longer hashes and
+a binary search. A hit is verified by BLAKE2b of its words, so that a false match needs two independent 64-bit hashes to
+agree: probability 2**-128 a pair, about 3e-23 for all pairs of 1e10 n-grams of a corpus and 1e6 entries.
 """
 
 import hashlib
@@ -29,30 +29,30 @@ _BITMAP_LOAD = 16
 
 
 class Contamination(Strict):
-    """Evaluation sets to look for, and what becomes of documents that hold some of them."""
+    """Evaluation sets to search for, and the treatment of documents that hold text of them."""
 
     paths: list[str] = Field(min_length=1)
     """Files and folders of evaluation sets: JSONL, JSON, CSV, TSV and plain text, also .gz, SentEval's own files."""
     ngram: int = Field(default=13, ge=2, le=64)
     """Words in a row that make a match."""
     min_example_words: int = Field(default=_SHORTEST_WHOLE, ge=1)
-    """Examples shorter than `ngram` are looked for as a whole when they have at least so many words."""
+    """Examples shorter than `ngram` are searched as a whole if they have at least this many words."""
     action: Literal["report", "drop"] = "report"
-    """report: the document is kept and the ledger says what it holds; drop: reason contaminated."""
+    """report: keep the document and record the match in the ledger; drop: drop it, reason contaminated."""
     max_matches: int = Field(default=0, ge=0)
-    """Different n-grams of evaluation sets that a document may hold without being contaminated."""
+    """Number of different n-grams of evaluation sets that a document may hold without being contaminated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a document shares with evaluation sets."""
+    """Text that a document shares with evaluation sets."""
 
     num_ngrams: int
-    """Different n-grams or whole examples."""
+    """Number of different n-grams or whole examples."""
     name: str
-    """The evaluation set of the first of them."""
+    """Evaluation set of the first one."""
     words: str
-    """The first of them, as folded words."""
+    """The first one, as folded words."""
 
 
 class ContaminationIndex:
@@ -68,8 +68,8 @@ class ContaminationIndex:
         metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         if metadata.get("version") != SCHEMA_VERSION:
             raise ValueError(
-                f"{path} is a contamination index of version {metadata.get('version')!r}, and this code reads "
-                f"{SCHEMA_VERSION!r}; delete it to have it built again"
+                f"{path} is a contamination index of version {metadata.get('version')!r}, but this code reads "
+                f"version {SCHEMA_VERSION!r}; delete it, and it is built again"
             )
         self._names = metadata["names"].split("\n")
         self._lengths = sorted(map(int, metadata["lengths"].split()))
@@ -81,7 +81,7 @@ class ContaminationIndex:
         self._bitmap = _bitmap(mix(_column(table, "head")), self._shift)
 
     def find(self, text: str) -> Match | None:
-        """What a text shares with the evaluation sets, or None. Costs its n-grams, whatever the size of the index."""
+        """Finds text shared with the evaluation sets. The cost grows with the text's n-grams, not with the index."""
         words = hash_folded(text)
         heads = ngram_hashes(words, self._head_words)
         bits = mix(heads) >> self._shift
@@ -99,13 +99,13 @@ class ContaminationIndex:
         return self._verify(text, sorted(found)) if found else None
 
     def _look_up(self, places: NDArray[np.int64], keys: U64, length: int) -> list[tuple[int, int, int]]:
-        """(place, length, row of the index) of the n-grams whose keys are in the index."""
+        """Returns (place, length, row of the index) for each n-gram whose key is in the index."""
         rows = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         same = self._keys[rows] == keys
         return [(place, length, row) for place, row in zip(places[same].tolist(), rows[same].tolist(), strict=True)]
 
     def _verify(self, text: str, found: list[tuple[int, int, int]]) -> Match | None:
-        """The matches that the second hash confirms."""
+        """The match of those hits that the second hash confirms."""
         words = folded_words(text)
         seen: set[int] = set()
         first: tuple[int, str] | None = None
@@ -133,18 +133,18 @@ def ngram_hashes(words: U64, length: int) -> U64:
 
 
 def keys_of(hashes: U64, length: int) -> U64:
-    """Keys of n-grams in the index: of n-grams of different lengths, too, no two are equal but by chance."""
+    """Keys of n-grams in the index; n-grams of different lengths have equal keys only by chance."""
     return mix(hashes + np.uint64(length))
 
 
 def _column(table: pa.Table, name: str) -> NDArray[np.uint64]:
-    """A column as an array over the mapped file."""
+    """A column as an array, without a copy of the mapped file."""
     column: NDArray[np.uint64] = table.column(name).combine_chunks().to_numpy(zero_copy_only=False)
     return column
 
 
 def _bitmap(keys: U64, shift: np.uint64) -> NDArray[np.uint8]:
-    """One bit for each value of the keys' upper bits, packed: whether any key has it."""
+    """A packed bitmap of the values that the keys' upper bits take."""
     bits = np.unique(keys >> shift)
     marks = np.zeros(1 << (64 - int(shift) - 3), np.uint8)
     np.bitwise_or.at(marks, bits >> np.uint64(3), np.left_shift(1, bits & np.uint64(7)).astype(np.uint8))

@@ -1,4 +1,4 @@
-"""Evaluation sets read for their texts, and the index of their n-grams that workers look documents up in."""
+"""The texts of evaluation sets, and the index of their n-grams that workers search documents with."""
 
 import csv
 import gzip
@@ -24,16 +24,16 @@ _LONGEST_FIELD = 1 << 24
 
 
 class IndexSummary(Strict):
-    """What an index holds."""
+    """Size of an index."""
 
     num_examples: dict[str, int]
-    """Texts read of each evaluation set, those that were too short left out."""
+    """Texts of each evaluation set, without those that are too short."""
     num_entries: int
-    """Different n-grams and whole examples."""
+    """Number of different n-grams and whole examples."""
 
 
 def contamination_problems(config: Contamination) -> list[str]:
-    """What is wrong with the settings and the files, one line a problem."""
+    """Finds problems of the settings and the files, one line each."""
     found = []
     for given in config.paths:
         root = expand(given)
@@ -42,11 +42,13 @@ def contamination_problems(config: Contamination) -> list[str]:
             continue
         files = [path for path, _ in _files(root)]
         if not files:
-            found.append(f"choosing.contamination.paths: {given!r} holds no file")
+            found.append(f"choosing.contamination.paths: {given!r} holds no files")
         for path in files:
             try:
                 if b"\0" in _head(path):
-                    found.append(f"choosing.contamination.paths: {path} is no text; JSONL, CSV, TSV or text is read")
+                    found.append(
+                        f"choosing.contamination.paths: {path} is not text; give JSONL, CSV, TSV or plain text"
+                    )
             except (OSError, EOFError) as error:
                 found.append(f"choosing.contamination.paths: {path} cannot be read: {error}")
     return found
@@ -55,10 +57,10 @@ def contamination_problems(config: Contamination) -> list[str]:
 def build_index(config: Contamination, path: Path) -> IndexSummary:
     """Writes the index of all evaluation sets. Its bytes depend on the settings and the files' contents and names.
 
-    Of an entry in several sets, the set that comes first by name is recorded. Memory: some 100 bytes an entry.
+    An entry that several sets hold is recorded for the first set by name. Memory: about 100 bytes an entry.
 
     Raises:
-        OSError: a file cannot be read (`contamination_problems` says so before).
+        OSError: a file cannot be read (`contamination_problems` reports this earlier).
     """
     entries: dict[int, tuple[int, int, int]] = {}
     examples: dict[str, int] = {}
@@ -109,7 +111,7 @@ def hash_sets(config: Contamination) -> str:
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:
-    """The data files of an entry of `paths`, each with the name its evaluation set goes by."""
+    """The data files of an entry of `paths`, each with the name of its evaluation set."""
     if root.is_file():
         yield root, root.name
         return
@@ -135,7 +137,7 @@ def _texts(path: Path) -> Iterator[str]:
     try:
         content = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        content = raw.decode("latin-1")  # MR and TREC are; every byte has a meaning there
+        content = raw.decode("latin-1")  # as MR and TREC; every byte is valid there
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if suffix == ".json":
         yield from _json_texts(content)
@@ -146,13 +148,13 @@ def _texts(path: Path) -> Iterator[str]:
         csv.field_size_limit(_LONGEST_FIELD)
         for row in csv.reader(content.splitlines(keepends=True)):
             yield from row
-    else:  # STS Benchmark's .csv is parted by tabs, its quotes are not paired
+    else:  # STS Benchmark's .csv has tabs between its cells and unpaired quotes
         for line in content.split("\n"):
             yield from (_QUESTION_LABEL.sub("", cell) for cell in line.split("\t"))
 
 
 def _json_texts(content: str) -> Iterator[str]:
-    """The strings in a JSON value, at any depth; what is not JSON is a text itself."""
+    """The strings in a JSON value, at any depth; content that is not JSON counts as one text."""
     try:
         waiting: list[Any] = [json.loads(content)]
     except (ValueError, RecursionError):

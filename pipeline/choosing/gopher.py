@@ -1,7 +1,6 @@
 """The quality rules of Gopher: Rae et al. 2021, "Scaling Language Models" (arXiv:2112.11446), appendix A.1.1.
 
-The paper counts words and lines without saying how they are cut; here a word is what stands between whitespace, a line
-is a line that is not blank.
+The paper does not define words and lines. Here a word is text between whitespace, and blank lines do not count.
 """
 
 import re
@@ -9,7 +8,7 @@ import re
 from pydantic import Field
 
 from common.config import Strict
-from pipeline.choosing.words import Words
+from pipeline.choosing.words import HashedWords
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 _STOP_WORD = re.compile(rf"\b(?:{'|'.join(STOP_WORDS)})\b", re.IGNORECASE)
@@ -32,7 +31,7 @@ class GopherQuality(Strict):
     max_mean_word_characters: float | None = Field(default=10, gt=0)
     """Reason gopher_word_length."""
     max_symbols_per_word: float | None = Field(default=0.1, ge=0)
-    """Of hash signs, and of ellipses, each by itself. Reason gopher_symbols."""
+    """Largest number of hash signs, or of ellipses, per word. Reason gopher_symbols."""
     max_bullet_lines: float | None = Field(default=0.9, ge=0, le=1)
     """Share of lines that start with a bullet. Reason gopher_bullets."""
     max_ellipsis_lines: float | None = Field(default=0.3, ge=0, le=1)
@@ -40,8 +39,8 @@ class GopherQuality(Strict):
     min_words_with_letter: float | None = Field(default=0.8, ge=0, le=1)
     """Share of words with a letter of any script. Reason gopher_letters."""
     min_stop_words: int | None = Field(default=2, ge=0, le=len(STOP_WORDS))
-    """How many different ones of the be to of and that have with: English only, null for other languages. Reason
-    gopher_stop_words."""
+    """Least number of different words of: the, be, to, of, and, that, have, with. English only; null for other
+    languages. Reason gopher_stop_words."""
 
 
 def quality_reasons(config: GopherQuality) -> list[str]:
@@ -58,7 +57,7 @@ def quality_reasons(config: GopherQuality) -> list[str]:
     return [reason for reason, thresholds in named.items() if any(value is not None for value in thresholds)]
 
 
-def quality_drop(text: str, words: Words, lines: list[str], config: GopherQuality) -> Drop | None:
+def quality_drop(text: str, words: HashedWords, lines: list[str], config: GopherQuality) -> Drop | None:
     """The first rule that a document breaks, or None.
 
     Args:
@@ -96,12 +95,12 @@ def quality_drop(text: str, words: Words, lines: list[str], config: GopherQualit
 
 
 def _within(value: float, low: float | None, high: float | None) -> bool:
-    """Whether a value lies between thresholds of which either may be off."""
+    """Returns True if a value is within both thresholds; a threshold of None is off."""
     return (low is None or value >= low) and (high is None or value <= high)
 
 
 def _has_stop_words(text: str, least: int) -> bool:
-    """Whether at least so many different stop words occur; an English text is decided after a sentence."""
+    """Returns True if at least `least` different stop words occur; English text needs about one sentence for this."""
     seen: set[str] = set()
     if least > 0:
         for match in _STOP_WORD.finditer(text):

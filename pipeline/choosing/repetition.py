@@ -8,7 +8,7 @@ from pydantic import Field
 
 from common.config import Strict
 from pipeline.choosing.gopher import Drop
-from pipeline.choosing.words import U64, Words, extend_ngrams
+from pipeline.choosing.words import U64, HashedWords, extend_ngrams
 
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 _TOP = (2, 3, 4)
@@ -16,12 +16,12 @@ _DUPLICATE = (5, 6, 7, 8, 9, 10)
 
 
 class GopherRepetition(Strict):
-    """Largest shares of a document that may be repetition. A rule set to null is off; the defaults are table A1's."""
+    """Largest shares of repetition in a document. A rule set to null is off; the defaults are those of table A1."""
 
     max_duplicate_lines: float | None = Field(default=0.30, ge=0, le=1)
-    """Share of lines that stood before. Reason gopher_duplicate_lines."""
+    """Share of lines that repeat an earlier line. Reason gopher_duplicate_lines."""
     max_duplicate_paragraphs: float | None = Field(default=0.30, ge=0, le=1)
-    """Share of paragraphs (parted by blank lines) that stood before. Reason gopher_duplicate_paragraphs."""
+    """Share of paragraphs (separated by blank lines) that repeat an earlier one. Reason gopher_duplicate_paragraphs."""
     max_duplicate_line_characters: float | None = Field(default=0.20, ge=0, le=1)
     """Reason gopher_duplicate_line_characters."""
     max_duplicate_paragraph_characters: float | None = Field(default=0.20, ge=0, le=1)
@@ -40,7 +40,7 @@ def repetition_reasons(config: GopherRepetition) -> list[str]:
     return found + [f"gopher_duplicate_{n}gram" for n in _DUPLICATE if config.max_duplicate_ngram]
 
 
-def repetition_drop(text: str, words: Words, lines: list[str], config: GopherRepetition) -> Drop | None:
+def repetition_drop(text: str, words: HashedWords, lines: list[str], config: GopherRepetition) -> Drop | None:
     """The first rule that a document breaks, or None. Arguments as in `gopher.quality_drop`."""
     by_lines = (config.max_duplicate_lines, config.max_duplicate_line_characters)
     if drop := _duplicates(lines, "line", *by_lines):
@@ -56,7 +56,7 @@ def repetition_drop(text: str, words: Words, lines: list[str], config: GopherRep
 
 
 def _duplicates(parts: list[str], name: str, max_share: float | None, max_characters: float | None) -> Drop | None:
-    """Whether too many lines or paragraphs stood before in the same document."""
+    """Checks the share of lines or paragraphs that repeat an earlier one of the document."""
     unique = set(parts)
     if len(unique) == len(parts):
         return None
@@ -70,18 +70,18 @@ def _duplicates(parts: list[str], name: str, max_share: float | None, max_charac
     return None
 
 
-def _repeated_ngrams(words: Words, config: GopherRepetition) -> Drop | None:
+def _repeated_ngrams(words: HashedWords, config: GopherRepetition) -> Drop | None:
     """The n-gram rules, n = 2 ... 10 in this order.
 
-    An n-gram occurs twice only if both (n-1)-grams in it do, so that each round looks at what the round before left:
-    after the 2-grams little is left of a text that does not repeat itself. Characters are those of words, without the
-    spaces between them; those in overlapping n-grams count once.
+    An n-gram occurs twice only if both (n-1)-grams in it do, so each round looks only at the repeats of the round
+    before. A text without repetition has few candidates left after the 2-grams. Characters are those of words, without
+    spaces; characters in overlapping n-grams count once.
     """
     total = max(1, int(words.lengths.sum()))
     places = np.arange(len(words))
     hashes = words.hashes
     for n in (*_TOP, *_DUPLICATE):
-        # Of the (n-1)-grams that repeat, those whose successor repeats too (all words, when n is 2).
+        # Repeated (n-1)-grams whose successor is repeated too (all words if n is 2).
         follows = places[1:] == places[:-1] + 1
         places, hashes = places[:-1][follows], hashes[:-1][follows]
         if not len(places):
@@ -101,10 +101,10 @@ def _repeated_ngrams(words: Words, config: GopherRepetition) -> Drop | None:
 
 
 def _repeats(hashes: U64) -> tuple[NDArray[np.bool_], np.uint64 | None]:
-    """Which entries occur twice or more, `(n,)`, and the most frequent of them (of several, the least hash)."""
+    """A mask of the entries that occur at least twice, `(n,)`, and the most frequent entry (least hash if tied)."""
     order = np.argsort(hashes)
     ordered = hashes[order]
-    edges = np.ones(len(ordered) + 1, np.bool_)  # whether a value differs from the one before, ends included
+    edges = np.ones(len(ordered) + 1, np.bool_)  # True where a value differs from the one before, and at both ends
     np.not_equal(ordered[1:], ordered[:-1], out=edges[1:-1])
     repeated = np.empty(len(hashes), np.bool_)
     repeated[order] = ~(edges[1:] & edges[:-1])

@@ -4,8 +4,8 @@ A word's hash is a polynomial over random values of its code points, modulo 2**6
 
     h(w) = mix(sum_i T[w_i] * B**i  +  len(w) * L),   B odd, T[c] = splitmix64(c),
 
-so that all words of a piece are one product and one `add.reduceat`. It is the same on every machine and in every
-process, which Python's own `hash` is not. n-grams are hashed the same way over their words' hashes.
+so that one product and one `add.reduceat` hash all words of a piece. Unlike Python's `hash`, it is the same on every
+machine and in every process. n-grams are hashed the same way over their words' hashes.
 """
 
 import string
@@ -21,41 +21,41 @@ U64 = NDArray[np.uint64]
 Codes = NDArray[np.uint8] | NDArray[np.uint32]
 
 _PIECE_CHARACTERS = 1 << 15  # a few arrays of this length fit the processor's cache
-_BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2**64
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it is invertible modulo 2**64
 _LENGTH = np.uint64(0xD6E8FEB86659FD93)
 _NGRAM = np.uint64(0xA0761D6478BD642F)
-_CLASSES = 0x20000  # above lie ideographs, which are letters, and nothing that is punctuation or whitespace
+_CLASSES = 0x20000  # code points above are ideographs (letters); none is punctuation or whitespace
 _SPACE, _LETTER, _MARK = 1, 2, 4
 _ASCII_MARKS = string.punctuation.encode()  # all of them, and no other ASCII character, are in P or S
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """The words of a text in order, three arrays of shape `(n,)`."""
+class HashedWords:
+    """The words of a text in order: three arrays of shape `(n,)`."""
 
     hashes: U64
     lengths: NDArray[np.int64]
-    """Characters."""
+    """Number of characters."""
     with_letter: NDArray[np.bool_]
-    """Whether the word holds at least one letter of any script."""
+    """True for words with at least one letter of any script."""
 
     def __len__(self) -> int:
         return len(self.hashes)
 
 
-def hash_words(text: str) -> Words:
+def hash_words(text: str) -> HashedWords:
     """The whitespace-separated words of any string."""
     found = [_hash_piece(codes) for codes in _pieces(text, fold=False)]
     hashes = [np.empty(0, np.uint64), *(hashes for hashes, _, _, _ in found)]
     lengths = [np.empty(0, np.int64), *(stops - starts for _, starts, stops, _ in found)]
     letters = [np.empty(0, np.bool_), *(_with_letter(starts, classes) for _, starts, _, classes in found)]
-    return Words(np.concatenate(hashes), np.concatenate(lengths), np.concatenate(letters))
+    return HashedWords(np.concatenate(hashes), np.concatenate(lengths), np.concatenate(letters))
 
 
 def hash_folded(text: str) -> U64:
     """Hashes of the words of a text in lower case, punctuation marks and symbols (Unicode P and S) deleted, `(n,)`.
 
-    As in appendix C of the GPT-3 paper: `Don't` is the word `dont`, and a dash between spaces is no word.
+    As in appendix C of the GPT-3 paper, `Don't` is the word `dont`, and a dash between spaces is not a word.
     """
     return np.concatenate([np.empty(0, np.uint64), *(_hash_piece(codes)[0] for codes in _pieces(text, fold=True))])
 
@@ -74,7 +74,7 @@ def extend_ngrams(hashes: U64, words: U64) -> U64:
 
 
 def mix(values: U64) -> U64:
-    """The finaliser of splitmix64 (Steele et al. 2014): a permutation of 64-bit words in which every bit spreads."""
+    """The finaliser of splitmix64 (Steele et al. 2014): a bijection of 64-bit words that mixes all bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: U64 = values ^ (values >> np.uint64(31))
@@ -83,7 +83,7 @@ def mix(values: U64) -> U64:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """What the hash looks up: values and classes of code points, powers of the base and their inverses."""
+    """Tables of the hash: values and classes of code points, powers of the base and their inverses."""
 
     values: U64
     classes: NDArray[np.uint8]
@@ -93,7 +93,7 @@ class _Tables:
 
 @lru_cache(maxsize=1)
 def _tables() -> _Tables:
-    """Made once a process, in some 30 ms."""
+    """Builds the tables once a process, in about 30 ms."""
     classes = np.zeros(_CLASSES, np.uint8)
     for code in range(_CLASSES):
         character = chr(code)
@@ -103,7 +103,7 @@ def _tables() -> _Tables:
             classes[code] = _LETTER
         elif unicodedata.category(character)[0] in "PS":
             classes[code] = _MARK
-    classes[-1] = _LETTER  # U+1FFFF is no character: its place stands for all code points above
+    classes[-1] = _LETTER  # U+1FFFF is not a character: its entry is used for all code points above
     values = mix(np.arange(1, 0x110001, dtype=np.uint64) * np.uint64(_BASE))
     values[:_CLASSES][classes == _SPACE] = 0
     # Lower case is up to three times as long.
@@ -114,7 +114,7 @@ def _tables() -> _Tables:
 
 
 def _pieces(text: str, fold: bool) -> Iterator[Codes]:
-    """The code points of a text, a piece at a time; a piece ends at whitespace if there is any in it."""
+    """The code points of a text in pieces; a piece ends at whitespace if it holds any."""
     start = 0
     while start < len(text):
         stop = start + _PIECE_CHARACTERS
@@ -126,7 +126,7 @@ def _pieces(text: str, fold: bool) -> Iterator[Codes]:
 
 
 def _coded(piece: str, fold: bool) -> Codes:
-    """Code points as bytes where all are ASCII, which is several times as quick, else as 32-bit words."""
+    """Code points as bytes if all are ASCII, which is several times faster, else as 32-bit words."""
     if piece.isascii():
         raw = piece.encode()
         return np.frombuffer(raw.lower().translate(None, _ASCII_MARKS) if fold else raw, np.uint8)
@@ -138,7 +138,7 @@ def _coded(piece: str, fold: bool) -> Codes:
 
 
 def _classes(codes: Codes) -> NDArray[np.uint8]:
-    """Whether characters are whitespace, letters or marks, `(n,)`."""
+    """Classes of characters (whitespace, letter, mark or none), `(n,)`."""
     classes: NDArray[np.uint8] = _tables().classes[codes if codes.itemsize == 1 else np.minimum(codes, _CLASSES - 1)]
     return classes
 
@@ -155,13 +155,13 @@ def _hash_piece(codes: Codes) -> tuple[U64, NDArray[np.int64], NDArray[np.int64]
     tables = _tables()
     values = tables.values[codes]
     values *= tables.powers[: len(codes)]
-    sums = np.add.reduceat(values, starts)  # whitespace after a word adds nothing: its value is 0
+    sums = np.add.reduceat(values, starts)  # whitespace after a word has value 0 and adds nothing
     sums *= tables.inverses[starts]
     return mix(sums + (stops - starts).astype(np.uint64) * _LENGTH), starts, stops, classes
 
 
 def _with_letter(starts: NDArray[np.int64], classes: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Whether words hold a letter, `(n,)`. What follows a word up to the next is whitespace, hence no letter."""
+    """A mask of words with a letter, `(n,)`; between words lies only whitespace, which has no letters."""
     if not len(starts):
         return np.empty(0, np.bool_)
     found: NDArray[np.bool_] = (np.bitwise_or.reduceat(classes, starts) & _LETTER) != 0

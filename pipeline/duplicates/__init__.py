@@ -1,10 +1,10 @@
-"""Exact and near-duplicate removal that scales out: signatures in the unit's task, pairs by bucket, one decision.
+"""Removal of exact and near duplicates, in three steps that scale out.
 
-1. While a unit is prepared, `write_keys` puts one file of keys beside its shards (`keys.py`, `signatures.py`).
-2. `find_duplicates` (`search.py`) cuts the space of keys into buckets, a Ray Data task each, which writes the pairs of
-   documents in it that are verified to be alike (`pairs.py`); then decides which document of each cluster stays
+1. The task that prepares a unit also writes one file of keys with `write_keys` (`keys.py`, `signatures.py`).
+2. `find_duplicates` (`search.py`) divides the space of keys into buckets, one Ray Data task each, which writes the
+   verified pairs of similar documents (`pairs.py`). It then decides which document of each cluster stays
    (`clusters.py`) and writes `duplicates.arrow` (`table.py`).
-3. `removed` names what is to be left out of a unit.
+3. `removed` lists the documents to leave out of a unit.
 
-Nothing depends on the number of workers or on the order in which they finish: docs/decisions/0010-duplicates.md.
+The result does not depend on the number of workers or on their order: docs/decisions/0010-duplicates.md.
 """

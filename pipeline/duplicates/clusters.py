@@ -1,10 +1,10 @@
-"""Which document stays: the first in the order of the corpus, and whatever is like none that stays.
+"""The decision which documents are kept, from the pairs of similar documents.
 
-Likeness is not transitive: A ~ B and B ~ C do not make A ~ C. Dropping all but one document of a connected component
-would drop C for the sake of A, which it may not resemble at all, and long chains (versions of a page, a template with
-changing contents) would collapse into one document. Here a document is dropped only if it is verified to be like an
-earlier document that stays: going through the corpus in order, a document stays unless it pairs with one that stays.
-B goes for A; C, whose only pair is with B, stays. So nothing is lost without a kept text that is like it.
+Similarity is not transitive: A ~ B and B ~ C do not imply A ~ C. Dropping all but one document of a connected component
+would drop C because of A, which may be quite different, and long chains (versions of a page, a template with changing
+contents) would collapse into one document. So the documents are visited in the order of the corpus, and a document is
+dropped only if it pairs with an earlier document that was kept. B is dropped because of A; C, whose only pair is with
+B, is kept. Every dropped document thus has a kept document that is similar to it.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ class Decisions:
 
     dropped: I64
     kept: I64
-    """The earliest document that stays and is like the dropped one."""
+    """The earliest kept document that is similar to the dropped one."""
     similarity: NDArray[np.float32]
     exact: NDArray[np.bool_]
-    """Whether the text equals that of the kept document."""
+    """True where the text equals that of the kept document."""
     cluster_size: I64
-    """Documents for which the kept one stands, itself included."""
+    """Number of documents that the kept one represents, including itself."""
 
 
 def decide(pairs: Pairs) -> Decisions:
-    """Drops every document that pairs with an earlier one that stays.
+    """Drops every document that pairs with an earlier kept one.
 
-    Of equal texts only the first takes part in near pairs (pipeline/duplicates/pairs.py); the others share its fate.
+    Of equal texts only the first has near pairs (pipeline/duplicates/pairs.py); the others follow its decision.
     """
     near = ~pairs.exact
     dropped, kept, similarity = _near(pairs.later[near], pairs.earlier[near], pairs.similarity[near])
@@ -63,10 +63,10 @@ def decide(pairs: Pairs) -> Decisions:
 
 
 def _near(later: I64, earlier: I64, similarity: NDArray[np.float32]) -> tuple[I64, I64, NDArray[np.float32]]:
-    """Dropped documents, what they are dropped for, and how alike they are, from sorted near pairs.
+    """Dropped documents, the kept documents that replace them, and their similarity, from sorted near pairs.
 
-    The rule is sequential; here it runs in rounds over all documents at once. A document none of whose earlier partners
-    is open or kept stays; a document with a kept earlier partner goes; pairs that are settled leave.
+    The rule is sequential; here it runs in rounds over all documents at once. A document without open or kept earlier
+    partners is kept; a document with a kept earlier partner is dropped; settled pairs are removed.
     """
     documents = np.unique(np.concatenate([later, earlier]))
     second, first = np.searchsorted(documents, later), np.searchsorted(documents, earlier)

@@ -1,4 +1,4 @@
-"""Which documents count as duplicates."""
+"""Settings of the search for duplicates."""
 
 from pydantic import Field
 
@@ -10,19 +10,19 @@ _LEAST_CANDIDATE_SHARE = 0.9
 class NearConfig(Strict):
     """Near-duplicates: documents whose sets of word n-grams overlap, |A ∩ B| / |A ∪ B| >= `similarity` (Jaccard).
 
-    With a share c of the words of a document changed one by one, about (1 - c)^n of its n-grams stay and the similarity
-    is (1 - c)^n / (2 - (1 - c)^n): for n = 3 0.94 at 1 %, 0.75 at 5 %, 0.57 at 10 %, 0.34 at 20 %.
+    If a share c of a document's words is changed one by one, about (1 - c)^n of its n-grams stay and the similarity
+    is (1 - c)^n / (2 - (1 - c)^n): for n = 3 0.94 at 1%, 0.75 at 5%, 0.57 at 10%, 0.34 at 20%.
     """
 
     similarity: float = Field(default=0.6, gt=0, le=1)
     """Least similarity at which a document is a duplicate of an earlier one; estimated to about +-0.04 (one standard
     deviation at 125 slots)."""
     ngram_words: int = Field(default=3, ge=1, le=32)
-    """Words of a shingle. Longer ones tell documents of one kind apart better, and break at every changed word."""
+    """Words of a shingle. Longer shingles separate documents of one kind better but break at every changed word."""
     bands: int = Field(default=25, ge=1, le=1024)
-    """Groups of signature slots. Two documents are compared when they agree in all slots of one band."""
+    """Groups of signature slots. Two documents are compared if all slots of at least one band are equal."""
     rows: int = Field(default=5, ge=1, le=64)
-    """Slots of a band: more of them mean fewer needless comparisons and fewer pairs found."""
+    """Slots of a band: more slots mean fewer needless comparisons and fewer pairs found."""
 
     @property
     def num_slots(self) -> int:
@@ -35,7 +35,7 @@ class NearConfig(Strict):
 
 
 class DuplicatesConfig(Strict):
-    """Duplicates: the first document in the order of the corpus stays, the others are dropped and counted."""
+    """Duplicates: the first document in the order of the corpus is kept, the others are dropped and counted."""
 
     exact: bool = True
     """Drop documents whose text equals an earlier one's, whitespace aside (equal ids)."""
@@ -44,17 +44,17 @@ class DuplicatesConfig(Strict):
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to look for."""
+        """True if any kind of duplicate is searched for."""
         return self.exact or self.near is not None
 
 
 def problems(config: DuplicatesConfig) -> list[str]:
-    """What is wrong with settings that are each in range: one line a problem, keys relative to the section."""
+    """Finds combinations of valid settings that do not work, one line each, with keys relative to the section."""
     near = config.near
     if near is None:
         return []
-    # Documents somewhat more alike than the limit must be nearly sure to meet; at the limit itself the verification
-    # is a coin toss anyway.
+    # Documents slightly more similar than the limit must almost always be compared; at the limit itself the
+    # verification is random anyway.
     wanted = min(1.0, near.similarity + 0.1)
     share = near.candidate_share(wanted)
     if share >= _LEAST_CANDIDATE_SHARE:

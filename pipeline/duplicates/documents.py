@@ -1,4 +1,4 @@
-"""All documents of a search, numbered in the order of the corpus, and what their units' files of keys hold of them."""
+"""All documents of a search, numbered in the order of the corpus, and access to their keys and signatures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pipeline.duplicates.keys import KeysError, UnitKeys, keys_path, made_with, 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
-_OPEN_UNITS = 1024  # files mapped at a time: systems allow some 65,000 maps a process
+_OPEN_UNITS = 1024  # files mapped at a time: systems allow about 65,000 maps a process
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Numbering:
         return int(self.starts[-1])
 
     def units_of(self, documents: I64) -> I64:
-        """`(n,)` places in the plan of the units that hold the documents."""
+        """Places in the plan of the units that hold the documents, `(n,)`."""
         return np.searchsorted(self.starts, documents, side="right").astype(np.int64) - 1
 
 
@@ -53,7 +53,7 @@ def number(folder: Path, units: Sequence[str], config: DuplicatesConfig) -> tupl
         if keys.made_with != made_with(config):
             raise KeysError(
                 f"{keys_path(folder, unit)} was written with other settings ({keys.made_with}, here "
-                f"{made_with(config)}); delete the unit's sidecar to have it made again"
+                f"{made_with(config)}); delete the unit's sidecar, and it is made again"
             )
         counts.append(len(keys.ordinals))
         digests.append(keys.digest)
@@ -83,15 +83,15 @@ class Documents:
         return np.concatenate(keys), np.concatenate(numbers)
 
     def ids(self, documents: I64) -> U64:
-        """`(n, 2)`: the halves of the ids."""
+        """Both halves of each id, `(n, 2)`."""
         return self._column("ids", documents)
 
     def signatures(self, documents: I64) -> NDArray[np.uint16]:
-        """`(n, num_slots)`."""
+        """Signatures, `(n, num_slots)`."""
         return self._column("signatures", documents)
 
     def ordinals(self, documents: I64) -> NDArray[np.int32]:
-        """`(n,)`: the numbers of the documents among the records of their units."""
+        """Numbers of the documents among the records of their units, `(n,)`."""
         return self._column("ordinals", documents)
 
     def _column(self, name: str, documents: I64) -> NDArray[Any]:

@@ -1,16 +1,16 @@
-"""What a unit leaves behind for the search: one file, written while the unit is prepared, read by memory map.
+"""A unit's file of keys for the search: written while the unit is prepared, read by memory map.
 
-`keys/NNNNN.arrow` is an Arrow IPC file of one row, whose columns are lists, so that all can be mapped into memory:
+`keys/NNNNN.arrow` is an Arrow IPC file of one row whose columns are lists, so that all can be mapped into memory:
 
 | column     | list of               | meaning                                                               |
 |------------|-----------------------|-----------------------------------------------------------------------|
 | ordinals   | int32                 | number of each document among the unit's records; ascending           |
 | ids        | fixed_size_binary(16) | its id                                                                |
-| signatures | uint16                | `num_slots` a document, low halves of the slots; empty when not asked |
+| signatures | uint16                | `num_slots` a document, low halves of the slots; empty if not used    |
 | keys       | uint64                | ascending; the lowest bit is 0 for an exact key, 1 for a band's       |
 | rows       | int32                 | place in `ordinals` of the document that has the key                  |
 
-Keys are hashes, so a bucket is a range of them: one slice of every unit's file, for any number of buckets.
+Keys are hashes, so a bucket is a range of keys: one slice of every unit's file, for any number of buckets.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from common.storage import write_aside
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.signatures import band_keys
-from pipeline.shards.schema import ID_BYTES
+from pipeline.readers.corpus import ID_BYTES
 
 U64 = NDArray[np.uint64]
 
@@ -43,16 +43,16 @@ _LOWEST = np.uint64(1)
 
 
 class KeysError(ValueError):
-    """A file of keys that is missing, damaged, or of other settings."""
+    """A file of keys that is missing, damaged, or was written with other settings."""
 
 
 @dataclass(frozen=True)
 class UnitKeys:
-    """A unit's file of keys, mapped into memory; only what is looked at is read."""
+    """A unit's file of keys, mapped into memory."""
 
     unit: str
     digest: str
-    """Of the contents, for telling whether results belong to them."""
+    """Hash of the contents, by which results are matched to them."""
     made_with: str
     """The settings on which the keys depend."""
     ordinals: NDArray[np.int32]
@@ -60,7 +60,7 @@ class UnitKeys:
     ids: U64
     """`(num_documents, 2)`: the two halves of each id."""
     signatures: NDArray[np.uint16]
-    """`(num_documents, num_slots)`; no columns when near-duplicates were not asked for."""
+    """`(num_documents, num_slots)`; no columns if near-duplicates are not searched for."""
     keys: U64
     rows: NDArray[np.int32]
 
@@ -72,12 +72,12 @@ class UnitKeys:
 
 
 def keys_path(folder: Path, unit: str) -> Path:
-    """Where a unit's keys lie in the output folder."""
+    """Path of a unit's keys in the output folder."""
     return folder / "keys" / f"{unit}.arrow"
 
 
 def made_with(config: DuplicatesConfig) -> str:
-    """The settings on which keys depend, in words. The limit of similarity is not among them."""
+    """The settings on which keys depend, in words. The similarity limit is not one of them."""
     near = config.near
     near_words = f"near: {near.ngram_words} words, {near.bands} bands of {near.rows}" if near else "near: no"
     return f"exact: {'yes' if config.exact else 'no'}, {near_words}"
@@ -96,7 +96,7 @@ def write_keys(
     Args:
         folder: the output folder.
         unit: the unit's name.
-        config: what is looked for; at least one kind.
+        config: settings; at least one kind of duplicate is on.
         ids: 16 bytes a document.
         ordinals: the number of each document among all records of the unit, strictly ascending.
         signatures: `(num_slots,)` a document, from a `Signer` of `config.near`; none without `config.near`.
@@ -105,13 +105,13 @@ def write_keys(
         The file's path.
 
     Raises:
-        ValueError: arguments that do not fit together.
+        ValueError: the arguments do not match.
     """
     count = len(ids)
     order = np.asarray(ordinals, np.int32)
     halves = np.frombuffer(b"".join(ids), "<u8").reshape(count, 2)
     if len(order) != count or np.any(np.diff(order) <= 0):
-        raise ValueError(f"unit {unit}: {len(order)} ordinals for {count} ids; they must be as many, and ascending")
+        raise ValueError(f"unit {unit}: {len(order)} ordinals for {count} ids; give one a document, ascending")
     if len(signatures) != (count if config.near else 0):
         raise ValueError(f"unit {unit}: {len(signatures)} signatures for {count} documents, near = {config.near}")
     found = [halves[:, :1] & ~_LOWEST] if config.exact else []
@@ -157,9 +157,9 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batch = reader.get_batch(0)
     except (OSError, pa.ArrowInvalid) as error:
-        raise KeysError(f"{path} cannot be read ({error}); delete the unit's sidecar to have it made again") from error
+        raise KeysError(f"{path} cannot be read ({error}); delete the unit's sidecar, and it is made again") from error
     if not batch.schema.equals(_SCHEMA):
-        raise KeysError(f"{path} is of another version; delete the unit's sidecar to have it made again")
+        raise KeysError(f"{path} is of another version; delete the unit's sidecar, and it is made again")
     metadata = batch.schema.metadata
     ids = batch.column("ids").values.buffers()[1]
     ordinals = _flat(batch, "ordinals")
@@ -176,6 +176,6 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
 
 
 def _flat(batch: pa.RecordBatch, name: str) -> NDArray[Any]:
-    """The values of a column of one row, where they lie."""
+    """The values of a column of one row, without a copy."""
     values: NDArray[Any] = batch.column(name).values.to_numpy(zero_copy_only=True)
     return values

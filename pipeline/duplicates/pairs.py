@@ -1,6 +1,6 @@
-"""Which documents of a bucket are alike: groups of equal keys, candidates among them, verification.
+"""Pairs of similar documents in a bucket: groups of equal keys, candidate pairs in them, verification.
 
-The work is linear in the size of a group, however large: see `WINDOW` and `LEADERS`.
+The work is linear in the size of a group: see `WINDOW` and `LEADERS`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,10 @@ from pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from pipeline.duplicates.documents import I64, U64, Documents
 
 WINDOW = 16
-"""In a group, every document is compared with this many before it: all pairs of a small group, some of a large one."""
+"""Every document is compared with this many documents before it in its group: all pairs only in a small group."""
 LEADERS = 64
-"""In a larger group, the first document is compared with all, then the first that is not like it, at most so often."""
+"""In a larger group, the first document is compared with all others, then the first one that is not similar to it, and
+so on, at most this many times."""
 _BATCH = 1 << 17  # documents whose signatures are held at a time
 
 _EXACT_BIT = np.uint64(1)
@@ -23,14 +24,14 @@ _EXACT_BIT = np.uint64(1)
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of documents that are alike, by number, sorted by (later, earlier), none twice."""
+    """Pairs of similar documents, by number, sorted by (later, earlier), without repeats."""
 
     later: I64
     earlier: I64
     similarity: NDArray[np.float32]
     """1 for equal texts, else the share of equal slots."""
     exact: NDArray[np.bool_]
-    """Whether the ids are equal."""
+    """True where the ids are equal."""
 
     def __len__(self) -> int:
         return len(self.later)
@@ -48,7 +49,7 @@ def join(parts: Sequence[Pairs]) -> Pairs:
 
 
 def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, num_buckets: int) -> Pairs:
-    """The pairs that the keys of one bucket, [bucket, bucket + 1) * 2**64 / num_buckets, bring together.
+    """The pairs found by the keys of one bucket, [bucket, bucket + 1) * 2**64 / num_buckets.
 
     Raises:
         KeysError: a file of keys is missing or damaged.
@@ -78,7 +79,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
 
 
 def _first_of_runs(*columns: NDArray[np.int64] | U64) -> NDArray[np.bool_]:
-    """Whether a row differs from the one before it, `(n,)`."""
+    """A mask of the rows that differ from the row before, `(n,)`."""
     first = np.ones(len(columns[0]), np.bool_)
     if len(first):
         first[1:] = False
@@ -88,7 +89,7 @@ def _first_of_runs(*columns: NDArray[np.int64] | U64) -> NDArray[np.bool_]:
 
 
 def _in_runs(groups: I64) -> NDArray[np.bool_]:
-    """Whether a row has the group of a neighbour, `(n,)`."""
+    """A mask of the rows that share their group with a neighbour, `(n,)`."""
     first = np.append(_first_of_runs(groups), True)
     alone: NDArray[np.bool_] = first[:-1] & first[1:]
     return ~alone
@@ -105,7 +106,7 @@ def _exact_pairs(members: I64, ids: U64) -> Pairs:
 
 
 def _first_of_text(groups: I64, members: I64, ids: U64) -> NDArray[np.bool_]:
-    """Whether no earlier document of the group has the same id: equal texts share every group, one stands for all."""
+    """A mask of the first document of each text in a group: equal texts share every group, so one represents all."""
     order = np.lexsort((members, ids[:, 1], ids[:, 0], groups))
     first = np.empty(len(members), np.bool_)
     first[order] = _first_of_runs(groups[order], ids[order, 0], ids[order, 1])
@@ -113,28 +114,28 @@ def _first_of_text(groups: I64, members: I64, ids: U64) -> NDArray[np.bool_]:
 
 
 def _window_pairs(members: I64, groups: I64, documents: Documents, near: NearConfig) -> Iterator[Pairs]:
-    """Each document with those at most `WINDOW` places before it in its group that are alike."""
+    """Each document with the similar ones among the `WINDOW` documents before it in its group."""
     for start in range(0, len(members), _BATCH):
         base = max(0, start - WINDOW)
         numbers, group = members[base : start + _BATCH], groups[base : start + _BATCH]
         signatures = documents.signatures(numbers)
         for distance in range(1, min(WINDOW, len(numbers) - 1) + 1):
             same = np.flatnonzero(group[distance:] == group[:-distance])
-            # Rows before `start` are there for later ones; the batch before has compared them among each other.
+            # Rows before `start` serve only later rows; the previous batch has compared them with each other.
             same = same[(same + distance >= start - base) & (numbers[same + distance] != numbers[same])]
             equal = _num_equal(signatures, same + distance, same)
             yield _alike(numbers[same + distance], numbers[same], equal, near)
 
 
 def _large_groups(members: I64, groups: I64) -> Iterator[I64]:
-    """Groups in which the window does not reach from end to end."""
+    """Groups that are larger than the window."""
     cuts = np.append(np.flatnonzero(_first_of_runs(groups)), len(groups))
     for index in np.flatnonzero(np.diff(cuts) > WINDOW + 1):
         yield members[cuts[index] : cuts[index + 1]]
 
 
 def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Iterator[Pairs]:
-    """Each document of a group with the first of its leaders that is like it."""
+    """Each document of a group with the first similar leader of the group."""
     leaders: list[int] = []
     signed: list[NDArray[np.uint16]] = []
     for start in range(0, len(members), _BATCH):
@@ -156,7 +157,7 @@ def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Itera
 
 
 def _num_equal(signatures: NDArray[np.uint16], first: I64, second: I64) -> I64:
-    """How many slots are equal in pairs of rows, `(n,)`."""
+    """Number of equal slots in pairs of rows, `(n,)`."""
     equal = np.empty(len(first), np.int64)
     step = 1 << 14
     for start in range(0, len(first), step):
@@ -166,12 +167,12 @@ def _num_equal(signatures: NDArray[np.uint16], first: I64, second: I64) -> I64:
 
 
 def _least_equal(near: NearConfig) -> int:
-    """Equal slots from which two documents are alike."""
+    """Least number of equal slots of two similar documents."""
     return int(np.ceil(near.similarity * near.num_slots - 1e-9))
 
 
 def _alike(later: I64, earlier: I64, equal: I64, near: NearConfig) -> Pairs:
-    """Those of the candidates that have enough equal slots."""
+    """The candidates with enough equal slots."""
     alike = equal >= _least_equal(near)
     similarity = (equal[alike] / near.num_slots).astype(np.float32)
     return Pairs(later[alike], earlier[alike], similarity, np.zeros(len(similarity), np.bool_))

@@ -1,4 +1,4 @@
-"""The search, on Ray Data: a task a bucket, each result a file, so that a stopped search continues where it was."""
+"""The search on Ray Data: one task and one result file a bucket, so that a stopped search can continue."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,24 +18,24 @@ from pipeline.duplicates.pairs import Pairs, bucket_pairs, join
 from pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
 
 KEYS_PER_BUCKET = 1 << 22
-"""What a task sorts: some 300 MB at its peak. Decides the number of buckets, together with the corpus alone."""
+"""Keys that a task sorts, about 300 MB at its peak. With the corpus it decides the number of buckets."""
 _VERSION = 1
-_JOINED = 1 << 22  # pairs that are collected before repeated ones among them are dropped
+_JOINED = 1 << 22  # pairs that are collected before repeats among them are removed
 
 
 def find_duplicates(
     folder: Path, units: Sequence[str], config: DuplicatesConfig, session: SessionConfig | None = None
 ) -> Path:
-    """Finds the documents to drop, or the rest of them when an earlier search was stopped.
+    """Finds the documents to drop; continues an earlier search that was stopped.
 
     Args:
         folder: the output folder, with a file of keys for every unit (`write_keys`).
         units: names of the units in plan order, which is the order of the corpus.
-        config: what to look for; the same as the keys were written with.
-        session: where the work runs; has no influence on the result.
+        config: settings, the same as those of the keys.
+        session: where the work runs; without influence on the result.
 
     Returns:
-        Path of `duplicates.arrow` (pipeline/duplicates/table.py). Its bytes depend on keys and settings alone.
+        Path of `duplicates.arrow` (pipeline/duplicates/table.py). Its bytes depend only on keys and settings.
 
     Raises:
         KeysError: a file of keys is missing, damaged, or was written with other settings.
@@ -49,13 +49,13 @@ def find_duplicates(
         return result
     for aside in (folder / "pairs").glob(".*.tmp"):
         aside.unlink()
-    for left in (folder / "pairs").glob("*.arrow"):  # of other settings, which made more buckets
+    for left in (folder / "pairs").glob("*.arrow"):  # left by other settings with more buckets
         if int(left.stem) >= num_buckets:
             left.unlink()
     todo = [bucket for bucket in range(num_buckets) if stamp_of(pairs_path(folder, bucket)) != stamp]
     if len(todo) < num_buckets:
         get_logger().info("%d of %d buckets are searched already", num_buckets - len(todo), num_buckets)
-    if num_buckets == 1 and todo:  # starting tasks would take longer than the search
+    if num_buckets == 1 and todo:  # starting a task would take longer than the search
         _write_pairs(0, numbering, config, num_buckets, stamp)
     elif todo:
         session = session or SessionConfig()
@@ -71,14 +71,14 @@ def find_duplicates(
 
 
 def pairs_path(folder: Path, bucket: int) -> Path:
-    """Where the pairs of a bucket lie."""
+    """Path of the pairs of a bucket."""
     return folder / "pairs" / f"{bucket:05d}.arrow"
 
 
 def search_bucket(
     row: dict[str, int], numbering: Numbering, config: DuplicatesConfig, num_buckets: int, stamp: str
 ) -> dict[str, Any]:
-    """The function Ray Data maps over buckets: writes the bucket's pairs, or says in words why it cannot."""
+    """Writes the pairs of a bucket, or returns an error message; Ray Data maps this function over buckets."""
     bucket = int(row["bucket"])
     try:
         _write_pairs(bucket, numbering, config, num_buckets, stamp)
@@ -103,7 +103,7 @@ def _write_pairs(bucket: int, numbering: Numbering, config: DuplicatesConfig, nu
 
 
 def _read_all(paths: Sequence[Path]) -> Pairs:
-    """The pairs of all buckets. Most of them come from several bands, hence from several buckets."""
+    """The pairs of all buckets. Most pairs share several bands and therefore occur in several buckets."""
     joined = join([])
     parts: list[Pairs] = []
     for path in paths:

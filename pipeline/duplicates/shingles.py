@@ -1,7 +1,7 @@
 """Word n-grams of a text as 64-bit hashes, in a few passes of numpy over its characters.
 
-A word is a run of letters, digits and combining marks in lower case; all else separates. In scripts written without
-spaces (Han, kana, Thai, Lao, Burmese, Khmer) every character is a word of its own.
+A word is a run of letters, digits and combining marks in lower case; other characters separate words. In scripts
+written without spaces (Han, kana, Thai, Lao, Burmese, Khmer) every character is a separate word.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from common.seeding import key_for
 
 U64 = NDArray[np.uint64]
 
-_CHUNK = 1 << 15  # characters at a time: what the passes make stays in the processor's cache
+_CHUNK = 1 << 15  # characters at a time, so that intermediate arrays stay in the processor's cache
 _BASE = key_for(0, "duplicates: base") | 1  # odd, so that it has an inverse modulo 2**64
 _WORD_BASE = np.uint64(key_for(0, "duplicates: word base") | 1)
 _SPACELESS = (
@@ -32,7 +32,7 @@ _SPACELESS = (
 
 
 def mix(values: U64) -> U64:
-    """A bijection of 64-bit words of which every output bit depends on every input bit: the SplitMix64 finalizer."""
+    """The SplitMix64 finalizer: a bijection of 64-bit words; every output bit depends on every input bit."""
     mixed = values ^ (values >> np.uint64(30))
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
@@ -42,10 +42,10 @@ def mix(values: U64) -> U64:
 
 
 def shingles(text: str, ngram_words: int) -> U64:
-    """Hashes of all runs of `ngram_words` words, `(num_words - ngram_words + 1,)`, in order, repeated where they are.
+    """Hashes of all runs of `ngram_words` words, `(num_words - ngram_words + 1,)`, in order, including repeats.
 
-    A text of fewer words has one shingle, all its words; a text without a word has one shingle, the text itself. The
-    hashes are the same in every process and on every machine.
+    A text with fewer words has one shingle of all its words; a text without words has one shingle, the text itself.
+    The hashes are the same in every process and on every machine.
     """
     words = word_hashes(text)
     if len(words) == 0:
@@ -85,9 +85,9 @@ def word_hashes(text: str) -> U64:
 
 
 def _hash_words(values: U64, alone: NDArray[np.bool_] | None) -> U64:
-    """Hashes of the words in a stretch of letters, where 0 separates: sum of letter * base^place, mixed.
+    """Hashes of the words in a stretch of letter values, separated by 0: sum of letter * base^place, mixed.
 
-    The sums of all words are differences of one prefix sum; a word's place in the stretch is divided out again.
+    The sums of all words are differences of one prefix sum, divided by the power of the word's start.
     """
     letter = np.empty(len(values) + 2, np.bool_)
     letter[0] = letter[-1] = False
@@ -110,9 +110,9 @@ def _hash_words(values: U64, alone: NDArray[np.bool_] | None) -> U64:
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[U64, NDArray[np.bool_]]:
-    """For every code point: a random word that stands for it in lower case, 0 if it separates; is it a word alone?"""
+    """A random value for the lower-case form of each code point (0: separator); a mask of one-character words."""
     lower = np.zeros(0x110000, np.uint64)
-    for code in range(0x32400):  # beyond: unassigned, tags and private use
+    for code in range(0x32400):  # above: unassigned, tags and private use
         kind = unicodedata.category(chr(code))[0]
         if kind in "LMN":
             lower[code] = ord(chr(code).lower()[0]) if kind == "L" else code

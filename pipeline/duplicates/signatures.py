@@ -1,9 +1,10 @@
-"""Signatures: a few numbers for a document, of which two documents share about as many as of their shingles.
+"""Signatures: short arrays whose share of equal slots estimates the Jaccard similarity of two documents.
 
-Fast similarity sketching (Dahlgaard, Knudsen, Thorup, FOCS 2017): like MinHash, P(slot equal) = Jaccard similarity and
-slots are nearly independent, but a shingle is hashed once or a few times in all, not once a slot. In each of a few
-rounds every shingle falls into one slot, which keeps the least value; values of later rounds are larger, so that a
-full signature needs no further round. What is then still empty, as in short documents, takes the least of all shingles.
+Fast similarity sketching (Dahlgaard, Knudsen, Thorup, FOCS 2017): as in MinHash, P(slot equal) = Jaccard similarity and
+slots are nearly independent, but a shingle is hashed once or a few times, not once a slot. In each of a few rounds
+every shingle falls into one slot, which keeps the least value. Values of later rounds are larger, so that a full
+signature needs no further round. A slot that is then still empty, as in short documents, takes the least hash of all
+shingles.
 """
 
 import numpy as np
@@ -40,7 +41,7 @@ class Signer:
         """The signature of a set of shingles, given as `(n,)` hashes in any order, n >= 1."""
         num_slots = np.uint64(self.config.num_slots)
         slots = np.full(self.config.num_slots, _EMPTY, np.uint32)
-        # All rounds at once for few shingles, where calls cost more than what they compute: the result is the same.
+        # For few shingles all rounds run at once, because calls cost more than computation; the result is the same.
         step = _ROUNDS if len(hashes) <= _FEW else 1
         for number in range(0, _ROUNDS, step):
             drawn = mix((hashes ^ self._round_keys[number : number + step]).reshape(-1))

@@ -4,12 +4,12 @@
 |--------------|-------------------------|------------------------------------------------------------------|
 | unit         | dictionary<string>      | the dropped document's unit                                      |
 | ordinal      | int32                   | its number among the unit's records                              |
-| kept_unit    | dictionary<string>      | where the document is that stays for it                          |
+| kept_unit    | dictionary<string>      | unit of the kept document                                        |
 | kept_ordinal | int32                   |                                                                  |
 | kept_id      | fixed_size_binary(16)   |                                                                  |
-| kind         | dictionary<string>      | exact: equal texts; near: verified to be alike                   |
+| kind         | dictionary<string>      | exact: equal texts; near: verified to be similar                 |
 | similarity   | float                   | 1 for exact, else the share of equal slots                       |
-| cluster_size | int64                   | documents for which the kept one stands, itself included         |
+| cluster_size | int64                   | documents that the kept one represents, including itself         |
 """
 
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ import pyarrow as pa
 from common.storage import write_aside
 from pipeline.duplicates.clusters import Decisions
 from pipeline.duplicates.documents import I64, Documents
-from pipeline.shards.schema import ID_BYTES
+from pipeline.readers.corpus import ID_BYTES
 
 DUPLICATES = "duplicates.arrow"
 KINDS = ("near", "exact")
 STAMP = b"stamp"
-"""Key of the schema's metadata under which a file names what it was made from."""
+"""Metadata key for the hash of the inputs and settings of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """A document to drop, and the one that stays for it."""
+    """A document to drop, and the kept document that it duplicates."""
 
     unit: str
     ordinal: int
@@ -72,7 +72,7 @@ def _coded(places: I64, names: pa.Array) -> pa.DictionaryArray:
 
 
 def stamp_of(path: Path) -> str | None:
-    """What an Arrow file says it was made from; None when it is missing or damaged."""
+    """Hash of the inputs of an Arrow file, from its metadata; None if the file is missing or damaged."""
     try:
         schema = pa.ipc.open_file(pa.memory_map(str(path))).schema
     except (OSError, pa.ArrowInvalid):
@@ -82,10 +82,10 @@ def stamp_of(path: Path) -> str | None:
 
 
 def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
-    """The documents to drop from a unit, by ordinal. Reads the unit's rows only.
+    """The documents to drop from a unit, by ordinal. Reads only the unit's rows.
 
     Raises:
-        FileNotFoundError: the search has not been finished.
+        FileNotFoundError: the search is not finished.
     """
     batch = _open(folder)
     column = batch.column("unit")

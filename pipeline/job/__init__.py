@@ -1,1 +1,1 @@
-"""The preparation job: units of work, their stages, restarts, estimates and progress."""
+"""The preparation job: units of work, stages, restarts, estimates and progress."""

@@ -1,4 +1,4 @@
-"""What a preparation will make and how long it will take, estimated from a sample; and how good the estimate was."""
+"""Estimate of the result and duration of a preparation from a sample, and its comparison with the outcome."""
 
 import math
 import os
@@ -29,15 +29,15 @@ from pipeline.tokenizer.tokenization import TokenizerInfo
 ESTIMATE = "estimate.json"
 _SAMPLE_SECONDS = 20.0
 _LEAST_SECONDS = 60.0
-"""Below this the start of Ray's workers decides how long the work takes, which no sample tells."""
+"""Shortest duration that is compared; below it, the start of Ray's workers dominates, which no sample shows."""
 _RANGED = ("documents", "kept", "num_tokens", "text_bytes")
-"""Estimates whose deviation is told."""
+"""Estimates that are shown with a range."""
 _ROW_BYTES = 64
-"""Of a shard: id, lengths, offset and a short source; beside tokens and windows."""
+"""Bytes of a shard row without tokens and windows: id, lengths, offset and a short source."""
 
 
 class Estimate(Strict):
-    """Totals as the sample lets expect them. Duplicates and failures of whole files are not foreseen."""
+    """Totals estimated from a sample. Duplicates and failures of whole files are not included."""
 
     sampled_bytes: int
     """Input bytes that were read."""
@@ -47,22 +47,22 @@ class Estimate(Strict):
     num_tokens: int
     text_bytes: int
     shards: int
-    """At most: units times splits."""
+    """Largest number of shards: units times splits."""
     shard_bytes: int
     cpu_seconds: float
-    """Of one CPU."""
+    """CPU time, in seconds."""
     num_cpus: int
-    """CPUs that the time is for: this machine's, unless session.num_cpus says otherwise."""
+    """CPUs for which `seconds` holds: session.num_cpus, or all CPUs of this machine."""
     plan_hash: str = ""
-    """Hash of the plan it is for (pipeline/job/output.py)."""
+    """Hash of its plan (pipeline/job/output.py)."""
 
     seconds: float | None = None
-    """Of the work on so many CPUs, without Ray's start; None in an estimate of an earlier version."""
+    """Duration on `num_cpus` CPUs, without Ray's start; None in an estimate of an earlier version."""
     deviations: dict[str, float] = Field(default_factory=dict)
     """Standard deviations of the estimates, by name."""
 
     def lines(self) -> list[str]:
-        """The estimate for people."""
+        """The estimate as text."""
         seconds = self._seconds
         long = f"{seconds / 60:,.1f} minutes" if seconds >= _LEAST_SECONDS else f"{math.ceil(seconds)} seconds"
         kept = f"of which {self.kept:,} kept{self._range('kept')} ({self.kept / max(1, self.documents):.0%})"
@@ -76,18 +76,18 @@ class Estimate(Strict):
         ]
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """The range of the true figure, nearly always: two deviations to each side; None where all of it was read."""
+        """A range of two standard deviations to each side; None if the whole input was read."""
         if not (deviation := self.deviations.get(name)):
             return None
         value = getattr(self, name)
         return max(0, round(value - 2 * deviation)), round(value + 2 * deviation)
 
     def against(self, manifest: Manifest, seconds: float | None) -> list[tuple[str, int, int]]:
-        """Name, estimate and outcome of everything that can be compared.
+        """Name, estimate and outcome of all comparable figures.
 
         Args:
-            manifest: what was made.
-            seconds: that it took, where that is known. Less than a minute is not compared.
+            manifest: the result.
+            seconds: duration, if known. Less than a minute is not compared.
         """
         totals = manifest.totals
         found = [
@@ -102,7 +102,7 @@ class Estimate(Strict):
         )
 
     def score(self, manifest: Manifest, seconds: float | None = None) -> str:
-        """One line: how far each estimate was from what came out."""
+        """One line with each estimate and its deviation from the outcome."""
         told = [
             f"{name} {expected:,} ({expected / max(1, came) - 1:+.0%})"
             for name, expected, came in self.against(manifest, seconds)
@@ -119,22 +119,22 @@ class Estimate(Strict):
 
 
 def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> Estimate:
-    """Reads parts of the corpus as a task would, for about 20 seconds, and scales up what was found a byte of input.
+    """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
 
-    Each folder and each format is estimated by itself (pipeline/job/strata.py), from a few parts at least: where small
+    Each folder and each format is estimated separately (pipeline/job/strata.py) from at least a few parts: if small
     files hold most of the documents, large ones say nothing about them.
 
     Args:
         config: settings.
-        folder: holds the tokenizer.
+        folder: folder of the tokenizer.
         units: the plan.
         tokenizer: facts of the tokenizer.
 
     Raises:
-        ConfigError: tokenizer.engine asks for one that does not give the same ids.
+        ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
     engine = output_engine(config, folder, units)
-    list(judged_documents(iter(()), folder, config, tokenizer, engine))  # loading is no part of the rate
+    list(judged_documents(iter(()), folder, config, tokenizer, engine))  # load the tokenizer before the clock starts
     seen = _Seen()
     strata = draw_strata([part for unit in units for part in unit.parts])
     total = sum(stratum.num_bytes for stratum in strata)
@@ -190,13 +190,13 @@ class _Seen:
         self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
 
     def counts(self) -> Counts:
-        """The same, as the words of pipeline/job/outcome.py take it."""
+        """The counts as pipeline/job/outcome.py needs them."""
         read = self.kept + self.dropped.total() + self.failed.total()
         return Counts(read=read, **vars(self))
 
 
 def _warn(seen: _Seen, config: PipelineConfig, units: Sequence[Unit]) -> None:
-    """Warns, in the words of `prepare`, where the sample holds nothing to keep or lines that should be whole files."""
+    """Warns, as `prepare` would, if no document of the sample is kept or if lines should be whole files."""
     counts = seen.counts()
     sources = (part.source for unit in units for part in unit.parts)
     hint = lines_hint(counts.read, counts.dropped, identity(config)["corpus"], sources)
@@ -205,7 +205,7 @@ def _warn(seen: _Seen, config: PipelineConfig, units: Sequence[Unit]) -> None:
 
 
 def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
-    """Seconds of the unit that takes longest: no number of CPUs makes the work shorter."""
+    """Seconds of the longest unit, which more CPUs cannot shorten."""
     rates: dict[tuple[str, int], float] = {}
     for stratum in strata:
         rate = stratum.estimate().cpu_seconds / stratum.num_bytes
@@ -222,7 +222,7 @@ def _judge(
     engine: EngineName,
     seen: _Seen,
 ) -> Found:
-    """Sums of some records; their fates are counted in `seen`."""
+    """Sums over some records; counts their fates in `seen`."""
     found = Found()
     for judged, tokens in judged_documents(iter(records), folder, config, tokenizer, engine):
         found += Found(1, int(tokens is not None), 0 if tokens is None else len(tokens), judged.entry.text_bytes)
@@ -231,15 +231,15 @@ def _judge(
 
 
 def keep_estimate(made: Estimate, folder: Path) -> None:
-    """Writes an estimate beside the output folder, from where `prepare` takes it."""
+    """Writes an estimate next to the output folder, from where `prepare` adopts it."""
     try:
         write_text(_beside(folder), made.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        get_logger().warning("the estimate cannot be kept for the final report: %s", error)
+        get_logger().warning("the estimate could not be saved for the final report: %s", error)
 
 
 def adopt_estimate(folder: Path, plan_hash: str) -> None:
-    """Moves the estimate of the same plan, if one lies beside the output folder, into it."""
+    """Moves an estimate of the same plan from next to the output folder into it."""
     path = _beside(folder)
     found = _load(path)
     if found is not None and found.plan_hash == plan_hash:
@@ -252,7 +252,7 @@ def _beside(folder: Path) -> Path:
 
 
 def load_estimate(folder: Path) -> Estimate | None:
-    """The estimate that `--plan` left in an output folder; None where it did not run."""
+    """The estimate of `--plan` in an output folder; None if `--plan` did not run."""
     return _load(folder / ESTIMATE)
 
 

@@ -1,23 +1,23 @@
-"""What a preparation came to, in words."""
+"""Messages on the outcome of a preparation."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.config import PipelineConfig
-from pipeline.job.filters import EMPTY, TOO_SHORT, limit_in_words
 from pipeline.readers.names import SUFFIXES, bare_suffix
 from pipeline.shards.manifest import Counts, Manifest, Sidecar
+from pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
 
 _EXAMPLES = 10
 
 
 def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
-    """Why there is nothing to train on, in words; None when some document was kept."""
+    """An error message if no document was kept, else None."""
     if counts.kept:
         return None
     if counts.read == 0:
-        return "corpus: empty, the inputs hold not one document; check corpus.paths"
+        return "corpus: empty, the inputs hold no documents; check corpus.paths"
     failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
     could_not = f" ({failed})" if failed else ""
     if counts.read == sum(counts.failed.values()):
@@ -42,11 +42,11 @@ def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
 def lines_hint(
     read: int, dropped: Mapping[str, int], corpus: Mapping[str, Any], sources: Iterable[str | None]
 ) -> str | None:
-    """Advice where most documents are empty or short and lines of text files are documents; None elsewhere.
+    """A hint if most documents are empty or short and each line of a text file is a document; else None.
 
     Args:
-        read: documents in all.
-        dropped: documents by reason.
+        read: number of documents read.
+        dropped: dropped documents by reason.
         corpus: settings of the corpus, as JSON.
         sources: names of the files.
     """
@@ -57,13 +57,13 @@ def lines_hint(
     if chosen == "auto" and not any(SUFFIXES.get(bare_suffix(source or "")) == "text" for source in sources):
         return None
     return (
-        f"{num_short:,} of {read:,} documents are empty or too short, and each line of a .txt is a document; where "
-        "a file is one document, set corpus.format=text_file"
+        f"{num_short:,} of {read:,} documents are empty or too short, and each line of a .txt is a document; if each "
+        "file is one document, set corpus.format=text_file"
     )
 
 
 def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: PipelineConfig) -> str | None:
-    """What failed, in words, when it is more than the settings allow."""
+    """An error message if more documents failed than max_error_share allows."""
     failed = sum(counts.failed.values())
     if failed <= config.max_error_share * counts.read:
         return None
@@ -72,14 +72,14 @@ def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: Pipelin
     share = failed / counts.read
     head = (
         f"{failed:,} of {counts.read:,} documents failed ({by_reason}): {share:.2%} is more than max_error_share = "
-        f"{config.max_error_share:g}. Mend the inputs and prepare into a new folder, or allow more with "
-        f"max_error_share={math.ceil(share * 1000) / 1000:g}: the same command then finishes at once. For example:"
+        f"{config.max_error_share:g}. Repair the inputs and prepare into a new folder, or allow more with "
+        f"max_error_share={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
     )
     return "\n".join([head, *examples])
 
 
 def summary(manifest: Manifest, output: str) -> str:
-    """One line: what was read, what became of it, where it is."""
+    """One line with the output folder, the documents read and their fates."""
     totals = manifest.totals
     lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
     return (
@@ -90,6 +90,6 @@ def summary(manifest: Manifest, output: str) -> str:
 
 
 def _not_read(manifest: Manifest) -> str:
-    """The files that a search of folders did not take, in words."""
+    """The files that a search of folders skipped, as text."""
     kinds = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
     return kinds and f"; not read: {kinds}"

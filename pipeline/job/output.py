@@ -1,4 +1,4 @@
-"""The output folder of a preparation: whose it is, what is finished in it, what a killed run left behind."""
+"""The output folder of a preparation: its plan, its finished work and the remains of a killed run."""
 
 import shutil
 from collections.abc import Sequence
@@ -27,26 +27,26 @@ from pipeline.shards.rejected import REJECTED
 PLAN = "plan.json"
 
 
-class Plan(Strict):
-    """What a folder is being made from. Written first, so that a later run knows what it finds."""
+class PreparePlan(Strict):
+    """Settings and inputs of an output folder, written first so that a later run can check them."""
 
     config: dict[str, Any]
     config_hash: str
     units: dict[str, str]
     """Hash of each unit's inputs, by unit name."""
     files: dict[str, str]
-    """Hash of other files that decide what is chosen, by setting."""
+    """Hash of other files that influence the choice, by setting."""
     sources: dict[str, str]
-    """First source of each unit, by unit name: what to tell a person when inputs changed."""
+    """First source of each unit, by unit name, for messages on changed inputs."""
     stamps: dict[str, Stamp] = Field(default_factory=dict)
-    """The state of each unit's inputs, by unit name; empty where an earlier version wrote the plan."""
+    """State of each unit's inputs, by unit name; empty if an earlier version wrote the plan."""
     skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
-    """Files that are not read, by kind; of no influence on whether a folder can be continued."""
+    """Skipped files, by kind; without influence on whether a folder can be continued."""
 
 
-def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> Plan:
+def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> PreparePlan:
     """The plan of these settings over these inputs."""
-    return Plan(
+    return PreparePlan(
         config=identity(config),
         config_hash=config_hash(config),
         units={unit.name: hash_unit(unit) for unit in units},
@@ -57,13 +57,13 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Sk
     )
 
 
-def hash_plan(plan: Plan) -> str:
-    """SHA-256 of what a plan makes, from inputs by name and size."""
+def hash_plan(plan: PreparePlan) -> str:
+    """SHA-256 of a plan's settings and of its inputs by name and size."""
     return hash_json([plan.config_hash, plan.units, plan.files])
 
 
-def claim(folder: Path, plan: Plan) -> None:
-    """Marks the folder as this plan's and removes what a killed run was in the middle of writing."""
+def claim(folder: Path, plan: PreparePlan) -> None:
+    """Writes the plan to the folder and removes temporary files of a killed run."""
     if not (folder / PLAN).exists():
         write_text(folder / PLAN, plan.model_dump_json(indent=1) + "\n")
     for aside in list(folder.rglob(".*.tmp")):
@@ -74,7 +74,7 @@ def claim(folder: Path, plan: Plan) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Removes everything a preparation wrote, but for its lock."""
+    """Removes everything that a preparation wrote, except its lock."""
     for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, BEATS):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("train-*.arrow"), *folder.glob("held-out-*.arrow")]:
@@ -83,15 +83,15 @@ def discard(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[str]:
-    """Why the output folder cannot be used for this plan, one line a problem; none when it is new or its own."""
+def output_problems(folder: Path, config: PipelineConfig, plan: PreparePlan) -> list[str]:
+    """Reasons why the output folder cannot be used for this plan, one line each; none if it is new or has this plan."""
     where = f"output = {config.output!r}"
     if folder.exists() and not folder.is_dir():
         return [f"{where} is a file; name a folder"]
     if not folder.is_dir() or all(path.name.startswith(".") or path.name == LOCK for path in folder.iterdir()):
         return []
     try:
-        other = Plan.model_validate_json((folder / PLAN).read_bytes())
+        other = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
     except FileNotFoundError:
         return [f"{where} holds files that `prepare` did not write; name an empty or a new folder"]
     except ValidationError:
@@ -102,7 +102,7 @@ def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[st
     if other.files != plan.files:
         changed = sorted(key for key in plan.files if plan.files[key] != other.files.get(key))
         return [f"{where} was made with other contents of the files of {', '.join(changed)}; name another folder"]
-    # Installed packages change under a developer's hands; finished documentation of the ones before stays good.
+    # Installed packages change often; documentation prepared from earlier versions stays valid.
     if plan.units == other.units or (config.corpus.kind == "python_docs" and (folder / MANIFEST).exists()):
         return []
     changed = sorted(
@@ -110,6 +110,6 @@ def output_problems(folder: Path, config: PipelineConfig, plan: Plan) -> list[st
     )
     first = plan.sources.get(changed[0]) or other.sources[changed[0]]
     return [
-        f"{where} was begun with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
+        f"{where} was started with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
         f"{first}; name another folder or delete this one"
     ]

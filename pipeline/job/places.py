@@ -1,4 +1,4 @@
-"""Problems of the places that a preparation names: found from the settings alone, right or wrong as they are."""
+"""Problems of the paths in the settings of a preparation, found even if other settings are invalid."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ def look(values: Mapping[str, Any]) -> list[str]:
     """Problems of `output`, `corpus.paths` and `tokenizer.name`, one line each."""
     corpus, tokenizer = values.get("corpus"), values.get("tokenizer")
     paths = corpus.get("paths") if isinstance(corpus, Mapping) else None
-    listed = paths if isinstance(paths, list) else []  # anything else is a problem of the setting, not of a place
+    listed = paths if isinstance(paths, list) else []  # other types are reported by the validation of the setting
     local = [path for path in listed if isinstance(path, str) and not is_remote(path)]
     found = [f"corpus.paths: {problem}" for path in local if (problem := _path_problem(path))]
     output = values.get("output")
@@ -30,7 +30,7 @@ def look(values: Mapping[str, Any]) -> list[str]:
 
 
 def output_place_problems(output: str, inputs: list[str]) -> list[str]:
-    """Reasons why a folder cannot take the shards: it cannot be made, or lies in a folder that is read."""
+    """Reasons why a folder cannot take the shards: it cannot be created, or is inside an input folder."""
     if is_remote(output):
         return ["is an address; name a folder, then `declutr push FOLDER ADDRESS`"]
     try:
@@ -38,11 +38,11 @@ def output_place_problems(output: str, inputs: list[str]) -> list[str]:
     except PathError as error:
         return [str(error)]
     found = [
-        f"lies in {path!r}, which is read: the same command would then read the shards; name another folder"
+        f"is inside the input {path!r}, so the same command would read the shards as input; name another folder"
         for path in inputs
         if not _path_problem(path) and (root := expand(path)).is_dir() and _inside(folder, root)
     ]
-    finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk will do
+    finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
     problem = None if finished else folder_problem(folder)
     return [*found, problem] if problem else found
 

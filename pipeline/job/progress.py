@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar for people, the same numbers as JSON lines for programs."""
+"""Progress of a preparation: a bar for users, and the same numbers as JSON lines for programs."""
 
 import contextlib
 import json
@@ -18,13 +18,13 @@ from pipeline.shards.manifest import Sidecar
 
 PROGRESS = "progress.jsonl"
 BEATS = "beats"
-"""Folder in the output folder in which tasks say how far they are; gone when a stage is over."""
+"""Folder in the output folder for the heartbeats of tasks; removed at the end of a stage."""
 _MIB = 2**20
 _BEAT_SECONDS = 2.0
 
 
 class Done(Strict):
-    """Work that is done."""
+    """Finished work."""
 
     num_bytes: int = 0
     """Input bytes."""
@@ -40,18 +40,18 @@ class Done(Strict):
 
 @dataclass
 class Heartbeat:
-    """Says how far one unit is, every two seconds at most. Best effort: a beat that is lost does no harm."""
+    """Writes the progress of one unit, at most every two seconds. A lost heartbeat does no harm."""
 
     folder: Path
     unit: str
     _last: float = 0.0
 
     def due(self) -> bool:
-        """Whether it is time for another beat."""
+        """Returns True if the next heartbeat is due."""
         return time.monotonic() - self._last >= _BEAT_SECONDS
 
     def beat(self, done: Done) -> None:
-        """Replaces this unit's last beat."""
+        """Replaces this unit's last heartbeat."""
         self._last = time.monotonic()
         path = self.folder / BEATS / self.unit
         aside = path.with_name(f".{self.unit}.{os.getpid()}.tmp")
@@ -62,13 +62,13 @@ class Heartbeat:
 
 
 class Progress(Watcher):
-    """Counts finished units, and what the tasks say of unfinished ones; time left is estimated from input bytes.
+    """Counts finished units and the heartbeats of unfinished ones; estimates the time left from input bytes.
 
     Args:
         folder: output folder; the JSON lines go to `progress.jsonl` in it.
-        stage: what is being done, for the bar and the lines.
+        stage: name of the stage, for the bar and the lines.
         total_bytes: input bytes of all units.
-        done: units that were finished before this run.
+        done: sidecars of units that were finished before this run.
     """
 
     def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar]) -> None:
@@ -76,7 +76,7 @@ class Progress(Watcher):
         self._folder, self._stage, self._total_bytes = folder, stage, total_bytes
         self._log = (folder / PROGRESS).open(
             "ab", buffering=0
-        )  # what a full disk refuses is not tried again at the end
+        )  # unbuffered, so that a line refused by a full disk is not retried at the end
         self._finished = {sidecar.unit for sidecar in done}
         self._done = self._before = sum((_of_sidecar(sidecar) for sidecar in done), Done())
         self._started = time.monotonic()
@@ -93,7 +93,7 @@ class Progress(Watcher):
         shutil.rmtree(folder / BEATS, ignore_errors=True)
 
     def add(self, sidecar: Sidecar) -> None:
-        """One more unit is finished."""
+        """Counts one more finished unit."""
         with self._lock:
             self._finished.add(sidecar.unit)
             self._done += _of_sidecar(sidecar)
@@ -105,7 +105,7 @@ class Progress(Watcher):
             self._show()
 
     def _under_way(self) -> Done:
-        """What unfinished units have done so far."""
+        """Work of unfinished units so far."""
         total = Done()
         for path in (self._folder / BEATS).glob("[0-9]*"):
             if path.name not in self._finished:
@@ -146,7 +146,7 @@ class Progress(Watcher):
 
 
 def seconds_spent(folder: Path) -> float | None:
-    """Seconds of all stages, over all runs that worked on a folder; None where nothing was noted."""
+    """Seconds of all stages, over all runs on a folder; None without a progress file."""
     try:
         lines = (folder / PROGRESS).read_bytes().splitlines()
     except FileNotFoundError:

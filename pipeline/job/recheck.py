@@ -1,4 +1,4 @@
-"""Comparison of inputs with what finished units were made from, where their names and sizes are the same."""
+"""Comparison of inputs with those of finished units, if names and sizes are the same."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from common.console.logs import get_logger
 from common.stores.address import is_remote
 from pipeline.config import PipelineConfig
-from pipeline.job.output import PLAN, Plan
+from pipeline.job.output import PLAN, PreparePlan
 from pipeline.job.unit_writer import load_sidecar, sidecar_path
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
@@ -20,22 +20,22 @@ _THREADS = 4
 
 
 def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit], verify: bool = False) -> list[str]:
-    """The reason why a folder's work cannot continue with these inputs, if any.
+    """Reasons why the work in a folder cannot continue with these inputs.
 
-    A time that changed is no change by itself: a file whose head, middle and tail are the same is read whole, and
-    compared with what was noted when it was prepared.
+    A changed time alone is not a change: if head, middle and tail of a file are the same, the whole file is read and
+    compared with the recorded digest.
 
     Args:
-        folder: an output folder of which the plan agrees with the units.
+        folder: output folder whose plan matches the units.
         config: settings.
         units: marked units.
-        verify: read every byte again, also of files whose time is the same.
+        verify: also read every byte of files whose time is the same.
     """
     finished = (folder / MANIFEST).exists()
-    if finished and config.corpus.kind == "python_docs":  # as for the names and sizes of installed packages
+    if finished and config.corpus.kind == "python_docs":  # see output_problems: installed packages may change
         return []
     try:
-        plan = Plan.model_validate_json((folder / PLAN).read_bytes())
+        plan = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return []
     judge = _Judge(folder, plan, finished, verify)
@@ -43,18 +43,18 @@ def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit]
         changed = [unit for unit, same in zip(units, pool.map(judge.is_same, units), strict=True) if not same]
     if changed:
         return [
-            f"output = {config.output!r} was begun with other contents of its inputs: {len(changed)} of {len(units)} "
-            f"units changed although names and sizes are the same, the first at {changed[0].parts[0].source}; put the "
-            "earlier files back, name another folder or delete this one"
+            f"output = {config.output!r} was started with other contents of its inputs: {len(changed)} of {len(units)} "
+            f"units changed although names and sizes are the same, the first at {changed[0].parts[0].source}; restore "
+            "the earlier files, name another folder or delete this one"
         ]
     judge.tell(len(units))
     return []
 
 
 class _Judge:
-    """Compares the inputs of units with what was noted of them."""
+    """Compares the inputs of units with their recorded stamps."""
 
-    def __init__(self, folder: Path, plan: Plan, finished: bool, verify: bool) -> None:
+    def __init__(self, folder: Path, plan: PreparePlan, finished: bool, verify: bool) -> None:
         self._folder, self._plan, self._finished, self._verify = folder, plan, finished, verify
         self._unnoted: list[str] = []
         self._touched: list[str] = []
@@ -62,7 +62,7 @@ class _Judge:
         self._remote: list[str] = []
 
     def is_same(self, unit: Unit) -> bool:
-        """Whether a unit's inputs are those that were noted."""
+        """Returns True if a unit's inputs match their record."""
         now, noted = unit.stamp, self._noted(unit)
         if now is None:
             return True
@@ -75,7 +75,7 @@ class _Judge:
         if any(is_remote(part.path) for part in unit.parts):
             self._remote.append(unit.name)
             return now.modified == noted.modified
-        if noted.digest is None:  # nothing was made of it yet
+        if noted.digest is None:  # the unit is not prepared yet
             return True
         (self._verified if self._verify else self._touched).append(unit.name)
         return digest_parts(unit.parts) == noted.digest
@@ -87,7 +87,7 @@ class _Judge:
         return self._plan.stamps.get(unit.name)
 
     def _is_older(self, unit: Unit) -> bool:
-        """Where an earlier version noted nothing: whether the inputs are older than what was made of them."""
+        """Returns True if the inputs are older than the unit's result; used if an earlier version recorded no stamp."""
         paths = [sidecar_path(folder, unit.name) for folder in (self._folder / CANDIDATES, self._folder)]
         made = [path.stat().st_mtime_ns for path in paths if path.exists()]
         if not made:
@@ -97,17 +97,17 @@ class _Judge:
         return self._finished or all(path.stat().st_mtime_ns <= min(made) for path in local if path.exists())
 
     def tell(self, num_units: int) -> None:
-        """Says what was taken for the same, and why."""
+        """Logs which units were accepted as unchanged, and why."""
         if self._touched:
-            get_logger().info("%d of %d units: other times, the same bytes", len(self._touched), num_units)
+            get_logger().info("%d of %d units: times differ, bytes are the same", len(self._touched), num_units)
         if self._verify:
-            get_logger().info("%d of %d units: every byte is as it was read", len(self._verified), num_units)
+            get_logger().info("%d of %d units: every byte is unchanged", len(self._verified), num_units)
         if self._verify and self._remote:
-            get_logger().warning("%d units: compared by size and tag of remote files only", len(self._remote))
+            get_logger().warning("%d units: compared only by size and tag of remote files", len(self._remote))
         if self._unnoted:
             get_logger().warning(
-                "%d of %d units were made by an earlier version, which noted names and sizes of inputs only: taken as "
-                "they are%s",
+                "%d of %d units were made by an earlier version, which recorded only names and sizes of inputs; "
+                "accepted%s",
                 len(self._unnoted),
                 num_units,
                 "" if self._finished else ", because no input is newer than them",

@@ -1,4 +1,4 @@
-"""A sample of the corpus, spread evenly over it, and the tokenizer that is loaded for the corpus or trained on it."""
+"""A sample of the corpus, spread evenly over it, and the tokenizer that is loaded or trained on the sample."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ from pipeline.tokenizer.tokenization import (
 
 _SAMPLED_UNITS = 256
 _COMPARED_MIB = 0.5
-"""Text of the corpus on which tokenizing engines are compared."""
+"""Text of the corpus on which tokenizer engines are compared."""
 
 
 def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: float) -> Iterator[str]:
-    """Normalised texts from the beginning of each unit (of 256 units chosen by hash, when there are more).
+    """Normalised texts from the start of each unit (of 256 units chosen by hash, if there are more).
 
-    What one unit has too little of is taken from the ones after it, so that the sample is full when the corpus is.
+    If a unit is too short for its share, later units give more, so that the sample is full if the corpus suffices.
     """
     chosen = sorted(units, key=lambda unit: hashlib.blake2b(f"{config.seed}/{unit.name}".encode()).digest())
     chosen = sorted(chosen[:_SAMPLED_UNITS], key=lambda unit: (unit.num_bytes, unit.name))
@@ -48,7 +48,7 @@ def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: floa
 
 
 def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
-    """The tokenizer in the output folder, put there first when this is the first run."""
+    """The tokenizer in the output folder; the first run creates it."""
     if not (folder / TOKENIZER).exists():
         made = _make_tokenizer(config, units)
         with folder_aside(folder / TOKENIZER) as aside:
@@ -69,11 +69,11 @@ def _save(tokenizer: Any, folder: Path) -> None:
             raise
         raise OSError(
             f"{folder.parent / TOKENIZER} cannot be written: {error}"
-        ) from error  # `tokenizers` raises it bare
+        ) from error  # `tokenizers` raises plain Exception
 
 
 def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:
-    """Loads or trains the tokenizer that the config asks for."""
+    """Loads or trains the configured tokenizer."""
     if isinstance(config.tokenizer, TrainedTokenizer):
         get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
         return train_tokenizer(sample_texts(config, units, config.tokenizer.sample_mib), config.tokenizer.vocab_size)
@@ -81,10 +81,10 @@ def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:
 
 
 def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName:
-    """What applies the tokenizer in the output folder.
+    """The engine for the tokenizer in the output folder.
 
     Raises:
-        ConfigError: tokenizer.engine asks for one that does not give the same ids.
+        ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
     chosen = choose_engine(folder / TOKENIZER, config.tokenizer.engine, sample_texts(config, units, _COMPARED_MIB))
     get_logger().info("tokenizing with %s: %s", chosen.engine, chosen.reason)

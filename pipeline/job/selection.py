@@ -1,4 +1,4 @@
-"""The last stage of a unit when duplicates are removed: its candidates without the copies of what is kept elsewhere."""
+"""Last stage of a unit if duplicates are removed: writes its candidates without the duplicates."""
 
 import gzip
 import json
@@ -26,16 +26,16 @@ REASONS = {"exact": "duplicate", "near": "near_duplicate"}
 
 
 def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo) -> Sidecar:
-    """Writes one unit from its candidates and the list of duplicates. Needs neither the corpus nor a tokenizer's work.
+    """Writes one unit from its candidates and the list of duplicates, without reading or tokenizing again.
 
     Args:
-        unit: what was read.
+        unit: the unit.
         folder: the output folder with the candidates in it.
         config: settings.
         tokenizer: facts of the tokenizer.
 
     Raises:
-        ShardError: the counts do not close.
+        ShardError: the counts do not balance.
     """
     candidates = folder / CANDIDATES
     copies = removed(folder, unit.name)
@@ -63,7 +63,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
 
 
 def _tokens(shard: Path) -> Iterator[NDArray[np.uint32]]:
-    """Tokens of a shard's documents in row order; none when there is no such shard."""
+    """Tokens of a shard's documents in row order; none if the shard does not exist."""
     if not shard.exists():
         return
     with pa.memory_map(str(shard)) as file, pa.ipc.open_file(file) as reader:
@@ -75,7 +75,7 @@ def _tokens(shard: Path) -> Iterator[NDArray[np.uint32]]:
 
 
 def _rejected_texts(candidates: Path, unit: str) -> Iterator[str]:
-    """Texts of the candidates that were rejected already, in reading order."""
+    """Texts of the already rejected candidates, in reading order."""
     with gzip.open(candidates / REJECTED / f"{unit}.jsonl.gz", "rb") as lines:
         for line in lines:
             yield json.loads(line)["text"]

@@ -1,7 +1,7 @@
-"""The stages of a preparation on Ray Data, each a list of units of which the finished ones are skipped.
+"""The stages of a preparation on Ray Data; each stage skips finished units.
 
-Without duplicates to be removed there is one: units are read and written. With them there are three: units are read and
-written as candidates, copies are found over all units, units are written again without them.
+Without removal of duplicates, a single stage reads and writes the units. With it, the first stage writes candidates,
+the second finds duplicates over all units, and the third writes the units without them.
 """
 
 import os
@@ -30,21 +30,21 @@ from pipeline.tokenizer.batch_tokenizer import EngineName
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 _ATTEMPTS = 10
-"""How often a unit is begun anew when its worker dies. An input that crashes a library would do so for ever."""
+"""Retries of a unit whose worker died; limited, because an input that crashes a library does so every time."""
 Stage = Literal["prepare", "select"]
 
 
 def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> list[Sidecar]:
-    """Does what is missing in the output folder; returns the sidecars of all units in plan order.
+    """Completes the output folder; returns the sidecars of all units in plan order.
 
     Raises:
-        ConfigError: tokenizer.engine asks for one that does not give the same ids.
-        ShardError: a task failed on what it read or where it wrote.
+        ConfigError: the engine in tokenizer.engine does not give the same ids.
+        ShardError: a task could not read its input or write its output.
     """
     if not config.duplicates.enabled:
         return _run("prepare", config, folder, units, tokenizer)
     if (folder / DUPLICATES).exists():
-        # Once the copies are known, only units whose own files are missing are read again.
+        # Once the duplicates are known, only units with missing files are read again.
         missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
         _run("prepare", config, folder, missing, tokenizer)
     else:
@@ -62,18 +62,18 @@ def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], toke
 def _run(
     stage: Stage, config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo
 ) -> list[Sidecar]:
-    """Sidecars of the units in order: the finished ones as they are, the others through Ray Data."""
+    """Processes unfinished units on Ray Data; returns the sidecars of all units in order."""
     target = stage_folder(folder, config) if stage == "prepare" else folder
     found = [finished_sidecar(unit, target, config) for unit in units]
     done = [sidecar for sidecar in found if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
     todo = largest_first([unit for unit, sidecar in zip(units, found, strict=True) if sidecar is None])
     if done:
-        get_logger().info("%s: %d of %d units are finished already", stage, len(done), len(units))
+        get_logger().info("%s: %d of %d units are already finished", stage, len(done), len(units))
     if todo:
         engine = output_engine(config, folder, units) if stage == "prepare" else "tokenizers"
         start_ray(config.session.num_cpus, config.session.address)
-        # One block a unit: a task that dies is retried alone. The order in which they end does not matter.
+        # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
         rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
         arguments = {"stage": stage, "folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": engine}
         results = rows.map(work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=_remote_arguments)
@@ -94,9 +94,9 @@ def _run(
 def work_on(
     row: dict[str, str], stage: Stage, folder: str, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
 ) -> dict[str, str]:
-    """The function Ray Data maps over units: `{"unit": JSON}` in, `{"sidecar": JSON, "problem": words}` out.
+    """Processes one unit; Ray Data maps it from `{"unit": JSON}` to `{"sidecar": JSON, "problem": message}`.
 
-    A full disk or a damaged file is an answer: raised here, it would reach people as a traceback of Ray's.
+    A full disk or a damaged file is returned as a problem; raised here, users would see it as a traceback of Ray.
     """
     # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -118,10 +118,10 @@ def _remote_arguments() -> dict[str, Any]:
 def _crashed(left: Sequence[Unit]) -> str:
     named = ", ".join(f"{unit.name} ({unit.parts[0].source} ...)" for unit in left[:3])
     return (
-        f"workers died {_ATTEMPTS + 1} times on one unit, one of the {len(left)} that are left: {named}. Memory may "
-        "be short (take fewer session.num_cpus), or an input crashes a library"
+        f"workers died {_ATTEMPTS + 1} times on one of the {len(left)} remaining units: {named}. Either memory is "
+        "short (lower session.num_cpus), or an input crashes a library"
     )
 
 
 def _stopped(stage: str, folder: Path, problem: object) -> ShardError:
-    return ShardError(f"{stage}: {problem}. What is finished in {folder} stays; the same command continues")
+    return ShardError(f"{stage}: {problem}. Finished work in {folder} is kept; the same command continues")

@@ -1,4 +1,4 @@
-"""A sample of a corpus by kinds of files: parts of each folder and each format, read in bites whose size is known."""
+"""A stratified sample of a corpus: parts of each folder and each format, read in bites of known size."""
 
 import math
 from collections import Counter, defaultdict
@@ -14,16 +14,16 @@ from pipeline.readers.names import bare_suffix
 MAX_STRATA = 16
 SAMPLED_PARTS = 64
 LEAST_PARTS = 4
-"""Of each stratum, however small its share: a small file may hold most of the documents."""
+"""Least number of sampled parts of a stratum, because a small file may hold most of the documents."""
 _BITE_DOCUMENTS = 256
 _BITE_CHARACTERS = 1_000_000
 _UNKNOWN_SPREAD = 0.3
-"""Standard deviation of a rate, as a share of it, where one bite of a part is all that was read."""
+"""Assumed relative standard deviation of a rate if only one bite of a part was read."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Sums over what was read, or over what that stands for."""
+    """Sums over the sample, or estimated sums over the input that it represents."""
 
     documents: float = 0
     kept: float = 0
@@ -40,12 +40,12 @@ class Found:
 
 @dataclass
 class Sampled:
-    """A part of the sample.
+    """A part in the sample.
 
     Attributes:
-        part: what is read, at least its beginning.
+        part: the part, of which at least the beginning is read.
         stands_for: input bytes of its stratum that it represents.
-        bites: what was found, and in how many input bytes, in order.
+        bites: sums and input bytes of each bite, in order.
     """
 
     part: Part
@@ -58,13 +58,13 @@ class Sampled:
         return sum(size for _, size in self.bites)
 
     def estimate(self) -> Found:
-        """Sums over the bytes that it stands for."""
+        """Estimated sums over the bytes that it represents."""
         return sum((found for found, _ in self.bites), Found()) * (self.stands_for / max(1, self.num_bytes))
 
 
 @dataclass
 class Stratum:
-    """Parts of one folder and one format, of which some are sampled."""
+    """Parts of one folder and one format, and the sampled ones among them."""
 
     parts: list[Part]
     sampled: list[Sampled]
@@ -75,11 +75,11 @@ class Stratum:
         return sum(part.num_bytes for part in self.parts)
 
     def estimate(self) -> Found:
-        """Sums over all of its parts."""
+        """Estimated sums over all of its parts."""
         return sum((one.estimate() for one in self.sampled), Found())
 
     def variance(self) -> Found:
-        """Variances of `estimate`: between parts, as far as not all were read, and within those read in part."""
+        """Variances of `estimate`: between parts, if not all were read, and within partly read ones."""
         totals = np.array([astuple(one.estimate()) for one in self.sampled])
         found = np.zeros(totals.shape[1])
         count = len(self.sampled)
@@ -100,9 +100,9 @@ class Stratum:
 
 
 def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
-    """Parts to read, by top folder and format; of each stratum as its bytes ask for, and at least a few.
+    """Draws parts by top folder and format, in proportion to the bytes of each stratum but at least a few.
 
-    Where there are more than 16 strata, the folders with the fewest bytes are taken together.
+    If there are more than 16 strata, those with the fewest bytes are merged.
     """
     parts = [part for part in parts if part.num_bytes]
     sizes = Counter[tuple[str, str]]()
@@ -118,10 +118,10 @@ def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
 
 
 def bites(reading: Reading, num_bytes: int) -> Iterator[tuple[list[Record], int]]:
-    """The records of a part, some at a time, and how many input bytes they were read from.
+    """The records of a part in bites, each with the number of input bytes that it was read from.
 
-    A reader takes its input in pieces, so what it consumed is ahead of the records it gave. The two agree at the moment
-    at which it asks for another piece: there a bite ends.
+    A reader takes its input in pieces, so its consumed bytes are ahead of its records. The two agree when the reader
+    requests another piece, so a bite ends there.
     """
     held: list[Record] = []
     before = mark = characters = 0
@@ -142,7 +142,7 @@ def _kind(part: Part) -> tuple[str, str]:
 
 
 def _draw(parts: list[Part], total: int) -> Stratum:
-    """Evenly over the bytes of a stratum, the beginning of its order among them."""
+    """Draws parts evenly over the bytes of a stratum."""
     mine = sum(part.num_bytes for part in parts)
     count = max(LEAST_PARTS, math.ceil(SAMPLED_PARTS * mine / total))
     if len(parts) <= count:

@@ -1,4 +1,4 @@
-"""Everything a unit leaves in a folder: shards, ledger, rejected documents; last, the sidecar that says it is done."""
+"""Output files of a unit: shards, ledger, rejected documents and, last, the sidecar that marks it as finished."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from common.storage import write_text
 from pipeline.config import PipelineConfig, config_hash
 from pipeline.job.progress import Done
 from pipeline.job.units import Unit, hash_unit
-from pipeline.readers.corpus import Failure
+from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.stamp import Stamp
 from pipeline.shards.ledger import Entry, LedgerWriter
 from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
@@ -25,13 +25,13 @@ from pipeline.tokenizer.tokenization import TokenizerInfo
 
 
 class UnitWriter:
-    """Takes the documents of a unit in reading order, kept or not. A context; `finish` is called after it.
+    """A context that takes the documents of a unit in reading order, kept or not; call `finish` after it.
 
     Args:
-        folder: where the files go.
-        unit: what is read.
+        folder: target folder.
+        unit: the unit.
         config: settings.
-        tokenizer: of the tokens.
+        tokenizer: facts of the tokenizer.
     """
 
     def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
@@ -44,7 +44,7 @@ class UnitWriter:
         self._kept = self._text_bytes = self._longest_tokens = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
-        self._failures: list[Failure] = []
+        self._failures: list[ReadFailure] = []
 
     def __enter__(self) -> "UnitWriter":
         for shard in self._shards.values():
@@ -54,10 +54,10 @@ class UnitWriter:
         return self
 
     def keep(self, entry: Entry, tokens: NDArray[np.uint32]) -> None:
-        """Adds a document to the shard of its split, which is its fate.
+        """Adds a document to the shard of the split that its fate names.
 
         Raises:
-            ShardError: a token id that the vocabulary does not have.
+            ShardError: a token id is beyond the vocabulary.
         """
         assert entry.id is not None
         row = self._shards[entry.fate].add(entry.id, tokens, entry.source, entry.offset)  # type: ignore[index]
@@ -65,12 +65,12 @@ class UnitWriter:
         self._record(replace(entry, row=row))
 
     def reject(self, entry: Entry, text: str) -> None:
-        """Adds a document that is not kept, for the reason that is its fate; one without an id could not be read."""
+        """Adds a document that is dropped or, if it has no id, could not be read; its fate is the reason."""
         if entry.id is None:
             self._failed[entry.fate] += 1
             if len(self._failures) < MAX_EXAMPLES:
                 example = {"reason": entry.fate, "source": entry.source, "offset": entry.offset}
-                self._failures.append(Failure.model_validate(example | {"message": entry.detail or ""}))
+                self._failures.append(ReadFailure.model_validate(example | {"message": entry.detail or ""}))
         else:
             self._dropped[entry.fate] += 1
         self._record(entry)
@@ -82,7 +82,7 @@ class UnitWriter:
         self._ledger.add(entry)
 
     def done(self, bytes_read: int) -> Done:
-        """How far the unit is, after that many bytes of its input."""
+        """Work on the unit after `bytes_read` bytes of its input."""
         return Done(
             num_bytes=bytes_read,
             documents=self._ledger.num_rows,
@@ -100,7 +100,7 @@ class UnitWriter:
         """Writes the sidecar with the state of the inputs: the unit is finished.
 
         Raises:
-            ShardError: the counts do not close.
+            ShardError: the counts do not balance.
         """
         counts = Counts(
             read=self._ledger.num_rows,
@@ -127,12 +127,12 @@ class UnitWriter:
 
 
 def sidecar_path(folder: Path, unit: str) -> Path:
-    """Where a unit's sidecar lies."""
+    """Path of a unit's sidecar."""
     return folder / "units" / f"{unit}.json"
 
 
 def load_sidecar(folder: Path, unit: str) -> Sidecar | None:
-    """The sidecar of a unit, whatever it is about; None where there is none that can be read."""
+    """The sidecar of a unit, even of other inputs or settings; None if it is missing or damaged."""
     try:
         return Sidecar.model_validate_json(sidecar_path(folder, unit).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -140,7 +140,7 @@ def load_sidecar(folder: Path, unit: str) -> Sidecar | None:
 
 
 def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sidecar | None:
-    """The sidecar of a unit that needs no more work: same input, same settings, its files there in full size."""
+    """The sidecar of a finished unit: same input, same settings, all files present in full size; else None."""
     sidecar = load_sidecar(folder, unit.name)
     if sidecar is None:
         return None

@@ -1,4 +1,4 @@
-"""Units of work: what one task reads. They depend on the inputs and the configuration alone, never on the workers."""
+"""Units of work, each read by one task. They depend only on the inputs and the configuration, not on the workers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,17 +19,17 @@ Corpus = FilesCorpus | HubCorpus | PythonDocs
 
 
 class Unit(Strict):
-    """Some parts of the corpus, read in order by one task, which writes the shards named after the unit."""
+    """Parts of the corpus that one task reads in order and writes to the shards named after the unit."""
 
     name: str
-    """Five or more digits, the unit's place in the plan."""
+    """The unit's place in the plan, five or more digits."""
     parts: list[Part]
     marks: dict[str, Mark | None] = Field(default_factory=dict)
-    """The state of its files when the plan was made, by path; empty where nobody asked (`mark_units`)."""
+    """State of its files when the plan was made, by path; empty without a call of `mark_units`."""
 
     @property
     def stamp(self) -> Stamp | None:
-        """The state of its inputs when the plan was made."""
+        """State of its inputs when the plan was made."""
         return stamp_of(self.parts, self.marks) if self.marks else None
 
     @property
@@ -39,12 +39,12 @@ class Unit(Strict):
 
     @property
     def weight(self) -> int:
-        """About how many bytes of text there are to read."""
+        """Approximate bytes of text."""
         return sum(part.weight for part in self.parts)
 
 
 class Reading(Iterator[Record]):
-    """Every document and failure of a unit, in order, and how much of the unit's input was read for them so far."""
+    """Every document and failure of a unit, in order, and the input bytes read for them so far."""
 
     def __init__(self, unit: Unit, corpus: Corpus) -> None:
         self._unit = unit
@@ -63,7 +63,7 @@ class Reading(Iterator[Record]):
 
     @property
     def bytes_read(self) -> int:
-        """Input bytes (compressed, where the input is), rising from 0 to the unit's `num_bytes`; a little ahead."""
+        """Input bytes (compressed if the input is) from 0 to the unit's `num_bytes`, slightly ahead of the records."""
         now = self._done + min(self._part_bytes, max(0, int(self._meter.measure())))
         self._most = max(self._most, now)
         return self._most
@@ -87,11 +87,11 @@ def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) 
 
     Args:
         corpus: settings.
-        unit_mib: of text in a unit.
-        skipped: counts what a search of folders met and did not take.
+        unit_mib: text in a unit, MiB.
+        skipped: counts the files that a search of folders met and did not take.
 
     Returns:
-        The units, and what is wrong with the inputs: one line a problem.
+        The units, and the problems of the inputs, one line each.
     """
     unit_bytes = max(1, int(unit_mib * MIB))
     problems: list[str] = []
@@ -111,12 +111,12 @@ def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) 
 
 
 def hash_unit(unit: Unit) -> str:
-    """SHA-256 of what a unit reads, by the names and sizes of its parts rather than by where they lie."""
+    """SHA-256 of a unit's parts, by name and size but not by path."""
     return hash_json([part.model_dump(exclude={"path"}) for part in unit.parts])
 
 
 def mark_units(units: Sequence[Unit]) -> list[Unit]:
-    """The units with the marks of their files, each file looked at once."""
+    """The units with the marks of their files; each file is examined once."""
     marks = mark_files(part for unit in units for part in unit.parts)
     return [unit.model_copy(update={"marks": {part.path: marks[part.path] for part in unit.parts}}) for unit in units]
 
@@ -125,7 +125,7 @@ def stamp_read(unit: Unit) -> Stamp | None:
     """The stamp of a unit that was just read; None for one without marks.
 
     Raises:
-        OSError: a file is not what it was when the plan was made. One that is gone was counted while reading.
+        OSError: a file was changed after planning. (A missing file is already counted as a failure.)
     """
     if not unit.marks:
         return None
@@ -133,7 +133,7 @@ def stamp_read(unit: Unit) -> Stamp | None:
     now = mark_files(unit.parts)
     for part in unit.parts:
         if now[part.path] is not None and now[part.path] != unit.marks[part.path]:
-            raise OSError(f"{part.source} was changed while the corpus was being read; leave inputs alone meanwhile")
+            raise OSError(f"{part.source} was changed while the corpus was being read; do not modify inputs meanwhile")
     return stamp_of(unit.parts, unit.marks, digest)
 
 
@@ -143,5 +143,5 @@ def read_unit(unit: Unit, corpus: Corpus) -> Reading:
 
 
 def largest_first(units: Sequence[Unit]) -> list[Unit]:
-    """The order in which to start units: a large one started last would keep one worker busy alone."""
+    """Sorts units by size, because a large unit started last would keep one worker busy alone."""
     return sorted(units, key=lambda unit: (-unit.weight, unit.name))

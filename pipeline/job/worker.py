@@ -1,4 +1,4 @@
-"""What one task does: read a unit, choose, tokenize, write; candidates only, where duplicates are to be removed."""
+"""The work of one task: read a unit, choose, tokenize, write (only candidates if duplicates are to be removed)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,51 +16,51 @@ from pipeline.config import PipelineConfig
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.signatures import Signer
-from pipeline.job.filters import drop_reason
 from pipeline.job.progress import Heartbeat
 from pipeline.job.unit_writer import UnitWriter
 from pipeline.job.units import Unit, read_unit, stamp_read
 from pipeline.readers import Record
-from pipeline.readers.corpus import Failure, document_id
+from pipeline.readers.corpus import ReadFailure, document_id
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import TOKENIZER, Sidecar, Split
-from pipeline.tokenizer.batch_tokenizer import Encoder, EngineName
+from pipeline.shards.windows import drop_reason
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 CANDIDATES = "candidates"
-"""Folder in the output folder for what units leave while duplicates are still to be found."""
+"""Folder in the output folder for the files of units before duplicates are found."""
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A document on its way: its row of the ledger so far, whose fate is empty while nothing spoke against it."""
+    """A document before it is written: its ledger row, with an empty fate unless a rule has dropped it."""
 
     entry: Entry
     text: str
 
 
 def stage_folder(folder: Path, config: PipelineConfig) -> Path:
-    """Where `write_unit` writes: the output folder itself when no duplicates are looked for."""
+    """Target folder of `write_unit`: the output folder, or a folder in it if duplicates are searched for."""
     return folder / CANDIDATES if config.duplicates.enabled else folder
 
 
 def write_unit(
     unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName = "tokenizers"
 ) -> Sidecar:
-    """Prepares one unit. Its bytes depend on the unit, the settings and the tokenizer, and on nothing else.
+    """Prepares one unit. The bytes written depend only on the unit, the settings and the tokenizer.
 
     Args:
-        unit: what to read.
-        folder: the output folder; holds the tokenizer.
+        unit: the unit to read.
+        folder: output folder, which holds the tokenizer.
         config: settings.
         tokenizer: facts of the tokenizer.
-        engine: what applies it; of no influence on the result.
+        engine: library that applies it; without influence on the result.
 
     Raises:
-        OSError: an input was changed since the plan was made.
-        ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not close.
+        OSError: an input was changed after planning.
+        ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not balance.
     """
     target = stage_folder(folder, config)
     writer = UnitWriter(target, unit, config, tokenizer)
@@ -83,7 +83,7 @@ def write_unit(
 
 
 class _Keys:
-    """What the search for duplicates needs of a unit's documents."""
+    """Data of a unit's documents for the search for duplicates."""
 
     def __init__(self, config: DuplicatesConfig) -> None:
         self.ids: list[bytes] = []
@@ -92,7 +92,7 @@ class _Keys:
         self._signer = Signer(config.near) if config.near else None
 
     def add(self, ordinal: int, judged: Judged) -> None:
-        """Adds a document that would be kept."""
+        """Adds a candidate."""
         self.ids.append(judged.entry.id or b"")
         self.ordinals.append(ordinal)
         if self._signer is not None:
@@ -102,7 +102,7 @@ class _Keys:
 def judged_documents(
     records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
 ) -> Iterator[tuple[Judged, np.ndarray | None]]:
-    """Every record with its fate, in order; the tokens `(num_tokens,)` of those that are kept, None for the others."""
+    """Every record with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
     encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
     chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
     for batch in _batches(_judge(record, chooser) for record in records):
@@ -121,15 +121,15 @@ def judged_documents(
 
 
 def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split]:
-    """Which split documents belong to: draws keyed by their ids, so that equal texts never straddle the splits."""
+    """Splits of documents, drawn by their ids so that equal texts are never in both splits."""
     keys = np.array([int.from_bytes(identity[:8], "little") for identity in identities], dtype=np.uint64)
     drawn = seeding.unit(seeding.words(config.seed, "held-out", keys, np.zeros_like(keys), 1))[:, 0]
     return ["held-out" if held_out else "train" for held_out in (drawn < config.held_out_share).tolist()]
 
 
 def _judge(record: Record, chooser: Chooser) -> Judged:
-    """What can be said of a document before it is tokenized."""
-    if isinstance(record, Failure):
+    """Judges a document before it is tokenized."""
+    if isinstance(record, ReadFailure):
         return Judged(Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), "")
     choice = chooser.choose(record.text)
     raw = choice.text.encode()
@@ -148,7 +148,7 @@ def _judge(record: Record, chooser: Chooser) -> Judged:
 
 
 def _batches(documents: Iterator[Judged]) -> Iterator[Sequence[Judged]]:
-    """A bounded number of documents and characters at a time."""
+    """Groups documents by a bounded number of documents and characters."""
     batch: list[Judged] = []
     held = 0
     for judged in documents:
@@ -162,9 +162,9 @@ def _batches(documents: Iterator[Judged]) -> Iterator[Sequence[Judged]]:
 
 
 @lru_cache(maxsize=2)
-def _encoder(folder: str, fingerprint: str, engine: EngineName) -> Encoder:  # noqa: ARG001
-    """One encoder a process; the fingerprint keeps apart tokenizers that lay in the same folder one after the other."""
-    return Encoder.load(Path(folder), engine)
+def _encoder(folder: str, fingerprint: str, engine: EngineName) -> BatchTokenizer:  # noqa: ARG001
+    """One batch tokenizer a process; the fingerprint distinguishes successive tokenizers in the same folder."""
+    return BatchTokenizer.load(Path(folder), engine)
 
 
 @lru_cache(maxsize=2)

@@ -1,6 +1,6 @@
-"""Readers: generators of documents and failures. Nothing in the data stops them; what fails is a record.
+"""Readers: generators of documents and failures. Bad data never stops a reader; it gives a failure record.
 
-Everything is a stream with bounded memory: nothing is extracted, no size that a header claims is believed.
+All data are streams with bounded memory: nothing is extracted to disk, and sizes in headers are not trusted.
 """
 
 from pipeline.readers.corpus import Record

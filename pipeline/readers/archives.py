@@ -1,4 +1,4 @@
-"""Tar archives as streams: headers are read, members are handed on, nothing is ever written to a disk."""
+"""Tar archives as streams: members are read one after the other, and nothing is written to disk."""
 
 from array import array
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream
 
 _MAX_HEADER_BYTES = 1 << 20
-"""A name or an extended header is longer than this only in a broken or malicious archive."""
+"""Largest name or extended header; only a broken or malicious archive has a longer one."""
 _MAX_NUMBER = 1 << 60
-"""A size above an exbibyte is damage, and no position beyond it can be computed with."""
+"""Largest number in a header, an exbibyte; a larger one means damage."""
 _MAX_DIGITS = 19
 _SPARSE = b"GNU.sparse."
-"""Keys of an extended header that tell of holes: the contents begin with a map of them, which is no text."""
+"""Prefix of extended-header keys for sparse files, whose contents start with a map of holes instead of text."""
 _REGULAR = b"0\x007"
 _FOLDER = b"5"
 _KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a FIFO"}
@@ -24,11 +24,11 @@ class Member:
 
     name: str
     kind: str
-    """file, folder, or in words what else it is."""
+    """`file`, `folder`, or a description of anything else."""
     start: int
-    """Position of its (first) header in the archive."""
+    """Position of its first header in the archive."""
     data: ByteStream
-    """The contents, to be read before the next member is asked for."""
+    """The contents; read them before the next member is requested."""
 
 
 class _Contents:
@@ -39,7 +39,7 @@ class _Contents:
         self.left = size
 
     def read(self, num_bytes: int) -> bytes:
-        """Some bytes; none at the end of the member.
+        """Returns some bytes; none at the end of the member.
 
         Raises:
             EOFError: the archive ends first.
@@ -54,24 +54,24 @@ class _Contents:
 
 
 def is_tar(head: bytes) -> bool:
-    """Whether a file begins like an archive, by the magic of its first header."""
+    """Returns True if the first header of a file has the magic of an archive."""
     return head[257:262] == b"ustar"
 
 
 def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Iterator[Member]:
-    """Members whose header begins before `stop`, of a stream that stands at a header.
+    """Members whose header starts before `stop`, of a stream that is positioned at a header.
 
-    Archives that were put one behind the other are one, so that nothing behind the first end mark is lost.
+    Concatenated archives are read as one, so that nothing after the first end mark is lost.
 
     Args:
         stream: the archive.
         stop: a position in it.
-        ends: takes the position behind each end mark.
+        ends: list that receives the position after each end mark.
 
     Raises:
-        OSError: a damaged header; what follows cannot be found.
-        EOFError: the archive ends without its end mark.
-        other READ_ERRORS: of the stream.
+        OSError: a header is damaged, so that the next one cannot be found.
+        EOFError: the archive has no end mark.
+        other READ_ERRORS: the stream failed.
     """
     name: str | None = None
     size: int | None = None
@@ -111,7 +111,7 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
 
 
 def find_members(stream: ByteStream) -> tuple["array[int]", int | None]:
-    """Positions of the headers of all members, and of the end; None as the end of a broken archive."""
+    """Positions of the headers of all members and of the end; the end of a broken archive is None."""
     starts, ends = array("q"), [0]
     try:
         for member in members(stream, 1 << 62, ends):
@@ -122,7 +122,7 @@ def find_members(stream: ByteStream) -> tuple["array[int]", int | None]:
 
 
 def _skip_zeros(stream: ByteStream, start: int) -> bool:
-    """Moves the stream to the next block that is not of zeros, counted from `start`; False where there is none."""
+    """Moves the stream to the next block (counted from `start`) that is not all zeros; False if there is none."""
     while data := stream.read():
         zeros = len(data) - len(data.lstrip(b"\0"))
         if zeros < len(data):
@@ -133,17 +133,17 @@ def _skip_zeros(stream: ByteStream, start: int) -> bool:
 
 
 def _check(header: bytes) -> None:
-    """Raises OSError unless the checksum is that of the header."""
+    """Raises OSError if the checksum of the header is wrong."""
     expected = sum(header) - sum(header[148:156]) + 8 * ord(" ")
     if _number(header[148:156]) != expected:
         raise OSError("a damaged header (its checksum is wrong)")
 
 
 def _number(field: bytes) -> int:
-    """An octal number, or a binary one where the first bit is set, as GNU writes sizes above 8 GiB.
+    """An octal number, or a binary one if the first bit is set, as GNU tar writes sizes above 8 GiB.
 
     Raises:
-        OSError: it is no number, or one that no archive can hold.
+        OSError: the field is not a number, or the number is too large for an archive.
     """
     if field[0] == 0x80:
         number = int.from_bytes(field[1:], "big")
@@ -157,7 +157,7 @@ def _number(field: bytes) -> int:
 
 
 def _payload(stream: ByteStream, length: int) -> bytes:
-    """What an extension header holds."""
+    """Reads the content of an extension header."""
     if length > _MAX_HEADER_BYTES:
         raise OSError(f"a damaged header (an extension of {length} bytes)")
     data = stream.read_whole(_padded(length))
@@ -167,7 +167,7 @@ def _payload(stream: ByteStream, length: int) -> bytes:
 
 
 def _extended(payload: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
-    """Name and size out of the records `LENGTH KEY=VALUE` of a pax header."""
+    """Name and size from the records `LENGTH KEY=VALUE` of a pax header."""
     position = 0
     while position < len(payload):
         digits, space, _ = payload[position : position + 20].partition(b" ")
@@ -189,7 +189,7 @@ def _extended(payload: bytes, name: str | None, size: int | None) -> tuple[str |
 
 
 def _name(header: bytes) -> str:
-    """Name of a member by its own header."""
+    """Name of a member from its header."""
     name = _text(header[:100])
     prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
     return f"{prefix}/{name}" if prefix else name
@@ -200,7 +200,7 @@ def _text(field: bytes) -> str:
 
 
 def _kind(flag: bytes, name: str) -> str:
-    """What a member is."""
+    """Kind of a member."""
     if flag == _FOLDER or (flag in (b"0", b"\0") and name.endswith("/")):
         return "folder"
     if flag[0] in _REGULAR:
@@ -209,5 +209,5 @@ def _kind(flag: bytes, name: str) -> str:
 
 
 def _padded(size: int) -> int:
-    """Bytes that `size` bytes take in whole blocks."""
+    """Size rounded up to whole blocks."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""Where documents come from: the settings of a corpus, the parts it is cut into, and what reading it gives."""
+"""Settings of a corpus, the parts it is cut into, and the records that reading it gives."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ from typing import Literal
 from pydantic import Field
 
 from common.config import Strict
-from pipeline.shards.schema import ID_BYTES
 
 MIB = 2**20
+ID_BYTES = 16
+"""Length of a document id."""
 END = 2**62
-"""`stop` of a part that goes on to the end of its file, wherever that is."""
+"""`stop` of a part that extends to the end of its file."""
 
 MAX_DOCUMENT_MIB = Field(default=16.0, gt=0, le=512)
 
@@ -20,14 +21,14 @@ Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document as read: raw text and where it stood (`offset` as in pipeline/shards/schema.py)."""
+    """One document as read: raw text and its place (`offset` as in pipeline/shards/schema.py)."""
 
     text: str
     source: str
     offset: int
 
 
-class Failure(Strict):
+class ReadFailure(Strict):
     """One document, or the rest of one file, that could not be read."""
 
     reason: str
@@ -36,27 +37,27 @@ class Failure(Strict):
     message: str
 
 
-Record = Document | Failure
+Record = Document | ReadFailure
 
 
 class Part(Strict):
-    """A stretch of one file that is read by one task. It depends on the input and the settings alone."""
+    """A stretch of one file that one task reads. It depends only on the input and the settings."""
 
     format: Literal["jsonl", "text", "stream", "tar", "parquet", "arrow", "python", "topics", "lost"]
-    """stream: a whole file, of which the content and the name tell what it is (pipeline/readers/files.py). lost: a
-    folder, a link or a file that could not be read when files were looked for; it gives one failure."""
+    """stream: a whole file whose format follows from its content and name (pipeline/readers/files.py). lost: a folder,
+    a link or a file that could not be read when the corpus was searched; it gives one failure."""
     path: str
     """Absolute local path, or an address with a protocol."""
     source: str
-    """Name of the file relative to its input root: stable when the corpus is moved."""
+    """Name of the file relative to its input root, so that it stays the same when the corpus is moved."""
     start: int
     stop: int
     """[start, stop) in bytes of the file (jsonl, text, stream, python), in bytes of the uncompressed archive (tar), in
     row groups (parquet), in record batches (arrow)."""
     num_bytes: int
-    """Input bytes (compressed, where the file is). The parts of a file add up to its size, or nearly (Parquet)."""
+    """Input bytes (compressed if the file is). The parts of a file add up to its size (nearly, for Parquet)."""
     weight: int
-    """About how many bytes of text there are to read: what units are cut by."""
+    """Approximate bytes of text, by which units are cut."""
 
 
 class FilesCorpus(Strict):
@@ -65,10 +66,10 @@ class FilesCorpus(Strict):
     kind: Literal["files"]
     paths: list[str] = Field(min_length=1)
     """Files, folders (searched recursively, hidden names left out) or globs: local, or s3:// gs:// hf:// and so on.
-    Other files in folders are counted by the ending of their names, in the plan, the manifest and the report."""
+    Other files in folders are counted by their suffix in the plan, the manifest and the report."""
     format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
-    """auto goes by the name, then by the content. text: one document a line; text_file: one document a file. A .txt is
-    read as text, but as text_file when it is the member of an archive, as in OpenWebText; .md is read as text_file."""
+    """auto uses the content, then the name. text: one document a line; text_file: one document a file. A .txt is
+    read as text, but as text_file if it is the member of an archive, as in OpenWebText; .md is read as text_file."""
     text_field: str = "text"
     """Key or column that holds the text in JSONL, Parquet, Arrow and CSV."""
     max_document_mib: float = MAX_DOCUMENT_MIB
@@ -80,13 +81,13 @@ class HubCorpus(Strict):
 
     kind: Literal["hub"]
     name: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?$")
-    """As in the address of the dataset's page, for example `allenai/c4`."""
+    """Name as in the address of the dataset's page, for example `allenai/c4`."""
     config: str | None = None
-    """Configuration ("subset") of the dataset; none takes the default one."""
+    """Configuration ("subset") of the dataset; null takes the default one."""
     split: str = "train"
-    """Split of the dataset that is read; our own held-out share is drawn from it."""
+    """Split of the dataset to read; held_out_share is drawn from it."""
     revision: str | None = None
-    """Branch, tag or commit; the newest commit when none. It is resolved to a commit, and that is what is read."""
+    """Branch, tag or commit; null takes the newest commit. A branch or tag is resolved to its commit before reading."""
     text_field: str = "text"
     """Key or column that holds the text."""
     max_document_mib: float = MAX_DOCUMENT_MIB
@@ -101,11 +102,11 @@ class Input:
     source: str
     num_bytes: int
     searched: bool
-    """Found in a folder or by a glob, where files of no known format are passed over, and counted."""
+    """True if found in a folder or by a glob, where files of unknown format are skipped and counted."""
     lost: bool = False
-    """A folder, a link or a file that cannot be read."""
+    """True for a folder, a link or a file that cannot be read."""
 
 
 def document_id(normalised: bytes) -> bytes:
-    """16 bytes that name a document: a hash of its normalised text in UTF-8, so that equal texts have equal names."""
+    """16 bytes that identify a document: a hash of its normalised text in UTF-8, so that equal texts have equal ids."""
     return hashlib.blake2b(normalised, digest_size=ID_BYTES).digest()

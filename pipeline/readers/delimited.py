@@ -3,19 +3,19 @@
 import csv
 from collections.abc import Iterator
 
-from pipeline.readers.corpus import END, MIB, Failure, Record
+from pipeline.readers.corpus import END, MIB, ReadFailure, Record
 from pipeline.readers.lines import lines, unreadable
 from pipeline.readers.pieces import documents
 from pipeline.readers.streams import READ_ERRORS, ByteStream
 
 MAX_FIELD_BYTES = 64 * MIB
-"""A field is in memory as text, four bytes a character. Mostly it is a quote that nobody closed."""
+"""Largest field; it is in memory with four bytes a character. A longer one is usually an unclosed quote."""
 
 
 class _Feed:
-    """Lines of text for the csv module, which asks for another one while a quoted field is open.
+    """Lines of text for the csv module, which requests further lines while a quoted field is open.
 
-    Bytes that are no UTF-8 come through as surrogates: they spoil their row and no other.
+    Bytes that are not UTF-8 become surrogates, so that they affect only their row.
     """
 
     def __init__(self, stream: ByteStream) -> None:
@@ -27,9 +27,9 @@ class _Feed:
         return self
 
     def __next__(self) -> str:
-        for raw, offset, goes_on in self._lines:
-            self.too_large |= goes_on
-            if not goes_on:
+        for raw, offset, continues in self._lines:
+            self.too_large |= continues
+            if not continues:
                 data = raw.removeprefix(b"\xef\xbb\xbf") if offset == 0 else raw
                 return data.decode("utf-8", "surrogateescape") + "\n"
         self.ended = True
@@ -40,7 +40,7 @@ def read_delimited(
     stream: ByteStream, source: str, text_field: str, max_bytes: int, delimiter: str
 ) -> Iterator[Record]:
     """The column `text_field` of every row."""
-    csv.field_size_limit(MAX_FIELD_BYTES)  # of the whole process: nothing else of ours reads CSV
+    csv.field_size_limit(MAX_FIELD_BYTES)  # a limit of the whole process, in which no other code reads CSV
     feed = _Feed(stream)
     rows = csv.reader(feed, delimiter=delimiter)
     column: int | None = None
@@ -51,7 +51,7 @@ def read_delimited(
         try:
             fields = next(rows)
         except StopIteration:
-            if header is not None and column is None and row == 0:  # most likely no such file at all
+            if header is not None and column is None and row == 0:  # most likely not a CSV file at all
                 yield _no_column(header, text_field, source, row)
             return
         except READ_ERRORS as error:
@@ -59,7 +59,7 @@ def read_delimited(
             return
         except csv.Error as error:
             reason = "too_large" if "limit" in str(error) else "invalid_csv"
-            yield Failure(reason=reason, source=source, offset=row, message=str(error))
+            yield ReadFailure(reason=reason, source=source, offset=row, message=str(error))
             row += 1
             continue
         if header is None:
@@ -67,22 +67,22 @@ def read_delimited(
             column = header.index(text_field) if text_field in header else None
             continue
         if feed.ended:
-            yield Failure(reason="invalid_csv", source=source, offset=row, message="a quoted field is never closed")
+            yield ReadFailure(reason="invalid_csv", source=source, offset=row, message="a quoted field is never closed")
         elif feed.too_large:
             message = f"a line of more than {MAX_FIELD_BYTES // MIB} MiB"
-            yield Failure(reason="too_large", source=source, offset=row, message=message)
+            yield ReadFailure(reason="too_large", source=source, offset=row, message=message)
         elif column is None:
             yield _no_column(header or [], text_field, source, row)
         elif not fields:  # a blank line is an empty document, so that totals close
             yield from documents(b"", source, row, max_bytes)
         elif len(fields) <= column:
             message = f"the row has {len(fields)} of {len(header)} columns"
-            yield Failure(reason="invalid_csv", source=source, offset=row, message=message)
+            yield ReadFailure(reason="invalid_csv", source=source, offset=row, message=message)
         else:
             yield from documents(fields[column].encode("utf-8", "surrogateescape"), source, row, max_bytes)
         row += 1
 
 
-def _no_column(header: list[str], text_field: str, source: str, row: int) -> Failure:
+def _no_column(header: list[str], text_field: str, source: str, row: int) -> ReadFailure:
     message = f"no column {text_field!r}; found {header}"[:200]
-    return Failure(reason="no_text_field", source=source, offset=row, message=message)
+    return ReadFailure(reason="no_text_field", source=source, offset=row, message=message)

@@ -1,4 +1,4 @@
-"""One file, or one member of an archive: what it is, by content and name, and its records."""
+"""Format detection, by content and name, and the records of one file or member of an archive."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pipeline.readers.archives import Member, is_tar, members
-from pipeline.readers.corpus import END, MIB, Failure, FilesCorpus, Format, HubCorpus, Record
+from pipeline.readers.corpus import END, MIB, FilesCorpus, Format, HubCorpus, ReadFailure, Record
 from pipeline.readers.delimited import read_delimited
 from pipeline.readers.encodings import as_utf8, encoding_of
 from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable
@@ -23,7 +23,7 @@ from pipeline.readers.streams import (
 from pipeline.readers.tables import Rows, read_arrow_stream, read_parquet
 
 MAX_DEPTH = 4
-"""Archives in archives. Each may be compressed: OpenWebText is two deep."""
+"""Largest depth of nested archives, each of which may be compressed; OpenWebText has two levels."""
 _MIN_DOCUMENT_BYTES = 64
 _PARQUET = b"PAR1"
 _ARROW_FILE = b"ARROW1\0\0"
@@ -31,24 +31,24 @@ _ARROW_FILE = b"ARROW1\0\0"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How the files of a corpus are read."""
+    """Rules for reading the files of a corpus."""
 
     format: Format | None
-    """None: each file tells."""
+    """Format of all files; None detects it for each file."""
     text_field: str
     max_bytes: int
-    """Of one document."""
+    """Largest document."""
 
 
 def rules_of(corpus: FilesCorpus | HubCorpus) -> Rules:
-    """How this corpus is read."""
+    """The rules of a corpus."""
     fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
-    # An escaped surrogate pair takes twelve bytes, so that no limit above some of those can fall inside everything.
+    # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
     return Rules(fixed, corpus.text_field, max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB)))
 
 
 def format_of(head: bytes, name: str, *, inside: bool) -> Format | None:
-    """The format of uncompressed contents, unless they are an archive."""
+    """The format of uncompressed content that is not an archive."""
     if head.startswith(_PARQUET):
         return "parquet"
     if head.startswith(_ARROW_FILE):
@@ -72,10 +72,10 @@ def read_stream(
     Args:
         stream: the bytes of the file.
         source: its name; archives and members are joined with "!".
-        rules: how to read.
-        depth: how many archives it lies in.
-        compressed: how many layers of compression were taken off since the last archive.
-        allowance: of the file that the stream lies in; none where the stream is the file.
+        rules: rules for reading.
+        depth: number of archives around the stream.
+        compressed: layers of compression removed since the last archive.
+        allowance: allowance of the file around the stream; None if the stream is the file.
     """
     allowance = Allowance(stream) if allowance is None else allowance
     try:
@@ -87,7 +87,7 @@ def read_stream(
     archive = is_tar(head) or (compression is None and rules.format is None and bare_suffix(source) == TAR_SUFFIX)
     if (compression and compressed == MAX_DEPTH) or (archive and depth == MAX_DEPTH):
         message = f"more than {MAX_DEPTH} archives or compressions in each other"
-        yield Failure(reason="too_deep", source=source, offset=0, message=message)
+        yield ReadFailure(reason="too_deep", source=source, offset=0, message=message)
     elif compression:
         inner = decompressed(stream, compression, allowance)
         yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1, allowance=allowance)
@@ -95,7 +95,7 @@ def read_stream(
         yield from read_archive(stream, source, rules, END, allowance, depth=depth)
     elif (known := rules.format or format_of(head, source, inside=depth > 0)) is None:
         message = "neither its name nor its content tells a format; corpus.format can"
-        yield Failure(reason="unknown_format", source=source, offset=0, message=message)
+        yield ReadFailure(reason="unknown_format", source=source, offset=0, message=message)
     else:
         yield from _read(stream, source, rules, known, head)
 
@@ -103,7 +103,7 @@ def read_stream(
 def read_archive(
     stream: ByteStream, source: str, rules: Rules, stop: int, allowance: Allowance, *, depth: int = 0
 ) -> Iterator[Record]:
-    """The records of the members whose headers begin before `stop`."""
+    """The records of the members whose headers start before `stop`."""
     try:
         for member in members(stream, stop):
             yield from _read_member(member, source, rules, depth, allowance)
@@ -112,20 +112,20 @@ def read_archive(
 
 
 def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowance: Allowance) -> Iterator[Record]:
-    """The records of one member; what is no file or has a dangerous name is a failure."""
+    """The records of one member; a member with a dangerous name or of another kind than a file gives a failure."""
     names = member.name.split("/")
     source = f"{archive}!{'/'.join(name for name in names if name not in ('', '.')) or member.name}"
     if member.name.startswith("/") or ".." in names or not member.name:
         message = f"{member.name!r} leads out of the archive"
-        yield Failure(reason="unsafe_name", source=f"{archive}!{member.name}", offset=0, message=message)
+        yield ReadFailure(reason="unsafe_name", source=f"{archive}!{member.name}", offset=0, message=message)
     elif member.kind not in ("file", "folder"):
-        yield Failure(reason="not_a_file", source=source, offset=0, message=f"{member.name!r} is {member.kind}")
+        yield ReadFailure(reason="not_a_file", source=source, offset=0, message=f"{member.name!r} is {member.kind}")
     elif member.kind == "file" and not is_hidden(member.name):
         yield from read_stream(member.data, source, rules, depth=depth + 1, allowance=allowance)
 
 
 def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: bytes) -> Iterator[Record]:
-    """The records of uncompressed contents of a known format."""
+    """The records of uncompressed content of a known format."""
     if known not in ("parquet", "arrow") and (encoding := encoding_of(head)):
         stream = as_utf8(stream, encoding)
     match known:
@@ -148,7 +148,7 @@ def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: by
 
 
 def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterator[Record]:
-    """A Parquet file that cannot be read anywhere but forward: its directory is at its end, so it is held in memory."""
+    """A Parquet file that can only be read forward; it is held in memory, because its directory is at its end."""
     held = bytearray()
     try:
         while len(held) <= MAX_HELD_BYTES and (chunk := stream.read()):
@@ -158,7 +158,7 @@ def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterato
         return
     if len(held) > MAX_HELD_BYTES:
         message = f"a Parquet file of more than {MAX_HELD_BYTES >> 20} MiB inside an archive or compression"
-        yield Failure(reason="too_large", source=source, offset=0, message=message)
+        yield ReadFailure(reason="too_large", source=source, offset=0, message=message)
     else:
         file = pa.BufferReader(pa.py_buffer(held))
         yield from read_parquet(file, source, rules.text_field, rules.max_bytes, None, Rows())

@@ -1,4 +1,4 @@
-"""A dataset of the Hugging Face Hub by its name: the data files of one split at one commit. No script is ever run."""
+"""Data files of one split of a Hugging Face Hub dataset at one commit. Scripts of the dataset are never run."""
 
 import fnmatch
 import re
@@ -10,9 +10,9 @@ from pipeline.readers.corpus import HubCorpus, Input
 from pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
 
 _CONVERTED = "refs/convert/parquet"
-"""Branch on which the Hub keeps a Parquet copy of datasets in other forms: CONFIG/SPLIT/0000.parquet."""
+"""Branch with the Hub's Parquet copies of datasets in other formats: CONFIG/SPLIT/0000.parquet."""
 _DATA = {*SUFFIXES, JSON_SUFFIX, TAR_SUFFIX} - MARKDOWN
-"""On the Hub, Markdown is the description of a dataset."""
+"""Suffixes of data files; Markdown on the Hub only describes a dataset."""
 _SPLIT = re.compile(r"(?<![a-z])(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?![a-z])")
 _SAME_SPLIT = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 
@@ -20,7 +20,7 @@ Files = dict[str, int]
 
 
 def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
-    """The files of the split with their sizes, and what is wrong, one line a problem."""
+    """The files of the split with their sizes, and problems, one line each."""
     if unreached := hub_problem():
         return [], [f"corpus.name = {corpus.name!r}: the Hub does not give the dataset: {unreached}"]
     try:
@@ -34,7 +34,7 @@ def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
         return [], [f"corpus.name = {corpus.name!r}: the Hub does not give the dataset: {error}"]
     if problem:
         return [], [problem]
-    # The commit is part of the source, so that a dataset that changed is not taken for the same input.
+    # The commit is part of the source, so that a changed dataset counts as another input.
     return [
         Input(
             f"hf://datasets/{corpus.name}@{commit}/{name}", f"{corpus.name}@{commit[:12]}/{name}", size, searched=False
@@ -45,7 +45,7 @@ def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
 
 def _listing(name: str, revision: str | None) -> tuple[str, Files, dict[str, Any]]:
     """Commit, files with their sizes, and the head of the README."""
-    from huggingface_hub import HfApi  # a second that only those pay who need it
+    from huggingface_hub import HfApi  # imported here because it takes a second
 
     info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
     files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
@@ -54,7 +54,7 @@ def _listing(name: str, revision: str | None) -> tuple[str, Files, dict[str, Any
 
 
 def _choose(corpus: HubCorpus, files: Files, card: dict[str, Any]) -> tuple[Files, str | None]:
-    """The data files of the split: as the README says, else as their names say; or a problem."""
+    """The data files of the split, as declared in the README or else by their names; or a problem."""
     data = {name: size for name, size in files.items() if bare_suffix(name) in _DATA and not name.startswith(".")}
     configs = card.get("configs")
     if isinstance(configs, list) and configs:
@@ -69,7 +69,7 @@ def _choose(corpus: HubCorpus, files: Files, card: dict[str, Any]) -> tuple[File
 
 
 def _split_of(name: str) -> str | None:
-    """The split that a file name or one of its folders names."""
+    """The split in a file's name or in the name of one of its folders."""
     for part in reversed(name.lower().split("/")):
         if found := _SPLIT.search(part):
             return _SAME_SPLIT.get(found[1], found[1])
@@ -92,7 +92,7 @@ def _declared(corpus: HubCorpus, data: Files, configs: list[Any]) -> tuple[Files
             patterns.setdefault(str(entry.get("split", "train")), []).extend(map(str, paths))
         elif isinstance(entry, str):
             patterns.setdefault("train", []).append(entry)
-    if not patterns:  # a folder, in which the names tell the splits
+    if not patterns:  # only a folder: file names decide the splits
         folder = str(config.get("data_dir", "")).strip("./")
         inside = {name: size for name, size in data.items() if not folder or name.startswith(f"{folder}/")}
         return _choose(corpus.model_copy(update={"config": None}), inside, {})

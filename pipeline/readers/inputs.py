@@ -1,4 +1,4 @@
-"""The files that a corpus stands for, by their names alone."""
+"""The files of a corpus, found by their names alone."""
 
 import os
 
@@ -12,7 +12,7 @@ from pipeline.readers.streams import COMPRESSED_SUFFIXES
 
 
 def corpus_files(corpus: FilesCorpus, skipped: Skipped) -> tuple[list[Input], list[str]]:
-    """The files of all entries of `paths`, and what is wrong with them, one line a problem."""
+    """The files of all entries of `paths`, and their problems, one line each."""
     found: list[Input] = []
     problems: list[str] = []
     for given in corpus.paths:
@@ -34,7 +34,7 @@ def corpus_files(corpus: FilesCorpus, skipped: Skipped) -> tuple[list[Input], li
         problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
         if matches and not usable:
             problems.append(
-                f"corpus.paths: {given!r} holds no file named like {' '.join(SUFFIXES)} or an archive of them"
+                f"corpus.paths: {given!r} holds no file named like {' '.join(SUFFIXES)} and no archive of such files"
                 + "".join(f"; {line}" for line in describe_skipped(skipped.kinds()))
             )
         found += usable
@@ -42,12 +42,12 @@ def corpus_files(corpus: FilesCorpus, skipped: Skipped) -> tuple[list[Input], li
 
 
 def _is_unicode(name: str) -> bool:
-    """Whether a name can be written down; file systems allow any bytes."""
+    """Returns True if a name is valid Unicode; file systems allow any bytes."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _is_candidate(file: Input) -> bool:
-    """Whether a file of a searched folder may be one of ours: by its name, or compressed, where its content tells."""
+    """Returns True if a file found in a folder may be readable, by its name or because it is compressed."""
     suffix = bare_suffix(file.source)
     if file.lost and (not suffix or os.path.isdir(file.path)):  # noqa: PTH112
         return True

@@ -1,4 +1,4 @@
-"""Line formats: one document a line, plain or JSON; and one document a file."""
+"""Readers of line formats (one document a line, plain or JSON) and of one document a file."""
 
 import json
 import re
@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.readers.corpus import END, Document, Failure, Record
+from pipeline.readers.corpus import END, Document, ReadFailure, Record
 from pipeline.readers.pieces import Buffer, character_start, cut, decode, is_wide, nul_bytes
 from pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, ByteStream
 
 MAX_HELD_BYTES = 1 << 29
-"""What must be in memory whole (a line of JSON, a Parquet file in an archive) may be this long."""
+"""Largest content that is held in memory as a whole: a line of JSON, or a Parquet file in an archive."""
 
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -25,12 +25,12 @@ _CUT_BYTES = 2 * _ESCAPE_BYTES
 def lines(
     stream: ByteStream, stop: int, max_bytes: int, *, keep: bool = True
 ) -> Iterator[tuple[bytes | bytearray, int, bool]]:
-    r"""Lines whose first byte lies before `stop`, without their `\n`.
+    r"""Lines whose first byte is before `stop`, without their `\n`.
 
-    A line longer than `max_bytes` comes in pieces cut at whitespace, or, unless `keep`, as pieces of nothing.
+    A line longer than `max_bytes` comes in pieces cut at whitespace, or, without `keep`, in empty pieces.
 
     Yields:
-        Bytes (valid until the next ones are asked for), position of the first, and whether the line goes on.
+        Bytes (valid until the next iteration), position of the first byte, and True if the line continues.
     """
     held = bytearray()
     start = stream.position
@@ -87,7 +87,7 @@ def read_text(stream: ByteStream, source: str, max_bytes: int, stop: int = END) 
 
 
 def read_text_file(stream: ByteStream, source: str, max_bytes: int) -> Iterator[Record]:
-    """One document a file. A file that breaks off is a failure rather than a document that ends somewhere."""
+    """One document a file. A file that breaks off gives a failure, not a truncated document."""
     held = bytearray()
     offset = 0
     try:
@@ -104,17 +104,17 @@ def read_text_file(stream: ByteStream, source: str, max_bytes: int) -> Iterator[
 
 
 def read_jsonl(stream: ByteStream, source: str, text_field: str, max_bytes: int, stop: int = END) -> Iterator[Record]:
-    """One JSON object a line, the text under `text_field`."""
+    """One JSON object a line, with the text under `text_field`."""
     text_of = _decoder(text_field, str).decode
     offset = stream.position
     too_large = False
     try:
-        for raw, offset, goes_on in lines(stream, stop, MAX_HELD_BYTES, keep=False):
-            if goes_on or too_large:
+        for raw, offset, continues in lines(stream, stop, MAX_HELD_BYTES, keep=False):
+            if continues or too_large:
                 if not too_large:
                     message = f"the line is longer than {MAX_HELD_BYTES >> 20} MiB"
-                    yield Failure(reason="too_large", source=source, offset=offset, message=message)
-                too_large = goes_on
+                    yield ReadFailure(reason="too_large", source=source, offset=offset, message=message)
+                too_large = continues
             elif len(raw) > max_bytes:
                 yield from _json_pieces(raw, source, offset, text_field, max_bytes)
             else:
@@ -128,31 +128,31 @@ def read_jsonl(stream: ByteStream, source: str, text_field: str, max_bytes: int,
         yield unreadable(error, source, offset)
 
 
-def unreadable(error: Exception, source: str, offset: int) -> Failure:
-    """The failure of what follows this place."""
+def unreadable(error: Exception, source: str, offset: int) -> ReadFailure:
+    """The failure for the rest of a source after this offset."""
     message = f"{error or type(error).__name__} (the rest of {source} is lost)"
-    return Failure(reason="unreadable", source=source, offset=offset, message=message)
+    return ReadFailure(reason="unreadable", source=source, offset=offset, message=message)
 
 
 @lru_cache
 def _decoder(text_field: str, kind: Any) -> Any:
-    """Decodes a JSON object to `.value`, what is under `text_field`; other keys are checked and passed over."""
+    """A decoder of JSON objects whose `.value` is the value under `text_field`; other keys are checked and ignored."""
     struct = msgspec.defstruct("Line", [("value", kind)], rename={"value": text_field})
     return msgspec.json.Decoder(struct)
 
 
 def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record:
-    """The record of a line that msgspec refused, as the standard library sees it: more lenient (NaN), and explicit.
+    """The record of a line that msgspec refused, read with Python's json, which allows NaN and explains errors.
 
     A blank line is an empty document, so that totals close.
     """
     record = decode(line, source, offset)
-    if isinstance(record, Failure) or not record.text.strip():
+    if isinstance(record, ReadFailure) or not record.text.strip():
         return record
     try:
         value = json.loads(record.text, parse_int=float)  # Python would refuse a number of 5,000 digits
     except (ValueError, RecursionError) as error:
-        return Failure(reason="invalid_json", source=source, offset=offset, message=str(error))
+        return ReadFailure(reason="invalid_json", source=source, offset=offset, message=str(error))
     if not isinstance(value, dict):
         return _no_text(source, offset, text_field, f"the line is {_kind(record.text.strip()[:1])}, not an object")
     if text_field not in value:
@@ -162,25 +162,25 @@ def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record
         return _no_text(source, offset, text_field, f"it is {_kind(json.dumps(text)[:1])}")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # an escaped lone surrogate is JSON, but no Unicode text
-        return Failure(reason="invalid_utf8", source=source, offset=offset, message=str(error.reason))
+    except UnicodeEncodeError as error:  # an escaped lone surrogate is valid JSON, but not Unicode text
+        return ReadFailure(reason="invalid_utf8", source=source, offset=offset, message=str(error.reason))
     return Document(text, source, offset)
 
 
 def _kind(start: str) -> str:
-    """The kind of JSON value that begins with this character."""
+    """The kind of JSON value that starts with this character."""
     return {"n": "null", "t": "true", "f": "false", "[": "a list", "{": "an object", '"': "a string"}.get(
         start, "a number"
     )
 
 
-def _no_text(source: str, offset: int, text_field: str, found: str) -> Failure:
+def _no_text(source: str, offset: int, text_field: str, found: str) -> ReadFailure:
     message = f"no text under {text_field!r}: {found}"[:200]
-    return Failure(reason="no_text_field", source=source, offset=offset, message=message)
+    return ReadFailure(reason="no_text_field", source=source, offset=offset, message=message)
 
 
 def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_bytes: int) -> Iterator[Record]:
-    """The document of a long line, its string unescaped piece by piece: the line is in memory once, as bytes."""
+    """The document of a long line, unescaped piece by piece, so that memory holds the line once, as bytes."""
     if offset == 0 and line[:3] == _BOM:
         line = memoryview(line)[3:]
     try:
@@ -190,7 +190,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_by
         return
     except (ValueError, RecursionError) as error:
         reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"
-        yield Failure(reason=reason, source=source, offset=offset, message=str(error))
+        yield ReadFailure(reason=reason, source=source, offset=offset, message=str(error))
         return
     string = memoryview(raw)
     if string[:1].tobytes() != b'"':
@@ -207,17 +207,17 @@ def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_by
             text = msgspec.json.decode(b'"' + window[:length] + b'"', type=str)
             yield nul_bytes(source, at) if is_wide(text) else Document(text, source, at)
         except ValueError as error:
-            yield Failure(reason="invalid_utf8", source=source, offset=at, message=str(error))
+            yield ReadFailure(reason="invalid_utf8", source=source, offset=at, message=str(error))
         start += max(1, length)
 
 
 def _address(buffer: Buffer) -> int:
-    """Where the bytes lie in memory: msgspec gives a view of the line, and this is how far into it."""
+    """Memory address of the first byte, to find the offset of msgspec's view within the line."""
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else 0
 
 
 def _json_cut(raw: bytes, max_bytes: int) -> int:
-    r"""Length of the first piece of an escaped string: after a space, else at a place inside no escape or character."""
+    r"""Length of the first piece of an escaped string; it ends after a space, else between escapes and characters."""
     space = raw.rfind(b" ", 0, max_bytes)
     if space >= 0:
         return space + 1

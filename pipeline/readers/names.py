@@ -1,4 +1,4 @@
-"""The name of a file: what it tells of the format, and whether a search passes it over."""
+"""File names: the format that a suffix stands for, and hidden names."""
 
 from pipeline.readers.corpus import Format
 from pipeline.readers.streams import COMPRESSED_SUFFIXES
@@ -19,22 +19,22 @@ SUFFIXES: dict[str, Format] = {
 }
 MARKDOWN = {".md", ".markdown"}
 JSON_SUFFIX = ".json"
-"""JSON Lines by another name, where a file is asked for; in a searched folder it is more often a description."""
+"""Read as JSON Lines if the file is named explicitly; in a searched folder it is more often a description."""
 TAR_SUFFIX = ".tar"
 
 
 def bare_suffix(name: str) -> str:
-    """The suffix that tells the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
+    """The suffix of the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
     stem, suffix = _split(name.rpartition("/")[2].lower())
     return suffix if suffix not in COMPRESSED_SUFFIXES else COMPRESSED_SUFFIXES[suffix] or _split(stem)[1]
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A file name before and from its last dot, without pathlib, which would be half the time of a small member."""
+    """Splits a file name at its last dot; pathlib would take half the time of reading a small member."""
     stem, _, ending = name.rpartition(".")
     return (stem, f".{ending}") if stem else (name, "")
 
 
 def is_hidden(relative: str) -> bool:
-    """Whether a name on the way from the input root starts with a dot."""
+    """Returns True if a part of a relative path starts with a dot."""
     return any(name.startswith(".") and name not in (".", "..") for name in relative.split("/"))

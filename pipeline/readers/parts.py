@@ -1,4 +1,4 @@
-"""One part, opened and read, with a measure of how far it is."""
+"""Reading of one part, with a measure of its progress."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from common.stores.address import is_remote
-from pipeline.readers.corpus import END, Failure, Part, Record
+from pipeline.readers.corpus import END, Part, ReadFailure, Record
 from pipeline.readers.files import Rules, read_archive, read_stream
 from pipeline.readers.lines import read_jsonl, read_text, unreadable
 from pipeline.readers.places import open_input, stream_of
@@ -16,7 +16,7 @@ from pipeline.readers.tables import Rows, read_arrow_batches, read_parquet
 
 
 class Meter:
-    """How many input bytes of a part were consumed; the reader of the part sets the measure."""
+    """Input bytes of a part that were consumed; the reader of the part sets `measure`."""
 
     def __init__(self) -> None:
         self.measure: Callable[[], float] = lambda: 0.0
@@ -25,7 +25,7 @@ class Meter:
 def read_part(part: Part, rules: Rules, meter: Meter) -> Iterator[Record]:
     """Every document and failure of a part of a file, in order."""
     if part.format == "lost":
-        yield Failure(reason="unreadable", source=part.source, offset=0, message=_why_lost(part.path))
+        yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=_why_lost(part.path))
         return
     try:
         file = open_input(part.path)
@@ -47,7 +47,7 @@ def read_part(part: Part, rules: Rules, meter: Meter) -> Iterator[Record]:
 
 
 def _why_lost(path: str) -> str:
-    """The reason why a place could not be read when files were looked for, as far as it shows now."""
+    """The reason why a path could not be read during the search, as far as it can be found now."""
     what = "folder" if os.path.isdir(path) else "link" if os.path.islink(path) else "file"  # noqa: PTH112, PTH114
     try:
         if what == "folder":
@@ -81,7 +81,7 @@ def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
 
 
 def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:
-    """The members that begin in [start, stop) of the archive; what is compressed is read from its beginning."""
+    """The members that start in [start, stop) of the archive; a compressed archive is read from its beginning."""
     try:
         stream = stream_of(file, part.path)
         allowance = Allowance(stream)
@@ -98,11 +98,11 @@ def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterato
 
 
 def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:
-    """The lines whose first byte lies in [start, stop)."""
+    """The lines whose first byte is in [start, stop)."""
     try:
         stream = stream_of(file, part.path, max(0, part.start - 1))
         if part.start > 0:
-            # The line that straddles the cut belongs to the range before: step back one byte and pass over it.
+            # A line across the cut belongs to the range before: start one byte earlier and skip that line.
             _skip_line(stream)
     except READ_ERRORS as error:
         yield unreadable(error, part.source, part.start)
@@ -115,13 +115,13 @@ def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
     record: Record | None = None
     for record in records:
         yield record
-    if stream.position < part.stop and not (isinstance(record, Failure) and record.reason == "unreadable"):
+    if stream.position < part.stop and not (isinstance(record, ReadFailure) and record.reason == "unreadable"):
         short = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
         yield unreadable(short, part.source, stream.position)
 
 
 def _skip_line(stream: ByteStream) -> None:
-    """Moves the stream behind the next newline, or to its end."""
+    """Moves the stream past the next newline, or to its end."""
     while chunk := stream.read():
         found = chunk.find(b"\n")
         if found >= 0:

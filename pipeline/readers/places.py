@@ -1,4 +1,4 @@
-"""Where files lie: this machine, S3 and Google Storage through pyarrow, every other protocol through fsspec."""
+"""Finding and opening files: on this machine, on S3 and Google Storage by pyarrow, on other protocols by fsspec."""
 
 import errno
 import fnmatch
@@ -21,12 +21,13 @@ _REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
 
 
 def find_inputs(given: str, skipped: Skipped) -> Iterator[Input]:
-    """Files that one entry of `corpus.paths` stands for; none where there is none.
+    """Finds the files of one entry of `corpus.paths`.
 
-    What cannot be read is among them, marked as lost. What is neither a file nor searched is counted in `skipped`.
+    Unreadable entries are included and marked as lost. Entries that are neither files nor searched are counted in
+    `skipped`.
 
     Raises:
-        OSError: the place does not answer, or refuses.
+        OSError: the storage does not answer, or refuses.
     """
     return _find_remote(given) if is_remote(given) else _find_local(given, skipped)
 
@@ -43,7 +44,7 @@ def _find_local(given: str, skipped: Skipped) -> Iterator[Input]:
 
 
 def _search(root: Path, skipped: Skipped) -> Iterator[Input]:
-    """Everything below a folder. Links to folders are not followed: they may lead back."""
+    """Finds everything below a folder. Links to folders are not followed, because they may form a loop."""
     folders = [root]
     while folders:
         folder = folders.pop()
@@ -66,7 +67,7 @@ def _search(root: Path, skipped: Skipped) -> Iterator[Input]:
 
 
 def _match(plain: Path, parts: tuple[str, ...], skipped: Skipped) -> Iterator[Input]:
-    """Everything below a folder that matches a pattern, given as its components. Only `**` does not follow links."""
+    """Finds everything below a folder that matches a pattern, given as its components. `**` does not follow links."""
     lost: list[Path] = []
     found = [plain]
     for number, part in enumerate(parts):
@@ -84,7 +85,7 @@ def _match(plain: Path, parts: tuple[str, ...], skipped: Skipped) -> Iterator[In
 
 
 def _step(folder: Path, part: str, lost: list[Path]) -> Iterator[Path]:
-    """Paths that match one component of a pattern in a folder; folders that cannot be searched are added to `lost`."""
+    """Paths in a folder that match one component of a pattern; unreadable folders are added to `lost`."""
     try:
         if part == "**":
             yield folder
@@ -103,7 +104,7 @@ def _step(folder: Path, part: str, lost: list[Path]) -> Iterator[Path]:
 
 
 def _met(path: Path, relative: str, folder_kind: str, skipped: Skipped) -> Iterator[Input]:
-    """Takes or counts a path that a search met and does not search further."""
+    """Yields a file that a search met, or counts the path as skipped."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -155,7 +156,7 @@ def open_input(path: str) -> BinaryIO:
     """A file for reading, with `seek`.
 
     Raises:
-        OSError: there is no such file, or the place does not answer or refuses.
+        OSError: the file is missing, or the storage does not answer or refuses.
     """
     if not is_remote(path):
         return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
@@ -165,14 +166,14 @@ def open_input(path: str) -> BinaryIO:
 
 
 def stream_of(file: BinaryIO, path: str, start: int = 0) -> ByteStream:
-    """The bytes of an open file from `start` on; from far away more at a time."""
+    """The bytes of an open file from `start` on; remote files are read in larger chunks."""
     file.seek(start)
     chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote(path) else CHUNK_BYTES
     return ByteStream(file.read, start, chunk_bytes, file.seek)
 
 
 class _RemoteFile:
-    """A remote file whose failures are OSErrors, whatever the library behind it raises."""
+    """A remote file that raises OSError for all errors of the library behind it."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -1,18 +1,15 @@
-"""Which files a corpus stands for, and the parts they are cut into: from names, sizes, heads and directories alone."""
+"""The files of a corpus and the parts they are cut into, from names, sizes, file heads and directories alone."""
 
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
-from typing import BinaryIO, NamedTuple
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import BinaryIO
 
 from common.stores.address import is_remote
-from pipeline.readers.archives import find_members, is_tar
-from pipeline.readers.corpus import END, FilesCorpus, HubCorpus, Input, Part
+from pipeline.readers.archives import is_tar
+from pipeline.readers.corpus import FilesCorpus, HubCorpus, Input, Part
+from pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_parquet, cut_ranges, make_part
 from pipeline.readers.encodings import encoding_of
 from pipeline.readers.files import Rules, format_of, rules_of
 from pipeline.readers.hub import hub_inputs
@@ -28,40 +25,29 @@ from pipeline.readers.streams import (
     compression_of,
     decompressed,
 )
-from pipeline.readers.tables import TABLE_ERRORS, column_problem
 
 COMPRESSION_RATIO = 3
-"""English text is about three times its compressed size: units are cut by the work in them."""
+"""Assumed ratio of English text to its compressed size, by which parts of compressed files are weighted."""
 MAX_ARCHIVE_PARTS = 64
-"""Every part of a compressed archive decompresses what lies before it."""
+"""Most parts of a compressed archive, because each part has to decompress everything before it."""
 _THREADS = 32
 _HEAD_BYTES = 4096
 _PEEKED_BYTES = 1 << 14
 _SHOWN_PROBLEMS = 20
 
 
-class Cut(NamedTuple):
-    """The parts and the problem of one file."""
-
-    parts: list[Part]
-    problem: str | None = None
-    """What is wrong with the file. With parts it is a failure, which reading counts; without, the corpus is refused."""
-    skipped: bool = False
-    """The file was met by a search and is of no known format."""
-
-
 def file_parts(
     corpus: FilesCorpus | HubCorpus, part_bytes: int, skipped: Skipped | None = None
 ) -> tuple[list[Part], list[str]]:
-    """Cuts the corpus into parts of about `part_bytes`, in an order that depends on names alone.
+    """Cuts the corpus into parts of about `part_bytes`, in an order that depends only on names.
 
     Args:
         corpus: settings.
-        part_bytes: of text in a part.
-        skipped: counts what a search met and did not take.
+        part_bytes: bytes of text in a part.
+        skipped: counts the files that a search met and did not take.
 
     Returns:
-        The parts, and what is wrong with the inputs: one line a problem.
+        The parts, and the problems of the inputs, one line each.
     """
     skipped = Skipped() if skipped is None else skipped
     rules = rules_of(corpus)
@@ -87,7 +73,7 @@ def file_parts(
             (failing if cut.parts else problems).append(cut.problem)
         if file.lost or (cut.problem and cut.parts and cut.parts[0].format == "lost"):
             skipped.add(UNREADABLE, file.source)
-    if failing and not num_good:  # nothing can be read: most likely a setting is wrong
+    if failing and not num_good:  # nothing can be read, so most likely a setting is wrong
         problems += failing[:_SHOWN_PROBLEMS]
     if not parts and files and not problems:
         problems.append(
@@ -97,7 +83,7 @@ def file_parts(
 
 
 def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterable[Cut]:
-    """The parts of each file, in order. Far away, many files are looked at together."""
+    """The parts of each file, in order. Remote files are examined in parallel."""
     if not any(is_remote(file.path) for file in files):
         for file in files:
             yield _cut_file(file, rules, part_bytes)
@@ -107,7 +93,7 @@ def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterable[Cut]
 
 
 def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
-    """The parts of one file, or what is wrong with it. Damage inside is not looked for here: reading records it."""
+    """The parts of one file, or its problem. Damage inside the file is found when it is read."""
     if file.lost:
         return _lost(file, "it cannot be read")
     try:
@@ -118,19 +104,19 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 return _cut_compressed(file, opened, compression, rules, part_bytes)
             if is_tar(head) or (rules.format is None and bare_suffix(file.source) == TAR_SUFFIX):
                 stream = stream_of(opened, file.path)
-                if not is_remote(file.path):  # from header to header; far away, reading on is quicker
+                if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
-                return Cut(_cut_archive(file, stream, part_bytes, 1))
+                return Cut(cut_archive(file, stream, part_bytes, 1))
             known = rules.format or format_of(head, file.source, inside=False)
             if known is None or (file.searched and rules.format is None and bare_suffix(file.source) == JSON_SUFFIX):
                 return _unknown(file)
             if known in ("jsonl", "text") and encoding_of(head) is None:
-                return Cut(_ranges(file, known, part_bytes))
+                return Cut(cut_ranges(file, known, part_bytes))
             if known == "parquet":
-                return _cut_parquet(file, opened, rules.text_field, part_bytes)
+                return cut_parquet(file, opened, rules.text_field, part_bytes)
             if known == "arrow" and head.startswith(b"ARROW1"):
-                return _cut_arrow(file, opened, rules.text_field, part_bytes)
-            return Cut([_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
+                return cut_arrow(file, opened, rules.text_field, part_bytes)
+            return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
     except OSError as error:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))
@@ -138,25 +124,25 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
 
 
 def _lost(file: Input, why: str) -> Cut:
-    """One failure, and a problem where nothing else can be read."""
-    return Cut([_part(file, "lost", 0, 0, 0, 0)], f"corpus.paths: {file.path} cannot be read: {why}")
+    """A part that gives one failure, and a problem in case no other file can be read."""
+    return Cut([make_part(file, "lost", 0, 0, 0, 0)], f"corpus.paths: {file.path} cannot be read: {why}")
 
 
 def _unknown(file: Input) -> Cut:
-    """The problem of a file that was named but cannot be read; one that was merely met is skipped."""
+    """The problem of an explicitly named file of unknown format; a file met by a search is skipped."""
     if file.searched:
         return Cut([], skipped=True)
     return Cut(
         [],
-        f"corpus.paths: cannot tell the format of {file.path!r} by its name; set corpus.format to jsonl, text, "
+        f"corpus.paths: the format of {file.path!r} is unknown; set corpus.format to jsonl, text, "
         f"text_file, parquet, arrow, csv or tsv{advice_on(file.source)}",
     )
 
 
 def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rules, part_bytes: int) -> Cut:
-    """One part, unless it is an archive larger than a part."""
+    """The parts of a compressed file: one, unless it is an archive larger than a part."""
     weight = file.num_bytes * COMPRESSION_RATIO
-    whole = [_part(file, "stream", 0, file.num_bytes, file.num_bytes, weight)]
+    whole = [make_part(file, "stream", 0, file.num_bytes, file.num_bytes, weight)]
     suffix = bare_suffix(file.source)
     named = rules.format is not None or suffix in SUFFIXES or suffix in (TAR_SUFFIX, JSON_SUFFIX)
     if named and weight <= part_bytes:
@@ -170,95 +156,6 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     if is_tar(head) and weight > part_bytes:
         whole_file = stream_of(opened, file.path)
         inner = decompressed(whole_file, compression, Allowance(whole_file))
-        return Cut(_cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS))
+        return Cut(cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS))
     nested = is_tar(head) or compression_of(head) is not None
     return Cut(whole) if named or nested or format_of(head, file.source, inside=False) else _unknown(file)
-
-
-def _cut_archive(file: Input, stream: ByteStream, part_bytes: int, max_parts: int) -> list[Part]:
-    """Consecutive members of an archive. The last part of a broken one goes on to wherever it breaks.
-
-    A compressed archive is cut into at most `max_parts`; 1 stands for one that is not compressed.
-    """
-    starts, end = find_members(stream)
-    size = end or stream.position
-    least = max(part_bytes, -(-size // max_parts)) if max_parts > 1 else part_bytes
-    cuts = [0]
-    for start in starts:
-        if start - cuts[-1] >= least:
-            cuts.append(start)
-    stops = [*cuts[1:], end or END]
-    shares = [file.num_bytes * cut // max(1, size) for cut in cuts[1:]]
-    bounds = [0, *shares, file.num_bytes]
-    if max_parts == 1:
-        bounds = [*cuts, max(cuts[-1], file.num_bytes)]
-    return [
-        _part(file, "tar", start, stop, high - low, min(stop, size) - start)
-        for start, stop, (low, high) in zip(cuts, stops, pairwise(bounds), strict=True)
-    ]
-
-
-def _ranges(file: Input, known: str, part_bytes: int) -> list[Part]:
-    """Byte ranges of a plain file. A line belongs to the range its first byte is in."""
-    count = max(1, -(-file.num_bytes // part_bytes))
-    cuts = [file.num_bytes * i // count for i in range(count + 1)]
-    return [_part(file, known, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
-
-
-def _cut_parquet(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -> Cut:
-    """Consecutive row groups; small ones together."""
-    try:
-        with pq.ParquetFile(opened) as table:
-            metadata = table.metadata
-            problem = column_problem(table.schema_arrow, text_field)
-            paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-    except TABLE_ERRORS:
-        return Cut([_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)])
-    if problem:
-        return _without_text(file, "parquet", text_field, problem)
-    column = paths.index(text_field)
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    weights = [max(0, group.column(column).total_uncompressed_size) for group in groups]
-    sizes = [max(0, group.total_byte_size) for group in groups]
-    return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
-
-
-def _without_text(file: Input, known: str, text_field: str, problem: str) -> Cut:
-    """A table without the column of texts: a failure for each row."""
-    part = _part(file, known, 0, END if known == "parquet" else file.num_bytes, file.num_bytes, 0)
-    return Cut([part], f"corpus.text_field = {text_field!r}: {file.path}: {problem}")
-
-
-def _cut_arrow(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -> Cut:
-    """Consecutive record batches of an Arrow file, as many in each part."""
-    try:
-        reader = pa.ipc.open_file(opened)
-        problem = column_problem(reader.schema, text_field)
-        count = reader.num_record_batches
-    except TABLE_ERRORS:
-        return Cut([_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
-    if problem:
-        return _without_text(file, "stream", text_field, problem)
-    sizes = [file.num_bytes // max(1, count)] * count
-    return Cut(_grouped(file, "arrow", sizes, sizes, part_bytes))
-
-
-def _grouped(file: Input, known: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:
-    """Parts of consecutive pieces (row groups, record batches) of together at least `part_bytes`, but for the last."""
-    cuts = [0]
-    held = 0
-    for number, weight in enumerate(weights, 1):
-        held += weight
-        if held >= part_bytes or number == len(weights):
-            cuts.append(number)
-            held = 0
-    total = max(1, sum(sizes))
-    return [
-        _part(file, known, start, stop, file.num_bytes * sum(sizes[start:stop]) // total, sum(weights[start:stop]))
-        for start, stop in pairwise(cuts)
-    ]
-
-
-def _part(file: Input, known: str, start: int, stop: int, num_bytes: int, weight: int) -> Part:
-    values = {"format": known, "path": file.path, "source": file.source, "start": start, "stop": stop}
-    return Part.model_validate(values | {"num_bytes": num_bytes, "weight": weight})

@@ -1,7 +1,7 @@
-"""A corpus that every machine has: the English documentation of Python and of the installed packages.
+"""A corpus that exists on every machine: the English documentation of Python and of the installed packages.
 
-One document a module: its docstring, then each public class and function with its docstring. Modules are parsed with
-`ast`, never imported. `pydoc_data.topics`, the language reference, adds one document a topic.
+A document is a module's docstring with those of its public classes and functions. Modules are parsed with `ast` and
+never imported. `pydoc_data.topics`, the language reference, adds one document a topic.
 """
 
 import ast
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.config import Strict
-from pipeline.readers.corpus import Document, Failure, Part, Record
+from pipeline.readers.corpus import Document, Part, ReadFailure, Record
 
 _SKIPPED_FOLDERS = frozenset(
     [
@@ -41,7 +41,7 @@ _SKIPPED_FOLDERS = frozenset(
 )
 _TRIPLE_QUOTED = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''", re.DOTALL)
 MIN_DOCUMENTATION_BYTES = 512
-"""A module with less text than this between triple quotes documents nothing; parsing it would be most of the work."""
+"""Modules with less text than this between triple quotes are skipped, because parsing them would dominate the work."""
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -53,7 +53,7 @@ class PythonDocs(Strict):
 
 
 def python_parts() -> list[Part]:
-    """One part a module, in the order of a hash of its name, so that any stretch of the list is a fair sample."""
+    """One part a module, ordered by a hash of its name, so that any stretch of the list is a fair sample."""
     standard = Path(sysconfig.get_path("stdlib"))
     roots = {standard: "stdlib"}
     for scheme in ("purelib", "platlib"):
@@ -65,7 +65,7 @@ def python_parts() -> list[Part]:
 
 
 def _modules(root: Path) -> Iterator[Path]:
-    """Python files under a folder, without tests and without other projects' code copied in."""
+    """Python files under a folder, without tests and vendored code."""
     for folder, children, names in os.walk(root):
         children[:] = sorted(
             child for child in children if child not in _SKIPPED_FOLDERS and not child.startswith("test_")
@@ -83,17 +83,17 @@ def _part(root: Path, prefix: str, path: Path) -> Part:
 
 
 def read_module(part: Part) -> Iterator[Record]:
-    """The documentation of one module, or nothing when it has next to none."""
+    """The documentation of one module; nothing if the module has almost none."""
     try:
         code = Path(part.path).read_bytes()
     except OSError as error:
-        yield Failure(reason="unreadable", source=part.source, offset=0, message=str(error))
+        yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=str(error))
         return
     if sum(match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code)) < MIN_DOCUMENTATION_BYTES:
         return
     tree = _parse(code)
     if isinstance(tree, str):
-        yield Failure(reason="invalid_python", source=part.source, offset=0, message=tree)
+        yield ReadFailure(reason="invalid_python", source=part.source, offset=0, message=tree)
         return
     pieces = [_docstring(tree), *_described(tree, "")]
     text = "\n\n".join(piece for piece in pieces if piece)
@@ -102,14 +102,14 @@ def read_module(part: Part) -> Iterator[Record]:
 
 
 def read_topics(part: Part) -> Iterator[Record]:
-    """The topics of `help()`, in the order of the file: string values of the one dictionary in it."""
+    """The topics of `help()`: the string values of the dictionary in the file, in order."""
     try:
         tree = _parse(Path(part.path).read_bytes())
     except OSError as error:
-        yield Failure(reason="unreadable", source=part.source, offset=0, message=str(error))
+        yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=str(error))
         return
     if isinstance(tree, str):
-        yield Failure(reason="invalid_python", source=part.source, offset=0, message=tree)
+        yield ReadFailure(reason="invalid_python", source=part.source, offset=0, message=tree)
         return
     tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
     texts = [value.value for table in tables for value in table.values if isinstance(value, ast.Constant)]
@@ -118,9 +118,9 @@ def read_topics(part: Part) -> Iterator[Record]:
 
 
 def _parse(code: bytes) -> ast.Module | str:
-    """The syntax tree, or what is wrong with the module."""
+    """The syntax tree, or an error message."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other people's invalid escape sequences
+        warnings.simplefilter("ignore")  # invalid escape sequences in installed modules
         try:
             return ast.parse(code)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -128,7 +128,7 @@ def _parse(code: bytes) -> ast.Module | str:
 
 
 def _described(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
-    """`name(arguments)` and docstring of every public definition that has one, classes with their methods."""
+    """`name(arguments)` and docstring of every documented public definition, including methods."""
     for node in parent.body:
         if isinstance(node, _Definition) and not node.name.startswith("_"):
             name = prefix + node.name
@@ -141,13 +141,13 @@ def _described(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
 
 
 def _arguments(arguments: ast.arguments) -> str:
-    """Argument names without defaults and annotations, which are code rather than English."""
+    """Argument names without defaults and annotations, which are code and not English."""
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return ", ".join(argument.arg for argument in named if argument.arg not in ("self", "cls"))
 
 
 def _docstring(node: ast.Module | _Definition) -> str:
-    """The docstring without its indentation; empty where there is none."""
+    """The docstring without its indentation; empty if there is none."""
     first = node.body[0] if node.body else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         return inspect.cleandoc(first.value.value)

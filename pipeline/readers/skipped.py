@@ -1,4 +1,4 @@
-"""Files that a search of folders meets and does not read: counted by kind, each kind with its first example."""
+"""Counts of the files that a search of folders skips, by kind and with an example."""
 
 import re
 from collections import Counter
@@ -13,19 +13,19 @@ LINKED_FOLDER = "links to folders"
 FOLDER = "folders that match a pattern"
 SPECIAL = "pipes, sockets and devices"
 UNREADABLE = "unreadable"
-"""Folders, links and files that cannot be read. Each is also a failure of the documents that are read."""
+"""Kind of folders, links and files that cannot be read. Each of them also gives a failure record."""
 
 _ENDING = re.compile(r"\.[a-z0-9]{1,10}")
-_MARKUP = "take the text out first (for example with trafilatura), or read the markup with corpus.format=text_file"
+_MARKUP = "extract the text first (for example with trafilatura), or read the markup with corpus.format=text_file"
 _OFFICE = "convert them to text, Markdown or JSONL"
 _UNPACK = "unpack them, or pack them as tar"
 _ADVICE = {
-    JSON_SUFFIX: "where they hold JSON Lines, give them by name or set corpus.format=jsonl",
+    JSON_SUFFIX: "if they hold JSON Lines, name them in corpus.paths or set corpus.format=jsonl",
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), _MARKUP),
     **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".rtf", ".epub"), _OFFICE),
     **dict.fromkeys((".zip", ".7z", ".rar"), _UNPACK),
-    FOLDER: "give them by name, or use ** in the pattern",
-    LINKED_FOLDER: "give them by name",
+    FOLDER: "name them in corpus.paths, or use ** in the pattern",
+    LINKED_FOLDER: "name them in corpus.paths",
 }
 
 
@@ -34,11 +34,11 @@ class Skip(Strict):
 
     files: int
     example: str
-    """The first of them, relative to its input root."""
+    """The first of them by name, relative to its input root."""
 
 
 class Skipped:
-    """Counts what is skipped, by the ending of its name or by what it is instead of a file."""
+    """Counts skipped files by suffix, and other entries by kind."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -52,7 +52,7 @@ class Skipped:
         self._examples[kind] = min(self._examples.get(kind, shown), shown)
 
     def add_file(self, source: str) -> None:
-        """Counts a file by the ending of its name."""
+        """Counts a file by its suffix."""
         ending = bare_suffix(source)
         self.add(ending if _ENDING.fullmatch(ending) else OTHERS if ending else NO_ENDING, source)
 
@@ -63,7 +63,7 @@ class Skipped:
 
 
 def describe_skipped(kinds: dict[str, Skip]) -> list[str]:
-    """A line for each kind: how many, an example, and what can be done; none where nothing was skipped."""
+    """A line for each kind: the number, an example and a remedy."""
     lines = []
     for kind, skip in kinds.items():
         advice = f"; {_ADVICE[kind]}" if kind in _ADVICE else ""
@@ -74,6 +74,6 @@ def describe_skipped(kinds: dict[str, Skip]) -> list[str]:
 
 
 def advice_on(name: str) -> str:
-    """The advice on a file that was named and is of no known format; empty where nothing is known."""
+    """A remedy for a named file of unknown format; empty if none is known."""
     advice = _ADVICE.get(bare_suffix(name))
     return f"; {advice}" if advice else ""

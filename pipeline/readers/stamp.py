@@ -1,4 +1,4 @@
-"""Marks that tell one content of an input from another: its time, a cheap digest, one of all bytes that are read."""
+"""Marks that show whether an input has changed: its time, a digest of samples, a digest of all bytes read."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -15,32 +15,32 @@ from pipeline.readers.streams import BLOCK_BYTES, CHUNK_BYTES, compression_of
 
 _SAMPLE_BYTES = 1 << 16
 _TAGS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "last_modified", "LastModified", "updated", "mtime")
-"""What file systems call the tag or the time of a file's content, the surest first."""
+"""Keys under which file systems give the tag or the time of a file's content, the most reliable first."""
 _THREADS = 16
 
 
 class Mark(Strict):
-    """One file at one moment."""
+    """State of one file."""
 
     modified: str
-    """Size and time of the last change; of a remote file its tag, or its time where it has none."""
+    """Size and modification time; for a remote file its size and its tag (or its time, if it has no tag)."""
     sample: str
-    """SHA-256 of the first, middle and last 64 KiB; empty for a remote file, which costs a request for each."""
+    """SHA-256 of the first, middle and last 64 KiB; empty for a remote file, where each needs a request."""
 
 
 class Stamp(Strict):
-    """The inputs of a unit at one moment."""
+    """State of the inputs of a unit."""
 
     modified: str
     """Hash of the `modified` of all files."""
     sample: str
     """Hash of the `sample` of all files."""
     digest: str | None = None
-    """Hash of every byte that the unit reads; None where it was not taken (remote files, units only planned)."""
+    """Hash of every byte that the unit reads; None if not computed (remote files, planned units)."""
 
 
 def mark_files(parts: Iterable[Part]) -> dict[str, Mark | None]:
-    """The marks of the files of some parts by path; None for a file that cannot be read, which reading will count."""
+    """The marks of the files of some parts by path; None for a file that cannot be read."""
     paths = list(dict.fromkeys(part.path for part in parts))
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(paths, pool.map(_mark, paths), strict=True))
@@ -57,7 +57,7 @@ def stamp_of(parts: Sequence[Part], marks: dict[str, Mark | None], digest: str |
 
 
 def digest_parts(parts: Sequence[Part]) -> str | None:
-    """SHA-256 of every byte that reading these parts can look at; None when one is remote or cannot be read."""
+    """SHA-256 of every byte that reading these parts may use; None if one is remote or cannot be read."""
     if any(is_remote(part.path) for part in parts):
         return None
     try:
@@ -82,7 +82,7 @@ def _mark(path: str) -> Mark | None:
 
 
 def _sample(file: BinaryIO, num_bytes: int) -> str:
-    """SHA-256 of the head, the middle and the tail of a file."""
+    """SHA-256 of the head, middle and tail of a file."""
     digest = hashlib.sha256()
     for start in sorted({0, max(0, (num_bytes - _SAMPLE_BYTES) // 2), max(0, num_bytes - _SAMPLE_BYTES)}):
         file.seek(start)
@@ -91,9 +91,12 @@ def _sample(file: BinaryIO, num_bytes: int) -> str:
 
 
 def _digest_part(part: Part) -> str:
-    """Digest of the stretch of a file that a part reads; of all of it where the stretch is not one of its bytes."""
+    """Digest of the stretch of a file that a part reads; of the whole file if the stretch is not a byte range."""
     with open(part.path, "rb") as file:  # noqa: PTH123
-        if part.format in ("jsonl", "text"):  # the byte before decides whether a line begins; its end may lie beyond
+        if part.format in (
+            "jsonl",
+            "text",
+        ):  # the byte before decides if a line starts; the last may pass stop
             return _digest_stretch(file, max(0, part.start - 1), part.stop, to_newline=True)
         if part.format == "tar" and compression_of(file.read(BLOCK_BYTES)) is None:
             return _digest_stretch(file, part.start, part.stop, to_newline=False)
@@ -119,5 +122,5 @@ def _digest_stretch(file: BinaryIO, start: int, stop: int, to_newline: bool) -> 
 
 @lru_cache(maxsize=4096)
 def _digest_file(path: str, num_bytes: int, modified_ns: int) -> str:  # noqa: ARG001
-    """Once a process for each content of a file, because many units may read parts of one file."""
+    """Computed once a process and file content, because many units may read parts of one file."""
     return hash_file(Path(path))

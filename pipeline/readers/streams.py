@@ -1,4 +1,4 @@
-"""Streams of bytes with a position, and the uncompressed stream of a compressed one. Memory and length are bounded."""
+"""Byte streams with a position, and decompression with bounded memory and length."""
 
 import bz2
 import io
@@ -11,22 +11,22 @@ import pyarrow as pa
 
 CHUNK_BYTES = 1 << 20
 BLOCK_BYTES = 512
-"""Of a tar archive; also what is looked at to tell what a file is."""
+"""Block size of a tar archive; also the size of the head that format detection looks at."""
 XZ_MEMORY_BYTES = 256 << 20
-"""Four times what `xz -9` needs: a header that asks for more is refused."""
+"""Memory limit of xz, four times the need of `xz -9`; a header that requests more is refused."""
 
 FREE_BYTES = 1 << 29
-"""A file may decompress to this much, however small it is."""
+"""Any file may decompress to this size."""
 MAX_RATIO = 1000
-"""Beyond that, its layers together may give so many times the bytes that were read of it. Text is 3 to 200 times its
-compressed size; one layer of gzip gives at most 1,032 times."""
+"""Beyond FREE_BYTES, all layers of a file together may give this many times the bytes read of it. Text is 3 to 200
+times its compressed size; one layer of gzip gives at most 1,032 times."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
-"""What reading damaged or vanished files raises: system and network, early ends, gzip, xz, Parquet/Arrow/zstd."""
+"""Errors from damaged or missing files: system and network, early end, gzip, xz, Parquet/Arrow/zstd."""
 
 _COMPRESSED_BYTES = 1 << 16
 _ZSTD_BYTES = 1 << 16
-"""Asked for at a time: Arrow gives nothing of a stretch of zstd data in which it meets damage."""
+"""Bytes requested at a time: Arrow returns nothing of a request in which zstd data are damaged."""
 _MAGIC = (
     ("gz", b"\x1f\x8b\x08"),
     ("xz", b"\xfd7zXZ\x00"),
@@ -35,17 +35,17 @@ _MAGIC = (
 )
 _BZ2 = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
 COMPRESSED_SUFFIXES = {".gz": "", ".xz": "", ".zst": "", ".zstd": "", ".bz2": "", ".tgz": ".tar", ".txz": ".tar"}
-"""Suffix of a compressed file, and the one that it stands for."""
+"""Suffixes of compressed files, each with the further suffix that it implies."""
 
 
 class ByteStream:
-    """Bytes in order, from a function that reads some more.
+    """Buffered bytes from a function that reads the next ones.
 
     Args:
-        read: gives at most so many bytes, none only at the end.
+        read: returns at most the given number of bytes, none only at the end.
         position: position of the first byte in its logical file.
-        chunk_bytes: how much is asked for at a time.
-        seek: for skipping far ahead, moves `read` to a position, where it can.
+        chunk_bytes: bytes requested at a time.
+        seek: moves `read` to a position, for skipping far ahead; None if not possible.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ByteStream:
         self._error: Exception | None = None
 
     def _more(self, num_bytes: int) -> bytes:
-        """Reads from below. What failed once fails again: a broken decoder must not go on with nonsense."""
+        """Reads the next bytes. An error is raised again at every later call, so that no broken decoder continues."""
         if self._error is not None:
             raise self._error
         try:
@@ -81,7 +81,7 @@ class ByteStream:
         return self._held[self._next : self._next + num_bytes]
 
     def read(self, num_bytes: int = CHUNK_BYTES) -> bytes:
-        """Some of the next bytes, at most `num_bytes`; none at the end."""
+        """At most the next `num_bytes` bytes; none at the end."""
         if self._next >= len(self._held):
             self._held, self._next = self._more(max(num_bytes, self._chunk_bytes)), 0
         data = self._held[self._next : self._next + num_bytes]
@@ -100,13 +100,13 @@ class ByteStream:
         return bytes(gathered)
 
     def unread(self, data: bytes) -> None:
-        """Puts back bytes that were read last."""
+        """Puts back the bytes that were read last."""
         self._held = data + self._held[self._next :]
         self._next = 0
         self.position -= len(data)
 
     def skip(self, num_bytes: int) -> None:
-        """Passes over bytes, or to the end where there are fewer."""
+        """Skips bytes, at most to the end."""
         held = min(num_bytes, len(self._held) - self._next)
         self._next += held
         self.position += held
@@ -120,7 +120,7 @@ class ByteStream:
 
 
 def compression_of(head: bytes) -> str | None:
-    """What a file that begins with these bytes (at least 10) is compressed with: gz, xz, zst, bz2 or nothing."""
+    """The compression of a file that starts with these bytes (at least 10): gz, xz, zst, bz2 or None."""
     for name, magic in _MAGIC:
         if head.startswith(magic):
             return name
@@ -128,10 +128,10 @@ def compression_of(head: bytes) -> str | None:
 
 
 class Allowance:
-    """How much all layers of compression of one file may give together.
+    """Limit of the uncompressed bytes of one file, over all layers of compression.
 
     Args:
-        file: the file itself, whose position tells how much was read of it.
+        file: the file; its position is the number of bytes read.
     """
 
     def __init__(self, file: ByteStream) -> None:
@@ -139,10 +139,10 @@ class Allowance:
         self._given = 0
 
     def spend(self, num_bytes: int) -> None:
-        """Notes uncompressed bytes.
+        """Counts uncompressed bytes.
 
         Raises:
-            OSError: it is more than text can give.
+            OSError: the file decompresses to more than text ever does.
         """
         self._given += num_bytes
         if self._given > FREE_BYTES + MAX_RATIO * self._file.position:
@@ -155,13 +155,13 @@ class Allowance:
 def decompressed(
     source: ByteStream, compression: str, allowance: Allowance, chunk_bytes: int = CHUNK_BYTES
 ) -> ByteStream:
-    """The uncompressed stream. Several compressed streams one after the other are one, as for the tools themselves.
+    """The uncompressed stream. Concatenated compressed streams are read as one, as the compression tools do.
 
     Args:
         source: compressed bytes.
-        compression: as `compression_of` gives it.
-        allowance: of the file that all this lies in; the stream breaks off with OSError where it is exceeded.
-        chunk_bytes: how much is uncompressed at a time.
+        compression: result of `compression_of`.
+        allowance: limit of the whole file; the stream raises OSError if it is exceeded.
+        chunk_bytes: uncompressed bytes at a time.
     """
     if compression == "zst":
         below, most = pa.CompressedInputStream(pa.PythonFile(as_file(source), mode="r"), "zstd").read, _ZSTD_BYTES
@@ -177,7 +177,7 @@ def decompressed(
 
 
 class _Members:
-    """gzip, xz and bzip2, member by member."""
+    """Decompression of gzip, xz and bzip2, member by member."""
 
     def __init__(self, source: ByteStream, compression: str) -> None:
         self._source = source
@@ -185,7 +185,7 @@ class _Members:
         self._engine: Any = None
 
     def read(self, num_bytes: int) -> bytes:
-        """At most `num_bytes` uncompressed bytes, whatever the ratio; none at the end."""
+        """At most `num_bytes` uncompressed bytes; none at the end."""
         while True:
             if self._engine is None and not self._begin():
                 return b""
@@ -197,7 +197,7 @@ class _Members:
                 return data
 
     def _begin(self) -> bool:
-        """Starts the next member, if there is one. Zeros between and after members are padding."""
+        """Starts the next member; False at the end. Zeros between and after members are padding."""
         while (head := self._source.peek(16)) and (num_zeros := len(head) - len(head.lstrip(b"\0"))):
             self._source.skip(num_zeros)
         if not head:
@@ -213,7 +213,7 @@ class _Members:
         return True
 
     def _pull(self, num_bytes: int) -> bytes:
-        """Some uncompressed bytes of this member."""
+        """The next uncompressed bytes of this member."""
         engine = self._engine
         if self._compression == "gz":
             waiting = engine.unconsumed_tail
@@ -229,20 +229,20 @@ class _Members:
 
 
 class _File(io.RawIOBase):
-    """A stream as a file that can be read forward."""
+    """A stream as a file object that can be read forward."""
 
     def __init__(self, source: ByteStream) -> None:
         self._source = source
 
     def readable(self) -> bool:
-        """Yes."""
+        """Returns True: the file can be read."""
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
-        """At most so many bytes; none at the end."""
+        """At most `num_bytes` bytes; none at the end."""
         return self._source.read(num_bytes if num_bytes >= 0 else CHUNK_BYTES)
 
 
 def as_file(stream: ByteStream) -> io.RawIOBase:
-    """A stream as a Python file, for libraries that want one."""
+    """A stream as a Python file, for libraries that need one."""
     return _File(stream)

@@ -1,4 +1,4 @@
-"""Parquet and Arrow: a column of texts, a few rows at a time. The offset of a document is its row."""
+"""Readers of a text column of Parquet and Arrow, a few rows at a time. The offset of a document is its row."""
 
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -6,24 +6,24 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.readers.corpus import MIB, Failure, Record
+from pipeline.readers.corpus import MIB, ReadFailure, Record
 from pipeline.readers.lines import unreadable
 from pipeline.readers.pieces import documents
 from pipeline.readers.streams import READ_ERRORS
 
 TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)
-"""The last where the name of a column is damaged."""
+"""UnicodeDecodeError occurs if the name of a column is damaged."""
 
 _DICTIONARY_ROWS = 32
-"""A batch of a dictionary column has the whole dictionary, so that some rows share it."""
+"""Rows of a batch of a dictionary column; each batch holds the whole dictionary."""
 _BUFFER_BYTES = 8 * MIB
-"""Of a column of a Parquet file that is read at a time; else it would be all of the column in a row group."""
+"""Read buffer of a Parquet column; without it pyarrow reads the whole column of a row group."""
 MAX_LOST_ROWS = 1_000_000
-"""Rows of one table that cannot be read are a failure each, up to so many: a damaged number of rows can be anything."""
+"""Most failures for unreadable rows of one table, because a damaged number of rows can have any value."""
 
 
 def is_text(column: pa.DataType) -> bool:
-    """Whether a column can hold texts."""
+    """Returns True if a column can hold texts."""
     kind = column.value_type if pa.types.is_dictionary(column) else column
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     views = (pa.types.is_string_view, pa.types.is_binary_view)
@@ -31,7 +31,7 @@ def is_text(column: pa.DataType) -> bool:
 
 
 class Rows:
-    """How far a reader of rows is: from it follows how much of the input it has consumed."""
+    """Progress of a reader of rows, from which the consumed input is computed."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -39,17 +39,17 @@ class Rows:
 
     @property
     def share(self) -> float:
-        """In [0, 1]."""
+        """Share of the rows that were read, in [0, 1]."""
         return self.done / self.total if self.total else 0.0
 
 
 def read_parquet(
     file: str | BinaryIO | pa.NativeFile, source: str, text_field: str, max_bytes: int, groups: range | None, rows: Rows
 ) -> Iterator[Record]:
-    """The rows of some row groups, or of all. Where one breaks off, each row that is left of it is a failure.
+    """The rows of some row groups, or of all. If one breaks off, each of its remaining rows gives a failure.
 
-    Texts are decoded one by one, because no size that the file claims is believed: memory holds a page and a text, or
-    a dictionary and a few texts.
+    Texts are decoded one by one, because sizes in the file are not trusted: memory holds a page and a text, or a
+    dictionary and a few texts.
     """
     try:
         with pq.ParquetFile(file, buffer_size=_BUFFER_BYTES) as table:
@@ -87,7 +87,7 @@ def read_parquet(
 def read_arrow_batches(
     file: Any, source: str, text_field: str, max_bytes: int, batches: range, rows: Rows
 ) -> Iterator[Record]:
-    """The rows of record batches of an Arrow file that can be read anywhere."""
+    """The rows of record batches of a seekable Arrow file."""
     row = 0
     rows.total = len(batches)
     try:
@@ -107,7 +107,7 @@ def read_arrow_batches(
 
 
 def read_arrow_stream(file: Any, source: str, text_field: str, max_bytes: int) -> Iterator[Record]:
-    """The rows of an Arrow stream, read forward. An Arrow file is one too, between its magic and its footer."""
+    """The rows of an Arrow stream, read forward. An Arrow file holds a stream between its magic and its footer."""
     row = 0
     try:
         with pa.ipc.open_stream(file) as reader:
@@ -123,7 +123,7 @@ def read_arrow_stream(file: Any, source: str, text_field: str, max_bytes: int) -
 def _batch_records(
     batch: pa.RecordBatch, source: str, text_field: str, first_row: int, max_bytes: int
 ) -> Iterator[Record]:
-    """The documents of a record batch; failures, where it has no column of texts."""
+    """The documents of a record batch; failures if it has no text column."""
     if problem := column_problem(batch.schema, text_field):
         if batch.num_rows:
             yield from lost_rows("no_text_field", source, first_row, batch.num_rows, problem)
@@ -131,23 +131,23 @@ def _batch_records(
         yield from column_records(batch.column(text_field), source, first_row, max_bytes)
 
 
-def lost_rows(reason: str, source: str, first_row: int, count: int, message: str) -> Iterator[Failure]:
-    """A failure for each of these rows: at least one, at most `MAX_LOST_ROWS`; the last one tells how many more."""
+def lost_rows(reason: str, source: str, first_row: int, count: int, message: str) -> Iterator[ReadFailure]:
+    """A failure for each of these rows: at least one, at most `MAX_LOST_ROWS`; the last one counts the others."""
     count = max(1, count)
     last = first_row + min(count, MAX_LOST_ROWS) - 1
     for row in range(first_row, last + 1):
         more = f"; {count - MAX_LOST_ROWS} more rows are lost, too" if row == last and count > MAX_LOST_ROWS else ""
-        yield Failure(reason=reason, source=source, offset=row, message=message + more)
+        yield ReadFailure(reason=reason, source=source, offset=row, message=message + more)
 
 
 def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int) -> Iterator[Record]:
-    """The documents of a column, with the number of the row; null is a failure.
+    """The documents of a column, with the row as offset; a null gives a failure.
 
     Raises:
         pa.ArrowException: the column's offsets or indices point outside its data.
     """
     if pa.types.is_dictionary(column.type):
-        # Never decoded: a dictionary of a few large texts stands for any number of rows.
+        # Never decoded as a whole, because a few large texts of a dictionary may stand for any number of rows.
         texts = _as_bytes(column.dictionary)
         pa.DictionaryArray.from_arrays(column.indices, texts, safe=False).validate(full=True)
         places = column.indices.to_pylist()
@@ -158,14 +158,14 @@ def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int
         if value is not None and value.is_valid:
             yield from documents(value.as_buffer(), source, row, max_bytes)
         else:
-            yield Failure(reason="no_text_field", source=source, offset=row, message="the text is null")
+            yield ReadFailure(reason="no_text_field", source=source, offset=row, message="the text is null")
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    """Texts as bytes, because one text that is not UTF-8 must not spoil the others.
+    """Texts as bytes, so that one text that is not UTF-8 does not affect the others.
 
     Raises:
-        pa.ArrowException: offsets, which in a damaged file would be followed wherever they point.
+        pa.ArrowException: the offsets point outside the data.
     """
     column = column.view(_BYTES[column.type]) if column.type in _BYTES else column
     column.validate(full=True)
@@ -176,7 +176,7 @@ _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.str
 
 
 def column_problem(schema: pa.Schema, text_field: str) -> str | None:
-    """What is wrong with a table as a source of texts."""
+    """The problem of a table as a source of texts; None if it has a text column."""
     if schema.names.count(text_field) != 1:
         return f"no column {text_field!r} (or more than one); found {schema.names}"[:200]
     kind = schema.field(text_field).type

@@ -1,4 +1,4 @@
-"""The ledger of a unit: one row for every document that was read, kept or not. Where is it, why was it dropped?
+"""The ledger of a unit: one row for every document that was read, with its place and its fate.
 
 | column     | type                  | meaning                                                                       |
 |------------|-----------------------|-------------------------------------------------------------------------------|
@@ -6,13 +6,13 @@
 | source     | string                | as in the shards                                                              |
 | offset     | int64                 | as in the shards                                                              |
 | text_bytes | int64                 | UTF-8 bytes of the text after cleaning                                        |
-| num_tokens | int64                 | null where the text was not tokenized                                         |
-| language   | string                | null where it was not asked                                                   |
+| num_tokens | int64                 | null if the text was not tokenized                                            |
+| language   | string                | null if it was not identified                                                 |
 | fate       | string                | `train`, `held-out`, or the reason why the document was dropped or failed     |
-| row        | int64                 | row in the unit's shard of that split; null where the document is in none     |
-| detail     | string                | message of a failure; what was matched; null where nothing is to say |
+| row        | int64                 | row in the unit's shard of that split; null if the document is in no shard    |
+| detail     | string                | message of a failure, deciding figure or matched text; null if there is none  |
 
-Rows stand in reading order; a document's row number is its ordinal in the unit.
+Rows are in reading order; a document's row number is its ordinal in the unit.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ import pyarrow.compute as pc
 
 from common.config import Strict
 from common.storage import hash_file, write_aside
-from pipeline.shards.schema import ID_BYTES
+from pipeline.readers.corpus import ID_BYTES
 
 LEDGERS = "ledger"
-"""Folder beside the shards in which the ledgers lie."""
+"""Folder of the ledgers in the output folder."""
 SCHEMA = pa.schema(
     [
         pa.field("id", pa.binary(ID_BYTES)),
@@ -65,7 +65,7 @@ class Entry:
 
 
 class LedgerFile(Strict):
-    """One ledger as its sidecar names it."""
+    """Description of a ledger in its sidecar."""
 
     name: str
     num_rows: int
@@ -75,7 +75,7 @@ class LedgerFile(Strict):
 
 @dataclass
 class LedgerWriter:
-    """Writes the ledger of one unit; the file appears when the block ends without an error."""
+    """Writes the ledger of one unit; the file appears if the block ends without an error."""
 
     folder: Path
     unit: str
@@ -123,7 +123,7 @@ class LedgerWriter:
 
 
 def ledger_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Batches of one ledger, a bounded number of rows each."""
+    """Batches of one ledger, each with a bounded number of rows."""
     with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
         for index in range(reader.num_record_batches):
             yield reader.get_batch(index)
@@ -136,12 +136,12 @@ def ledger_entries(path: Path) -> Iterator[Entry]:
 
 
 def find_entries(folder: Path, wanted: str) -> Iterator[tuple[str, int, Entry]]:
-    """Every row of an output folder that answers a name, with its unit and its ordinal.
+    """Every row of an output folder that matches a name, with its unit and its ordinal.
 
     Args:
         folder: output folder of `prepare`.
-        wanted: a document id in hexadecimal (an even number of digits of its beginning, at
-            least 8, will do), a source, or `SOURCE:OFFSET`.
+        wanted: a document id in hexadecimal (or its first digits, an even number of at least 8), a source, or
+            `SOURCE:OFFSET`.
     """
     source, _, offset = wanted.rpartition(":")
     prefix = _hex_prefix(wanted)
@@ -161,7 +161,7 @@ def find_entries(folder: Path, wanted: str) -> Iterator[tuple[str, int, Entry]]:
 
 
 def _hex_prefix(wanted: str) -> bytes | None:
-    """The bytes that a document id in hexadecimal begins with; None for what is too short or no such id."""
+    """The first bytes of a document id from its hexadecimal digits; None if too short or not hexadecimal."""
     if len(wanted) < _SHORTEST_PREFIX or len(wanted) % 2:
         return None
     try:

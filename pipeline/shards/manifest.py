@@ -1,5 +1,7 @@
-"""The manifest of prepared shards: what is there, what became of every document, and from which configuration."""
+"""The manifest of prepared shards: files, counts of documents, and configuration."""
 
+from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from common.config import Strict, describe
 from common.storage import hash_json
-from pipeline.readers.corpus import Failure
+from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.skipped import Skip
 from pipeline.readers.stamp import Stamp
 from pipeline.shards.ledger import LedgerFile
@@ -18,16 +20,16 @@ from pipeline.tokenizer.tokenization import TokenizerInfo
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
-"""Folder beside the shards in which their tokenizer lies."""
+"""Folder of the tokenizer in the output folder."""
 MAX_EXAMPLES = 100
-"""Failures spelled out in a manifest, and in each sidecar; all are counted."""
+"""Failures listed in a manifest and in each sidecar; all failures are counted."""
 
 Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = ("train", "held-out")
 
 
 class ShardError(ValueError):
-    """Shards that are missing, damaged, or not what their manifest says."""
+    """Shards that are missing, damaged, or different from their manifest."""
 
 
 class Shard(Strict):
@@ -42,7 +44,7 @@ class Shard(Strict):
 
 
 class Counts(Strict):
-    """What became of the documents that were read. Closes: read = kept + all dropped + all failed."""
+    """Counts of the documents that were read. They balance: read = kept + all dropped + all failed."""
 
     read: int
     kept: int
@@ -51,12 +53,12 @@ class Counts(Strict):
     failed: dict[str, int]
     """Documents by failure reason; a file that breaks off counts once."""
     text_bytes: int
-    """UTF-8 bytes of the documents that could be read, whitespace-normalised."""
+    """UTF-8 bytes of the readable documents, whitespace-normalised."""
     longest_tokens: int
     """Tokens of the longest document, kept or not."""
 
     def check(self, what: str) -> None:
-        """Checks that the totals close.
+        """Checks that the counts balance.
 
         Raises:
             ShardError: they do not.
@@ -67,7 +69,7 @@ class Counts(Strict):
 
 
 class Sidecar(Strict):
-    """What one unit made, written after its shards: the unit is finished when this file exists."""
+    """Result of one unit, written after its shards: the unit is finished if this file exists."""
 
     unit: str
     unit_hash: str
@@ -75,64 +77,65 @@ class Sidecar(Strict):
     num_bytes: int
     """Input bytes of the unit."""
     counts: Counts
-    failures: list[Failure]
+    failures: list[ReadFailure]
     shards: list[Shard]
     ledger: LedgerFile
     stamp: Stamp | None = None
-    """The state of the inputs when they were read; None where an earlier version did not note it."""
+    """State of the inputs when they were read; None if an earlier version did not record it."""
 
 
 class Manifest(Strict):
-    """What an output folder holds."""
+    """Content of an output folder."""
 
     schema_version: int
     shards: list[Shard]
     ledgers: list[LedgerFile]
-    """What became of each document: one file a unit, in plan order."""
+    """Ledgers with the fate of each document: one file a unit, in plan order."""
     totals: dict[str, int]
     """read, kept, dropped, failed (documents); kept_train, kept_held_out; num_tokens (kept); num_bytes (input);
     text_bytes; longest_tokens."""
     dropped: dict[str, int]
     failed: dict[str, int]
-    failures: list[Failure]
+    failures: list[ReadFailure]
     """Examples, in corpus order; all failures are counted in `failed`."""
     tokenizer: TokenizerInfo
     geometry: Geometry
     config: dict[str, Any]
-    """The resolved settings that decide what the shards hold."""
+    """Resolved settings that decide the content of the shards."""
     config_hash: str
     versions: dict[str, str]
     skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
-    """Files that a search of folders met and did not read, by kind; not in the file where there are none."""
+    """Files that a search of folders skipped, by kind; left out of the file if there are none."""
 
     @property
     def short_documents(self) -> ShortDocuments:
-        """What became of documents too short for `geometry`."""
+        """Treatment of documents too short for `geometry`."""
         found: ShortDocuments = self.config.get("short_documents", "drop")
         return found
 
     def of_split(self, split: str) -> list[Shard]:
-        """Shards of a split, in the order that numbers its documents."""
+        """Shards of a split, in the order by which documents are numbered."""
         return sorted((shard for shard in self.shards if shard.split == split), key=lambda shard: shard.name)
 
 
 def sum_counts(counts: list[Counts]) -> Counts:
-    """Counts over units."""
-    dropped: dict[str, int] = {}
-    failed: dict[str, int] = {}
-    for count in counts:
-        for reason, number in count.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + number
-        for reason, number in count.failed.items():
-            failed[reason] = failed.get(reason, 0) + number
+    """Sums counts over units."""
     return Counts(
         read=sum(count.read for count in counts),
         kept=sum(count.kept for count in counts),
-        dropped=dict(sorted(dropped.items())),
-        failed=dict(sorted(failed.items())),
+        dropped=_sums(count.dropped for count in counts),
+        failed=_sums(count.failed for count in counts),
         text_bytes=sum(count.text_bytes for count in counts),
         longest_tokens=max((count.longest_tokens for count in counts), default=0),
     )
+
+
+def _sums(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Sums by reason, sorted by reason."""
+    totals = Counter[str]()
+    for count in counts:
+        totals.update(count)
+    return dict(sorted(totals.items()))
 
 
 def build_manifest(
@@ -143,10 +146,10 @@ def build_manifest(
     config_hash: str,
     skipped: dict[str, Skip] | None = None,
 ) -> Manifest:
-    """The manifest of all units' sidecars, given in plan order.
+    """Builds the manifest from the sidecars of all units, given in plan order.
 
     Raises:
-        ShardError: totals that do not close.
+        ShardError: the counts do not balance.
     """
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
     shards = [shard for split in SPLITS for sidecar in sidecars for shard in sidecar.shards if shard.split == split]
@@ -188,13 +191,11 @@ def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of prepared shards.
 
     Raises:
-        ShardError: there is none, or it is not of this version.
+        ShardError: the manifest is missing or of another version.
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise ShardError(
-            f"{folder} holds no {MANIFEST}: not prepared, or not to the end; run `prepare` with this output"
-        )
+        raise ShardError(f"{folder} holds no {MANIFEST}: not prepared, or not finished; run `prepare` with this output")
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -205,7 +206,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def data_hash(manifest: Manifest) -> str:
-    """Identity of prepared data: every shard's checksum, the tokenizer and the geometry."""
+    """Identity of prepared data: a hash of all shards' checksums, the tokenizer and the geometry."""
     return hash_json(
         [
             [[shard.name, shard.sha256] for shard in manifest.shards],

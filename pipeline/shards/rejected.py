@@ -1,4 +1,4 @@
-"""Documents that were not kept, written aside for people: JSON lines with the text and the reason."""
+"""Documents that were not kept, written for inspection: JSON lines with the text and the reason."""
 
 import gzip
 import json
@@ -12,12 +12,12 @@ from common.storage import write_aside
 from pipeline.shards.ledger import Entry
 
 REJECTED = "rejected"
-"""Folder beside the shards in which the rejected documents lie."""
+"""Folder of the rejected documents in the output folder."""
 
 
 @dataclass
 class RejectedWriter:
-    """Collects the rejected documents of one unit in `rejected/<unit>.jsonl.gz`; writes nothing when switched off."""
+    """Writes the rejected documents of one unit to `rejected/<unit>.jsonl.gz`; does nothing if disabled."""
 
     folder: Path
     unit: str
@@ -29,12 +29,12 @@ class RejectedWriter:
         if self.enabled:
             aside = self._stack.enter_context(write_aside(self.folder / REJECTED / f"{self.unit}.jsonl.gz"))
             raw = self._stack.enter_context(aside.open("wb"))
-            # Without a name and a time in its header, so that equal documents give equal bytes.
+            # No name and no time in the header, so that equal documents give equal bytes.
             self._stream = self._stack.enter_context(gzip.GzipFile("", "wb", 6, raw, mtime=0))
         return self
 
     def add(self, entry: Entry, text: str) -> None:
-        """Adds a document by its row in the ledger."""
+        """Adds a document with its ledger row."""
         if self._stream is not None:
             facts = {"id": entry.id.hex() if entry.id else None, "source": entry.source, "offset": entry.offset}
             facts |= {"reason": entry.fate, "detail": entry.detail, "text": text}

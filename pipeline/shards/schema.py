@@ -1,39 +1,38 @@
-"""What is in a shard: an Arrow IPC file, one row a document, record batches of a bounded number of rows.
+"""Schema of a shard: an Arrow IPC file with one row a document, in record batches of bounded size.
 
 | column     | type                      | meaning                                                              |
 |------------|---------------------------|----------------------------------------------------------------------|
 | id         | fixed_size_binary(16)     | hash of the normalised text (docs/decisions/0002-document-id.md)      |
-| tokens     | list<uint16> or <uint32>  | token ids without special tokens; uint16 where the vocabulary allows  |
+| tokens     | list<uint16> or <uint32>  | token ids without special tokens; uint16 if the vocabulary allows     |
 | windows    | list<int32>               | starts of the windows that may hold an anchor, in tokens              |
 | num_tokens | int64                     | length of `tokens`                                                   |
-| source     | string                    | input file, relative to the input root it was found under, see below |
-| offset     | int64                     | where the document starts in its source, see below                    |
+| source     | string                    | input file, relative to its input root, see below                     |
+| offset     | int64                     | start of the document in its source, see below                        |
 
-`source` of a document inside an archive is the archive and the member joined with "!", as often as they lie in each
-other: `openwebtext.tar.xz!openwebtext/urlsf_subset00-1_data.xz!0001-abc.txt`. A dataset of the Hub is named with its
-commit: `owner/name@0123456789ab/train.parquet`.
+The `source` of a document inside an archive joins archive and member with "!", also for nested archives:
+`openwebtext.tar.xz!openwebtext/urlsf_subset00-1_data.xz!0001-abc.txt`. A dataset of the Hub is named with its commit:
+`owner/name@0123456789ab/train.parquet`.
 
-`offset` is a byte in the innermost file, uncompressed, for JSONL and text: the one at which the line starts, or the
-piece of a document that was cut because it is longer than `corpus.max_document_mib`. It is the row number in Parquet,
-Arrow and CSV files, the same for all pieces of a row, and 0 for a Python module; for `pydoc_data.topics` it is the
-ordinal of the topic.
+For JSONL and text, `offset` is a byte position in the innermost uncompressed file: the start of the line, or of the
+piece if a document longer than `corpus.max_document_mib` was cut. For Parquet, Arrow and CSV it is the row number, the
+same for all pieces of a row. It is 0 for a Python module, and the ordinal of the topic for `pydoc_data.topics`.
 """
 
 from typing import cast
 
 import pyarrow as pa
 
+from pipeline.readers.corpus import ID_BYTES
 from pipeline.shards.windows import Geometry, ShortDocuments
 
 SCHEMA_VERSION = 1
-ID_BYTES = 16
 UINT16_VOCABULARY = 2**16
 
 
 def shard_schema(
     vocab_size: int, geometry: Geometry, fingerprint: str, short_documents: ShortDocuments = "drop"
 ) -> pa.Schema:
-    """Schema of a shard; its metadata names what the tokens and windows mean, so that a shard explains itself."""
+    """Schema of a shard; its metadata names the tokenizer and the geometry of the tokens and windows."""
     drop = short_documents == "drop"
     token_type = pa.uint16() if vocab_size <= UINT16_VOCABULARY else pa.uint32()
     return pa.schema(
@@ -52,13 +51,13 @@ def shard_schema(
             "num_anchors": str(geometry.num_anchors),
             "max_tokens": str(geometry.max_tokens),
         }
-        # What plays no part where short documents are dropped is left out there.
+        # These two keys have no effect if short documents are dropped, and are then left out.
         | ({} if drop else {"min_tokens": str(geometry.min_tokens), "short_documents": short_documents}),
     )
 
 
 def geometry_of(schema: pa.Schema) -> tuple[Geometry, ShortDocuments]:
-    """The geometry of a shard, and what became of short documents."""
+    """The geometry of a shard, and the treatment of short documents."""
     found = {key.decode(): value.decode() for key, value in schema.metadata.items()}
     geometry = Geometry.model_validate({key: found[key] for key in Geometry.model_fields if key in found})
     return geometry, cast(ShortDocuments, found.get("short_documents", "drop"))

@@ -1,82 +1,47 @@
-"""Reading shards: memory-mapped, any documents in any order."""
+"""Reading of memory-mapped shards: any documents in any order."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from common.storage import hash_file
+from pipeline.shards.index import ListedShard, ManifestIndex, load_index
 from pipeline.shards.ledger import LedgerFile
 from pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
-from pipeline.shards.schema import SCHEMA_VERSION
-from pipeline.shards.soundness import content_problem, memory_problem, schema_problem
-from pipeline.shards.windows import Geometry, ShortDocuments
+from pipeline.shards.soundness import memory_problem, schema_problem
 
-_MOST_OPEN = 512  # each is a descriptor and a memory map, and a large corpus has more shards than a process may have
+_MOST_OPEN = 512  # each needs a memory map, and a large corpus has more shards than a process may map
 
 __all__ = ["MANIFEST", "Manifest", "Shard", "ShardError", "ShardSet", "check_shards", "load_manifest"]
-
-
-class _Listed(msgspec.Struct, frozen=True):
-    """What of a shard's entry in the manifest is needed to find documents."""
-
-    name: str
-    split: Literal["train", "held-out"]
-    num_documents: int
-    num_bytes: int
-
-
-class _Tokenizer(msgspec.Struct, frozen=True):
-    vocab_size: int
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    short_documents: ShortDocuments = "drop"
-
-
-class _Index(msgspec.Struct, frozen=True):
-    """The part of a manifest that a reader needs: at 100,000 shards a tenth of the whole's time and memory."""
-
-    schema_version: int
-    shards: list[_Listed]
-    geometry: dict[str, int]
-    tokenizer: _Tokenizer
-    config: _Settings
-
-    def problem(self, rows: pa.RecordBatch | pa.Table) -> tuple[int, str] | None:
-        """As `content_problem`, with what this manifest says of all shards."""
-        geometry = Geometry.model_validate(self.geometry)
-        return content_problem(rows, geometry, self.config.short_documents, self.tokenizer.vocab_size)
 
 
 class ShardSet:
     """The documents of one split, numbered over its shards in name order.
 
-    Shards are opened at the first use and stay mapped, the ones used last; a copy sent to another process opens them
-    there.
+    Shards are opened at first use; the most recently used ones stay mapped. A copy sent to another process opens them
+    again there.
 
     Args:
-        folder: output of `prepare`.
+        folder: output folder of `prepare`.
         split: `train` or `held-out`.
-        look: whether every shard is looked for at once; otherwise each when it is opened, which is what a process among
-            thousands does after one has looked.
+        look: checks every shard's existence and size now. False checks each shard when it is opened; thousands of
+            processes use this after one process has checked all.
         most_open: shards that stay open.
 
     Raises:
-        ShardError: there is no manifest, or it names a shard that is missing or has another size.
+        ShardError: the manifest is missing, or it names a shard that is missing or of another size.
     """
 
     def __init__(self, folder: Path, split: str, look: bool = True, most_open: int = _MOST_OPEN) -> None:
         self.folder = folder
         self._most_open = most_open
-        self._index = _load_index(folder)
+        self._index = load_index(folder)
         listed = [shard for shard in self._index.shards if shard.split == split]
         self._shards = sorted(listed, key=lambda shard: shard.name)
         problems = [problem for shard in self._shards for problem in _size_problems(folder, shard)] if look else []
@@ -96,14 +61,14 @@ class ShardSet:
         return int(self._starts[-1])
 
     def take(self, rows: NDArray[np.int64]) -> pa.Table:
-        """Documents by number, in the order asked, as a table of one chunk with the columns of schema.py.
+        """Documents by number, in the given order, as a table of one chunk with the columns of schema.py.
 
         Args:
             rows: `(n,)` document numbers in [0, num_documents), repeats allowed.
 
         Raises:
-            IndexError: a number outside the split.
-            ShardError: a shard that is not what the manifest says, or whose numbers point beyond its data.
+            IndexError: a number is outside the split.
+            ShardError: a shard differs from the manifest, or its offsets point outside its data.
         """
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= self.num_documents):
@@ -118,7 +83,7 @@ class ShardSet:
                 asked.append(mine[places])
         if not pieces:
             return self._empty()
-        # Gathered by record batch, hence in another order than asked.
+        # The rows were gathered by record batch; restore the requested order.
         order = np.argsort(np.concatenate(asked), kind="stable")
         gathered = pa.Table.from_batches(pieces).combine_chunks()
         table = gathered.take(pa.array(order)).combine_chunks()
@@ -148,27 +113,10 @@ class ShardSet:
         return self.__dict__ | {"_open": OrderedDict()}
 
 
-def _load_index(folder: Path) -> _Index:
-    """The shards of a manifest; where that is not what it should be, the whole is read, for a sentence that says why.
-
-    Raises:
-        ShardError: as `load_manifest`.
-    """
-    try:
-        index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Index)
-        Geometry.model_validate(index.geometry)
-    except (OSError, msgspec.DecodeError, ValidationError):
-        index = None
-    if index is not None and index.schema_version == SCHEMA_VERSION:
-        return index
-    manifest = load_manifest(folder)
-    return msgspec.json.decode(manifest.model_dump_json(), type=_Index)
-
-
 class _OpenShard:
-    """One mapped shard: its record batches and where each begins."""
+    """One mapped shard: its record batches and the first row of each."""
 
-    def __init__(self, folder: Path, shard: Shard | _Listed) -> None:
+    def __init__(self, folder: Path, shard: Shard | ListedShard) -> None:
         path = folder / shard.name
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -184,10 +132,10 @@ class _OpenShard:
             raise ShardError(f"{path}: {self._starts[-1]} documents, the manifest says {shard.num_documents}")
 
     def locate(self, rows: NDArray[np.int64]) -> Iterator[tuple[pa.RecordBatch, NDArray[np.int64], NDArray[np.int64]]]:
-        """For each record batch that holds some of the rows: the batch, positions in it, places in `rows`.
+        """Each record batch that holds some of the rows, with positions in it and places in `rows`.
 
         Raises:
-            ShardError: a batch whose offsets point beyond its data.
+            ShardError: the offsets of a batch point outside its data.
         """
         which = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(which):
@@ -195,7 +143,7 @@ class _OpenShard:
             yield self._batch(int(number)), rows[places] - self._starts[number], places
 
     def _batch(self, number: int) -> pa.RecordBatch:
-        """A record batch of which every row may be read. Without a look at its offsets Arrow would leave its memory."""
+        """A record batch whose offsets were checked, because Arrow reads wherever they point."""
         batch = self._batches[number]
         if number not in self._safe:
             if problem := memory_problem(batch):
@@ -203,8 +151,8 @@ class _OpenShard:
             self._safe.add(number)
         return batch
 
-    def problem(self, index: _Index) -> str | None:
-        """A line on the first unsound document; None where all are sound."""
+    def problem(self, index: ManifestIndex) -> str | None:
+        """An error message for the first unsound document; None if all are sound."""
         for number, start in enumerate(self._starts[:-1]):
             try:
                 found = index.problem(self._batch(number))
@@ -216,20 +164,19 @@ class _OpenShard:
 
 
 def check_shards(folder: Path, full: bool = False) -> list[str]:
-    """What is wrong with prepared shards, one line a problem.
+    """Finds problems of prepared shards, one line each.
 
     Args:
-        folder: output of `prepare`.
-        full: also read every byte, to compare checksums and see that all offsets, windows and token ids lie inside
-            what they point to; otherwise sizes and Arrow footers only, and every byte of the shards that were written
-            to after the manifest.
+        folder: output folder of `prepare`.
+        full: reads every byte, compares checksums, and checks all offsets, windows and token ids. Otherwise only sizes
+            and Arrow footers are checked, and the contents of shards that were modified after the manifest.
 
     Raises:
-        ShardError: there is no manifest to compare with.
+        ShardError: the manifest is missing.
     """
     manifest = load_manifest(folder)
     written = (folder / MANIFEST).stat().st_mtime_ns
-    index, problems = _load_index(folder), list[str]()
+    index, problems = load_index(folder), list[str]()
     for shard in manifest.shards:
         found = _size_problems(folder, shard)
         if not found:
@@ -246,11 +193,11 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
     return problems
 
 
-def _size_problems(folder: Path, written: Shard | _Listed | LedgerFile) -> list[str]:
-    """A file that is missing or has another size than when it was written."""
+def _size_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> list[str]:
+    """Problems of a file that is missing or of another size than the manifest records."""
     path = folder / written.name
     if Path(written.name).is_absolute() or ".." in Path(written.name).parts:
-        return [f"{folder / MANIFEST} names {written.name}, which is not in its folder; prepare the folder again"]
+        return [f"{folder / MANIFEST} names {written.name}, which is outside its folder; prepare the folder again"]
     if not path.is_file():
         return [f"{path} is missing; run `prepare` again, it makes what is missing"]
     size = path.stat().st_size
@@ -260,8 +207,8 @@ def _size_problems(folder: Path, written: Shard | _Listed | LedgerFile) -> list[
     return [f"{path} is {state}: {size} bytes, the manifest says {written.num_bytes}; run `prepare` again to remake it"]
 
 
-def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, index: _Index) -> list[str]:
-    """Bytes or numbers that are not what the manifest says."""
+def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, index: ManifestIndex) -> list[str]:
+    """Problems of a shard's bytes and numbers."""
     problem = opened.problem(index)
     return [*_hash_problems(folder, shard), *([] if problem is None else [problem])]
 
@@ -271,7 +218,7 @@ def _unsound(path: Path, row: int, problem: str) -> str:
 
 
 def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
-    """A file whose bytes are not those that were written."""
+    """A problem if the checksum of a file is wrong."""
     path = folder / written.name
     if (found := hash_file(path)) == written.sha256:
         return []

@@ -1,6 +1,6 @@
-"""Soundness of a shard's documents: offsets inside the data, windows inside the document, ids inside the vocabulary.
+"""Checks of a shard's documents: offsets inside the data, windows inside the document, ids inside the vocabulary.
 
-A shard may come from somebody else, and Arrow reads wherever a file's offsets point to.
+A shard may come from someone else, and Arrow reads wherever a file's offsets point.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ _TYPES = {
 
 
 def schema_problem(schema: pa.Schema) -> str | None:
-    """The first column that is not one of a shard; None where all are."""
+    """A problem of the columns; None if they are those of a shard."""
     if sorted(schema.names) != sorted(_TYPES):
         return f"its columns are {', '.join(schema.names)}, not {', '.join(_TYPES)}"
     for name, types in _TYPES.items():
@@ -30,7 +30,7 @@ def schema_problem(schema: pa.Schema) -> str | None:
 
 
 def memory_problem(batch: pa.RecordBatch) -> str | None:
-    """The reason why reading rows of a record batch could leave its memory; None where it cannot."""
+    """The reason why reading rows of a record batch could leave its memory; None if it cannot."""
     try:
         batch.validate(full=True)
     except pa.ArrowException as error:
@@ -47,13 +47,13 @@ def _nulls(column: pa.Array) -> int:
 def content_problem(
     batch: pa.RecordBatch | pa.Table, geometry: Geometry, short_documents: ShortDocuments, vocab_size: int
 ) -> tuple[int, str] | None:
-    """The first row whose numbers contradict each other, and how; None where all agree.
+    """The first row with contradictory numbers, and its problem; None if all rows agree.
 
     Args:
         batch: rows of a shard without a `memory_problem`; a table has one chunk.
-        geometry: of the manifest.
-        short_documents: of the manifest.
-        vocab_size: of the manifest's tokenizer; ids lie below it.
+        geometry: geometry of the manifest.
+        short_documents: setting of the manifest.
+        vocab_size: vocabulary size of the manifest's tokenizer; all ids are below it.
     """
     if not len(batch):
         return None
@@ -66,11 +66,11 @@ def content_problem(
         longest = np.maximum(1, np.minimum(longest, said // (2 * geometry.num_anchors)))
     if row := _first(counts != said // longest):
         at = row[0]
-        return at, f"{counts[at]} windows, but its {said[at]} tokens hold {said[at] // longest[at]} of {longest[at]}"
+        return at, f"{counts[at]} windows, but its {said[at]} tokens have {said[at] // longest[at]} of {longest[at]}"
     starts = _ordinals(counts) * np.repeat(longest, counts)
     if row := _first(windows != starts):
         at = int(np.searchsorted(np.cumsum(counts), row[0], side="right"))
-        return at, f"a window begins at {windows[row[0]]}, not at {starts[row[0]]}"
+        return at, f"a window starts at {windows[row[0]]}, not at {starts[row[0]]}"
     if row := _first(tokens >= vocab_size):
         at = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
         return at, f"token id {tokens[row[0]]} is beyond the vocabulary of {vocab_size} tokens"
@@ -78,7 +78,7 @@ def content_problem(
 
 
 def _first(wrong: NDArray[np.bool_]) -> tuple[int] | None:
-    """The first place that is true."""
+    """Index of the first True value, or None."""
     return (int(wrong.argmax()),) if wrong.any() else None
 
 
@@ -88,7 +88,7 @@ def _array(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
 
 
 def _lists(batch: pa.RecordBatch | pa.Table, name: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """Values and length of each list of a column."""
+    """Values of a list column, and the length of each list."""
     lists = _array(batch, name)
     return lists.flatten().to_numpy(), np.diff(lists.offsets.to_numpy().astype(np.int64))
 

@@ -1,4 +1,4 @@
-"""Where anchors may lie: plain arithmetic on lengths. All lengths are in tokens, without special tokens."""
+"""Windows in which anchors may lie, and the shortest document to keep. Lengths are in tokens without special ones."""
 
 from typing import Literal
 
@@ -9,26 +9,28 @@ from pydantic import Field
 from common.config import Strict
 
 ShortDocuments = Literal["drop", "fewer_anchors", "shrink_spans"]
+EMPTY = "empty"
+TOO_SHORT = "too_short"
 
 
 class Geometry(Strict):
-    """How long and how many spans are: what decides which documents are long enough, and where their windows start."""
+    """Length and number of spans; they decide which documents are long enough and where windows start."""
 
     num_anchors: int = Field(default=2, ge=1)
     """Anchors a document must have room for."""
     max_tokens: int = Field(default=512, ge=2)
-    """Longest span, the paper's l_max, in tokens. Windows are this long."""
+    """Longest span (l_max in the paper), in tokens. Windows have this length."""
     min_tokens: int = Field(default=32, ge=1)
-    """Shortest window that a short document gets, in tokens; read where `short_documents` is shrink_spans only."""
+    """Shortest window of a short document, in tokens; used only if `short_documents` is shrink_spans."""
 
     @property
     def min_document_tokens(self) -> int:
-        """Shortest document with room for all anchors: 2 * num_anchors * max_tokens, so they stay max_tokens apart."""
+        """Shortest document with room for all anchors, max_tokens apart: 2 * num_anchors * max_tokens."""
         return 2 * self.num_anchors * self.max_tokens
 
 
 def shortest_document(geometry: Geometry, short_documents: ShortDocuments = "drop") -> int:
-    """Tokens of the shortest document that is kept."""
+    """Tokens of the shortest document to keep."""
     if short_documents == "fewer_anchors":
         return 2 * geometry.max_tokens
     if short_documents == "shrink_spans":
@@ -36,8 +38,23 @@ def shortest_document(geometry: Geometry, short_documents: ShortDocuments = "dro
     return geometry.min_document_tokens
 
 
+def drop_reason(num_tokens: int, geometry: Geometry, short_documents: ShortDocuments = "drop") -> str | None:
+    """The reason to drop a document of this many tokens; None if it is kept."""
+    if num_tokens == 0:
+        return EMPTY
+    return TOO_SHORT if num_tokens < shortest_document(geometry, short_documents) else None
+
+
+def limit_in_words(geometry: Geometry, short_documents: ShortDocuments) -> str:
+    """The length of the shortest document to keep, with the settings that decide it."""
+    anchors = "" if short_documents == "fewer_anchors" else f" * geometry.num_anchors ({geometry.num_anchors})"
+    name = "min_tokens" if short_documents == "shrink_spans" else "max_tokens"
+    tokens = shortest_document(geometry, short_documents)
+    return f"2{anchors} * geometry.{name} ({getattr(geometry, name)}) = {tokens}"
+
+
 def window_tokens(num_tokens: int, geometry: Geometry, short_documents: ShortDocuments = "drop") -> int:
-    """Length of a kept document's windows, and of its longest span: max_tokens, or what shrinking leaves of it."""
+    """Length of a kept document's windows and of its longest span: max_tokens, or less with shrink_spans."""
     if short_documents == "shrink_spans":
         return min(geometry.max_tokens, num_tokens // (2 * geometry.num_anchors))
     return geometry.max_tokens
@@ -51,7 +68,7 @@ def document_windows(
 
 
 def window_starts(num_tokens: int, max_tokens: int) -> NDArray[np.int32]:
-    """Starts k * max_tokens of the whole windows in a document; the tail shorter than a window can hold no anchor.
+    """Starts k * max_tokens of the whole windows in a document; a shorter tail holds no anchor.
 
     Args:
         num_tokens: length of the document.
@@ -61,7 +78,7 @@ def window_starts(num_tokens: int, max_tokens: int) -> NDArray[np.int32]:
         `(num_tokens // max_tokens,)`, ascending.
 
     Raises:
-        ValueError: a negative length, or windows of no tokens.
+        ValueError: a negative length, or empty windows.
     """
     if num_tokens < 0 or max_tokens < 1:
         raise ValueError(f"num_tokens = {num_tokens} must be >= 0 and max_tokens = {max_tokens} must be >= 1")

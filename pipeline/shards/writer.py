@@ -1,4 +1,4 @@
-"""Writing one shard: whole or absent, block by block, so that memory does not grow with the unit."""
+"""Writing of one shard, whole or not at all, block by block so that memory does not grow with the unit."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,9 +21,9 @@ _BLOCK_TOKENS = 2**25
 
 @dataclass
 class ShardWriter:
-    """Collects the documents of one split of one unit; the file appears when the block ends without an error.
+    """Writes the documents of one split of one unit; the file appears if the block ends without an error.
 
-    No file is written when no document was added.
+    No file is written if no document was added.
     """
 
     folder: Path
@@ -47,10 +47,10 @@ class ShardWriter:
         return self
 
     def add(self, identity: bytes, tokens: NDArray[np.uint32], source: str, offset: int) -> int:
-        """Adds a document: its id, `(num_tokens,)` token ids, and where it came from. Returns its row in the shard.
+        """Adds a document: its id, `(num_tokens,)` token ids, and its source. Returns its row in the shard.
 
         Raises:
-            ShardError: a token id that the vocabulary does not have.
+            ShardError: a token id is beyond the vocabulary.
         """
         vocab_size = int(self.schema.metadata[b"vocab_size"])
         if len(tokens) and int(tokens.max()) >= vocab_size:
@@ -65,7 +65,7 @@ class ShardWriter:
         return row
 
     def _flush(self) -> None:
-        """Writes what was collected as one record batch."""
+        """Writes the collected documents as one record batch."""
         if not self._rows:
             return
         if self._stream is None:
@@ -97,7 +97,7 @@ class ShardWriter:
         self._stack.__exit__(kind, error, trace)
 
     def result(self) -> list[Shard]:
-        """The finished shard; an empty list when there was nothing to write."""
+        """The finished shard; an empty list if no document was added."""
         if self._num_documents == 0:
             return []
         path = self.folder / self.name
@@ -114,7 +114,7 @@ class ShardWriter:
 
 
 def _lists(rows: Sequence[NDArray[Any]], list_type: pa.DataType) -> pa.Array:
-    """A list column of one array a row."""
+    """A list column with one array a row."""
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
     values = np.concatenate(rows).astype(list_type.value_type.to_pandas_dtype())
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=list_type)

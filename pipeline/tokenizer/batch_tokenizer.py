@@ -1,4 +1,4 @@
-"""Texts to token ids with bounded memory, by the engine that was chosen for a tokenizer (engine.py)."""
+"""Tokenization of texts with bounded memory, by the engine chosen for a tokenizer (engine.py)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -20,22 +20,21 @@ _BATCH_CHARACTERS = 250_000
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 
 
-class Encoder:
-    """Texts to ids without special tokens, a few megabytes at a time whatever the length of a text.
+class BatchTokenizer:
+    """Turns texts into ids without special tokens, a few megabytes at a time for texts of any length.
 
-    A special token spelled out in a text ("</s>" in a web page) is encoded as the characters it is made of: stored
-    tokens hold no special ids. Byte-level vocabularies tell a word at the start of a line from one after a space, so
-    they get one leading space; a span taken from the middle of a document then looks like any other.
+    A special token spelled out in a text ("</s>" in a web page) is encoded as its characters, so that stored tokens
+    hold no special ids. Byte-level vocabularies distinguish a word at the start of a line from one after a space. With
+    them, a text gets one leading space, so that a span from the middle of a document looks like any other.
 
     Args:
-        backend: the tokenizer; this encoder's own from now on.
-        engine: what applies it; another one than `tokenizers` only where `pipeline.tokenizer.engine.choose_engine`
-        found that
-            ids are the same.
-        parsed: `parse` of the tokenizer, where that is at hand.
+        backend: the tokenizer; its settings are changed, so it must not be shared.
+        engine: library that applies it; only `tokenizers`, unless `pipeline.tokenizer.engine.choose_engine` found that
+            the ids are the same.
+        parsed: result of `parse` for the tokenizer, if the caller has it.
 
     Attributes:
-        prefix: what stands before every text that is not empty.
+        prefix: text put before every text that is not empty.
     """
 
     def __init__(
@@ -47,8 +46,8 @@ class Encoder:
         backend.no_padding()
         parsed = parse(backend) if parsed is None else parsed
         self.prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
-        # GPT-2's pattern never matches across a space between two words, except that a match may begin with it: a text
-        # cut before such a space gives the same pieces. That holds only if nothing else looks across the cut.
+        # GPT-2's pattern never matches across a space between two words, except that a match may start with it. So a
+        # text cut before such a space gives the same pieces, provided that no other step looks across the cut.
         self._splittable = (
             (parsed["pre_tokenizer"] or {}).get("type") == "ByteLevel"
             and parsed["pre_tokenizer"]["use_regex"]
@@ -62,12 +61,12 @@ class Encoder:
             self._fast = WordTable(backend, parsed)
 
     @classmethod
-    def load(cls, folder: Path, engine: EngineName = "tokenizers") -> "Encoder":
-        """The encoder of a folder written by `save_pretrained`."""
+    def load(cls, folder: Path, engine: EngineName = "tokenizers") -> "BatchTokenizer":
+        """Loads the tokenizer of a folder written by `save_pretrained`."""
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), engine)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, `(num_tokens,)` each; an empty text has none."""
+        """Ids of each text, `(num_tokens,)`; an empty text has none."""
         pieces: list[list[Ids]] = [[] for _ in texts]
         for batch in _batches(self._pieces(texts)):
             encoded = self._encode([piece for _, piece in batch])
@@ -83,7 +82,7 @@ class Encoder:
         return [self._reference([piece])[0] if ids is None else ids for piece, ids in found]
 
     def _reference(self, pieces: list[str]) -> list[Ids]:
-        """Ids by `tokenizers`, which define what is right."""
+        """Ids by `tokenizers`, the reference."""
         encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
@@ -103,7 +102,7 @@ class Encoder:
 
 
 def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:
-    """Types of a pre-tokenizer and of those it is made of."""
+    """Types of a pre-tokenizer and of its parts."""
     if pre_tokenizer is None:
         return []
     inner = pre_tokenizer.get("pretokenizers", [])
@@ -111,7 +110,7 @@ def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:
 
 
 def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Pieces in groups of a bounded number of characters: an encoding takes many times the memory of its text."""
+    """Groups pieces by a bounded number of characters, because an encoding takes many times the memory of its text."""
     batch: list[tuple[int, str]] = []
     held = 0
     for piece in pieces:

@@ -1,13 +1,13 @@
-"""Byte-level BPE of GPT-2's kind (RoBERTa, DistilRoBERTa, GPT-2, our own) on tiktoken's engine, to the same ids.
+"""Byte-level BPE as in GPT-2 (RoBERTa, DistilRoBERTa, `kind: train`) on tiktoken, with the ids of `tokenizers`.
 
-A text is cut into words by GPT-2's pattern, and adjacent pieces of a word are merged, lowest rank first, from bytes
-upwards. `tokenizers` and tiktoken do the same with other data structures; tiktoken's take a fraction of the time.
+GPT-2's pattern cuts a text into words, and adjacent pieces of a word are merged, lowest rank first, from bytes
+upwards. `tokenizers` and tiktoken compute the same, but tiktoken's data structures are several times faster.
 
-Two differences could show, and `obstacle` refuses the tokenizers in which they would:
-- tiktoken ranks tokens, `tokenizers` ranks pairs. Equal when each merge makes a new token, and when each of these
-  tokens, encoded alone, is that one token: merges within a stretch of text depend on nothing outside it until one
-  crosses its edge, so a token is then reached by its own pair wherever it stands.
-- added tokens that are not special are searched for in the text first; tiktoken does not know them.
+The ids could differ in two cases, and `obstacle` refuses such tokenizers:
+- tiktoken ranks tokens, `tokenizers` ranks pairs. They agree if each merge makes a new token and each of these tokens,
+  encoded alone, is that one token. Merges within a stretch of text depend on nothing outside it until one crosses its
+  edge, so a token is then always made by the same pair.
+- `tokenizers` first searches the text for added tokens that are not special; tiktoken does not know them.
 """
 
 import json
@@ -19,16 +19,16 @@ import tiktoken
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-# Alternatives that begin with different characters may stand in any order; words, the most frequent, stand first.
+# Alternatives that start with different characters may have any order; words, the most frequent, come first.
 _WORDS = r" ?\p{L}+|'(?:[sdmt]|ll|ve|re)| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
-# A run of whitespace leaves its last character to the word after it. Looking ahead costs a third of the speed, and is
-# needed only where two characters of whitespace meet.
+# A run of whitespace leaves its last character to the word after it. The look-ahead costs a third of the speed and is
+# needed only if two whitespace characters are adjacent.
 _ANY_SPACES = _WORDS + r"|\s+(?!\S)|\s+"
 _SINGLE_SPACES = _WORDS + r"|\s+"
 _LONG_SPACES = re.compile(r"(?<!\s)\s{10000}")
 """Whitespace that could overflow the stack of tiktoken's pattern engine: 100,000 characters do not, a million do."""
 _NUM_BYTES = 256
-# White_Space of Unicode, and with it every control character of ASCII: where there may be doubt, the slower pattern.
+# White_Space of Unicode and all control characters of ASCII; in doubtful cases the slower pattern is used.
 _BLANK = np.zeros(0x3002, bool)
 _BLANK[[*range(0x21), 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000]] = True
 
@@ -40,7 +40,7 @@ def parse(backend: Tokenizer) -> dict[str, Any]:
 
 
 def obstacle(backend: Tokenizer, parsed: dict[str, Any]) -> str | None:
-    """Why tiktoken cannot stand in for this tokenizer, in words; None when it can."""
+    """The reason why tiktoken cannot replace this tokenizer; None if it can."""
     model, before = parsed["model"], parsed["pre_tokenizer"] or {}
     if model["type"] != "BPE" or before.get("type") != "ByteLevel" or not before["use_regex"]:
         return f"it is {model['type']} after {before.get('type')}, not BPE over bytes with GPT-2's pattern"
@@ -66,7 +66,7 @@ class ByteLevelBPE:
     """Encodes texts by tiktoken.
 
     Args:
-        parsed: `parse` of a tokenizer that has no `obstacle`.
+        parsed: result of `parse` for a tokenizer without an `obstacle`.
     """
 
     def __init__(self, parsed: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class ByteLevelBPE:
         self._any_spaces: tiktoken.Encoding | None = None
 
     def encode(self, text: str) -> NDArray[np.uint32] | None:
-        """Ids of a text, `(num_tokens,)`; None where tiktoken would give up, on ten thousand spaces in a row."""
+        """Ids of a text, `(num_tokens,)`; None for ten thousand spaces in a row, on which tiktoken fails."""
         if _is_single_spaced(text):
             engine = self._single_spaces
         elif _LONG_SPACES.search(text):
@@ -91,12 +91,12 @@ class ByteLevelBPE:
         return self._ids.take(np.array(ranks, np.intp))
 
     def engine(self, pattern: str) -> tiktoken.Encoding:
-        """Tiktoken on this vocabulary; its ids are ranks."""
+        """Builds tiktoken on this vocabulary; its ids are ranks."""
         return tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={})
 
 
 def byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary (GPT-2): Latin-1 where it can be printed."""
+    """The letter for each byte in a byte-level vocabulary (GPT-2): Latin-1 where it is printable."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(_NUM_BYTES)]
@@ -108,7 +108,7 @@ def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _is_single_spaced(text: str) -> bool:
-    """Whether no two characters of whitespace stand side by side."""
+    """Returns True if no two whitespace characters are adjacent."""
     codec, width = ("ascii", np.uint8) if text.isascii() else ("utf-32-le", np.uint32)
     blank = _BLANK.take(np.frombuffer(text.encode(codec), width), mode="clip")
     return not (blank[1:] & blank[:-1]).any()

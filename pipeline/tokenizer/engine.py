@@ -1,4 +1,4 @@
-"""What applies a tokenizer: a faster engine where it is shown to give the ids of `tokenizers`, which define them."""
+"""Choice of the engine for a tokenizer: a faster one if tests show that it gives the ids of `tokenizers`."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -12,15 +12,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from common import seeding
 from common.config import ConfigError, Strict
 from pipeline.tokenizer import bytelevel, wordpiece
-from pipeline.tokenizer.batch_tokenizer import Encoder, EngineName
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
 from pipeline.tokenizer.bytelevel import byte_letters, parse
 from pipeline.tokenizer.tokenization import EngineSetting
 
 _CHARACTERS_AT_ONCE = 200_000
 _SAMPLED = ((0x4E00, 0xA000), (0xAC00, 0xD7A4), (0xE000, 0xF900), (0x20000, 0x110000))
-"""Ranges of CJK, Hangul, private use and hardly assigned planes: every 64th character stands for its neighbours."""
+"""Ranges of CJK, Hangul, private use and sparsely assigned planes, in which only every 64th character is tested."""
 _SPACES_END = 0x3100
-"""Whitespace lies below; Unicode adds none."""
+"""All whitespace characters are below this code point; Unicode adds none."""
 _DIFFICULT = (
     *("", "\0", " ", "   ", " \n", "\n\n", "a ", " a", "_a_b__c-d--e...f!!!?!g@h#i$%^&*()", "\U0010ffff\ufffd\ufffe"),
     "it's we'll they've I'M 'tis 's'S ''s '' ' d'd 'll've \u2019s",
@@ -36,11 +36,11 @@ _SURROGATES = range(0xD800, 0xE000)
 
 
 _AGREEING = {("0.14.0", "0.23.3")}
-"""Versions of tiktoken and tokenizers whose tables of characters were compared (a test repeats it)."""
+"""Versions of tiktoken and tokenizers whose character tables are known to agree (checked by a test)."""
 
 
 class EngineChoice(Strict):
-    """The library that turns texts into ids, and why it is that one."""
+    """The library that turns texts into ids, and the reason for it."""
 
     engine: EngineName
     reason: str
@@ -49,18 +49,18 @@ class EngineChoice(Strict):
 def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = ()) -> EngineChoice:
     """The engine for the tokenizer of a folder written by `save_pretrained`.
 
-    tiktoken (byte-level BPE) is taken when nothing in the tokenizer forbids it, both libraries see letters, numbers and
-    whitespace in the same characters of Unicode, and every id of difficult texts and of the sample is the same; the
-    table of words (WordPiece) when nothing forbids it and those ids are the same. Takes about two seconds, and one more
-    for each 2 MiB of sample.
+    tiktoken (byte-level BPE) is chosen if nothing in the tokenizer forbids it, both libraries classify letters, numbers
+    and whitespace of Unicode alike, and all ids of difficult texts and of the sample are the same. The table of words
+    (WordPiece) is chosen if nothing forbids it and those ids are the same. Takes about two seconds, plus one for each
+    2 MiB of sample.
 
     Args:
-        folder: where `tokenizer.json` lies.
-        setting: what the configuration asks for.
+        folder: folder with `tokenizer.json`.
+        setting: `tokenizer.engine` of the configuration.
         sample: texts of the corpus, as they will be encoded.
 
     Raises:
-        ConfigError: an engine is asked for that cannot give the same ids.
+        ConfigError: the configured engine cannot give the same ids.
     """
     if setting == "tokenizers":
         return EngineChoice(engine="tokenizers", reason="tokenizer.engine = 'tokenizers'")
@@ -72,20 +72,20 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
     if reason is None and name == "tiktoken" and (version("tiktoken"), version("tokenizers")) not in _AGREEING:
         reason = disagreement_of_patterns()
     if reason is None:
-        # Each has its own backend: what one sets on it must not reach the other.
-        fast = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")), name, parsed)
-        reference = Encoder(backend, parsed=parsed)
+        # Two backends, because each batch tokenizer changes the settings of its backend.
+        fast = BatchTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), name, parsed)
+        reference = BatchTokenizer(backend, parsed=parsed)
         reason = disagreement(reference, fast, difficult_texts(backend)) or disagreement(reference, fast, sample)
     if reason is None:
-        return EngineChoice(engine=name, reason="gives the ids of `tokenizers` on every text that was tried")
+        return EngineChoice(engine=name, reason="gives the ids of `tokenizers` on all tested texts")
     if setting != "auto":
-        problem = f"tokenizer.engine = {setting!r} cannot stand in for this tokenizer: {reason}; set it to auto"
+        problem = f"tokenizer.engine = {setting!r} cannot replace this tokenizer: {reason}; set it to auto"
         raise ConfigError("tokenizer", [problem])
-    return EngineChoice(engine="tokenizers", reason=f"{name} cannot stand in for this tokenizer: {reason}")
+    return EngineChoice(engine="tokenizers", reason=f"{name} cannot replace this tokenizer: {reason}")
 
 
-def disagreement(reference: Encoder, fast: Encoder, texts: Iterable[str]) -> str | None:
-    """The first text to which two encoders give different ids, in words; None when there is none."""
+def disagreement(reference: BatchTokenizer, fast: BatchTokenizer, texts: Iterable[str]) -> str | None:
+    """Describes the first text whose ids differ; None if all ids are equal."""
     for batch in _batches(texts):
         for text, expected, found in zip(batch, reference.encode(batch), fast.encode(batch), strict=True):
             if not np.array_equal(expected, found):
@@ -118,10 +118,10 @@ def _drawn(alphabet: str, count: int, length: int) -> Iterator[str]:
 
 @cache
 def disagreement_of_patterns() -> str | None:
-    """Characters of which the installed libraries disagree whether they are letters, numbers, whitespace or neither.
+    """Names characters that the installed libraries classify differently (letter, number, whitespace or other).
 
-    Their tables are those of different versions of Unicode. A vocabulary with a token for each byte after an "a" and
-    before a "1" or "!" shows which of these are in one word with a character.
+    Their tables come from different versions of Unicode. A vocabulary with a token for each byte after an "a" and
+    before a "1" or "!" shows which of these share a word with a character.
     """
     letters = byte_letters()
     vocab = {letter: index for index, letter in enumerate(letters)}
@@ -130,7 +130,7 @@ def disagreement_of_patterns() -> str | None:
     backends = [Tokenizer(models.BPE(vocab=vocab, merges=merges)) for _ in range(2)]
     for backend in backends:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    reference, fast = Encoder(backends[0]), Encoder(backends[1], "tiktoken")
+    reference, fast = BatchTokenizer(backends[0]), BatchTokenizer(backends[1], "tiktoken")
     texts = [f"a{character}1" for character in _characters()]
     texts += [f"a{chr(code)}!" for code in range(_SPACES_END)]
     for start in range(0, len(texts), 256):
@@ -138,12 +138,12 @@ def disagreement_of_patterns() -> str | None:
         if disagreement(reference, fast, ["".join(group)]):
             odd = [text for text in group if disagreement(reference, fast, [text])]
             names = ", ".join(f"U+{ord(text[1]):04X}" for text in odd[:5])
-            return f"the libraries take {names} for different kinds of characters"
+            return f"the libraries classify {names} differently"
     return None
 
 
 def _characters() -> list[str]:
-    """The characters whose kind is compared: planes 0 and 1 of Unicode, and samples of what is uniform or rare."""
+    """The characters to compare: planes 0 and 1 of Unicode, with samples of uniform or rare ranges."""
     sampled = list(chain.from_iterable(range(first, end, 64) for first, end in _SAMPLED))
     uniform = set(chain.from_iterable(range(first, end) for first, end in _SAMPLED))
     whole = [code for code in range(0x20000) if code not in uniform and code not in _SURROGATES]
@@ -151,7 +151,7 @@ def _characters() -> list[str]:
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts, a bounded number of characters at a time."""
+    """Groups texts by a bounded number of characters."""
     batch: list[str] = []
     for text in texts:
         batch.append(text)

@@ -1,4 +1,4 @@
-"""Tokenizers: loading or training one, its fingerprint, its facts. batch_tokenizer.py applies it."""
+"""Loading and training of tokenizers, their fingerprint and facts. batch_tokenizer.py applies them."""
 
 import contextlib
 import json
@@ -19,15 +19,15 @@ EngineSetting = Literal["auto", "tiktoken", "wordpiece", "tokenizers"]
 
 
 class _AnyTokenizer(Strict):
-    """What every kind of tokenizer has."""
+    """Settings of every kind of tokenizer."""
 
     engine: EngineSetting = "auto"
-    """What turns text into ids: all give the same, so this has no influence on the shards. tiktoken (byte-level BPE)
-    and wordpiece (as BERT has it) are several times faster; auto uses one where it agrees (engine.py)."""
+    """Library that turns text into ids. All give the same ids, so this has no influence on the shards. tiktoken
+    (byte-level BPE) and wordpiece (as in BERT) are several times faster; auto uses one if it agrees (engine.py)."""
 
 
 class PretrainedTokenizer(_AnyTokenizer):
-    """A tokenizer that exists: a name on the Hugging Face hub or a folder."""
+    """An existing tokenizer: a name on the Hugging Face hub or a folder."""
 
     kind: Literal["pretrained"]
     name: str
@@ -41,7 +41,7 @@ class TrainedTokenizer(_AnyTokenizer):
 
     kind: Literal["train"]
     vocab_size: int = Field(ge=261)
-    """Tokens in all: 256 bytes, 5 special tokens, the rest merges."""
+    """Number of tokens: 256 bytes, 5 special tokens, the rest merges."""
     sample_mib: float = Field(default=16.0, gt=0)
     """Text to train on, MiB, taken evenly over the corpus."""
 
@@ -50,16 +50,16 @@ TokenizerConfig = Annotated[PretrainedTokenizer | TrainedTokenizer, Field(discri
 
 
 class TokenizerInfo(Strict):
-    """What the trainer needs to know about the tokenizer of the shards. An id is None where there is no such token."""
+    """Facts about the tokenizer of the shards that the trainer needs. An id is None if there is no such token."""
 
     kind: Literal["pretrained", "train"]
     fingerprint: str
     vocab_size: int
     """Token ids are below this."""
     bos_token_id: int | None
-    """Opens every sequence: the cls token where there is one."""
+    """First token of every sequence: cls if it exists, else bos."""
     eos_token_id: int | None
-    """Closes every sequence: the sep token where there is one."""
+    """Last token of every sequence: sep if it exists, else eos."""
     pad_token_id: int | None
     mask_token_id: int | None
     unk_token_id: int | None
@@ -70,7 +70,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """A fast Hugging Face tokenizer by name or folder.
 
     Raises:
-        ConfigError: there is none of that name, or it has no fast version.
+        ConfigError: no tokenizer of that name was found, or it has no fast version.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -90,17 +90,19 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first}"
         if unreached:
-            problem = f"is no folder here, the hub's cache on this machine holds no copy, and the hub: {unreached}"
+            problem = "is not a folder here, the hub's cache on this machine holds no copy, and the hub: " + unreached
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} {problem}"]) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} has no fast version, which this needs"])
+        raise ConfigError(
+            "tokenizer", [f"tokenizer.name = {name!r} has no fast version, which is required; name another"]
+        )
     return tokenizer
 
 
 @lru_cache(maxsize=1)
 def _loaded(where: str, trust_remote_code: bool, stamps: tuple[int, ...]) -> Any:  # noqa: ARG001
-    """One tokenizer at a time, because a run asks for the same several times; `stamps` are the times of its files."""
-    # Imported where it is used: it takes seconds, and the tasks that tokenize need only `tokenizers`.
+    """Loads a tokenizer and caches one, because a run loads it several times; `stamps` are the times of its files."""
+    # Imported here because it takes seconds, and the tasks that tokenize need only `tokenizers`.
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
@@ -111,7 +113,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
     Args:
         texts: normalised texts; the same texts in the same order give the same tokenizer.
-        vocab_size: tokens in all; a small sample may give fewer.
+        vocab_size: number of tokens; a small sample may give fewer.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast`.
@@ -145,10 +147,10 @@ def special_ids(tokenizer: Any) -> dict[str, int | None]:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of everything that decides which id a text gets: two tokenizers agree on it when they agree on ids.
+    """SHA-256 of everything that decides the ids of a text: tokenizers with equal fingerprints give equal ids.
 
-    Covers vocabulary, merges, normaliser, pre-tokenizer, added tokens and special ids; truncation and padding, which
-    are state rather than identity, are left out.
+    Covers vocabulary, merges, normaliser, pre-tokenizer, added tokens and special ids, but not truncation and padding,
+    which are state.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.

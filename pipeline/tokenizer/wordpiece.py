@@ -1,10 +1,10 @@
-"""WordPiece of BERT's kind on a table of pieces whose ids are known, to the ids of `tokenizers`.
+"""WordPiece as in BERT, by a table of pieces with known ids; gives the ids of `tokenizers`.
 
-No step of such a tokenizer looks across a space or a sign: the normaliser maps character by character, decomposition
-reorders accents only between two characters that are none, the pre-tokenizer cuts at whitespace and around signs, and
-the model sees single words. So the ids of a text are those of its pieces, one after the other. What is a sign the
-tokenizer itself is asked. Ids of a new piece come from `tokenizers`; nothing of it is written again here, but that
-letters and digits of ASCII are one word, in lower case where the normaliser says so.
+No step of such a tokenizer looks across a space or a sign. The normaliser maps character by character, decomposition
+reorders accents only between two characters that are not accents, the pre-tokenizer cuts at whitespace and around
+signs, and the model sees single words. So the ids of a text are the ids of its pieces, one after the other. The
+tokenizer itself decides what is a sign, and `tokenizers` computes the ids of a new piece. Only one rule is repeated
+here: letters and digits of ASCII are one word, in lower case if the normaliser lowers it.
 """
 
 import re
@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 _MOST_PIECES = 1 << 17
-"""Pieces whose ids are held, in 30 MB or so; when there are more, the table is emptied."""
+"""Largest number of pieces in the table, about 30 MB; a full table is emptied."""
 _LONGEST = 48
-"""Characters of a piece whose ids are held. Longer ones hardly come again."""
+"""Characters of the longest piece in the table. Longer pieces are rarely repeated."""
 _CHARACTERS_AT_ONCE = 1 << 17
 _SPACES = " \t\n\r"
 _CANDIDATES = [*range(0x21, 0xC0), *range(0x2010, 0x2060), *range(0x3001, 0x3040), *range(0x3400, 0xA000)]
 _CANDIDATES += range(0xFF01, 0xFF66)
-"""Where signs are that a text may be cut around: ASCII, Latin-1, general punctuation, CJK and its punctuation."""
+"""Code points that may be signs: ASCII, Latin-1, general punctuation, CJK and its punctuation."""
 
 
 def obstacle(parsed: dict[str, Any]) -> str | None:
-    """The reason why a table of pieces cannot replace this tokenizer, in words; None when it can.
+    """The reason why a table of pieces cannot replace this tokenizer; None if it can.
 
     Args:
         parsed: the tokenizer's settings as JSON values (`pipeline.tokenizer.bytelevel.parse`).
     """
     kinds = [(parsed[step] or {}).get("type") for step in ("normalizer", "pre_tokenizer", "model")]
     if kinds[1:] != ["BertPreTokenizer", "WordPiece"] or kinds[0] not in (None, "BertNormalizer"):
-        return f"it is {kinds[2]} after {kinds[0]} and {kinds[1]}, not WordPiece as BERT has it"
+        return f"it is {kinds[2]} after {kinds[0]} and {kinds[1]}, not WordPiece as in BERT"
     ordinary = [token["content"] for token in parsed["added_tokens"] if not token["special"]]
     return f"it has added tokens that are not special, such as {ordinary[0]!r}" if ordinary else None
 
@@ -45,7 +45,7 @@ class WordTable:
     """Encodes texts by a table of pieces, which `tokenizers` fills.
 
     Args:
-        backend: a tokenizer that has no `obstacle`, and takes special tokens in a text for what they are made of.
+        backend: a tokenizer without an `obstacle`, which treats special tokens in a text as plain characters.
         parsed: its settings.
     """
 
@@ -62,7 +62,7 @@ class WordTable:
 
 
 class _Pieces(dict[str, bytes]):
-    """Ids of pieces as bytes of uint32; a piece that is looked up for the first time is encoded."""
+    """Ids of pieces as bytes of uint32; a piece is encoded when it is first looked up."""
 
     def __init__(self, backend: Tokenizer, lowercase: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class _Pieces(dict[str, bytes]):
 
 
 def _signs(backend: Tokenizer) -> Iterator[str]:
-    """Characters that are words by themselves to this tokenizer, and that no accent is reordered across."""
+    """Characters that this tokenizer treats as words and that no accent is reordered across."""
     normalise = backend.normalizer.normalize_str if backend.normalizer else str
     for character in map(chr, _CANDIDATES):
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(normalise(f"a{character}a"))]
@@ -92,7 +92,7 @@ def _signs(backend: Tokenizer) -> Iterator[str]:
 
 
 def _stretches(text: str) -> Iterator[str]:
-    """The text cut at spaces into stretches of a bounded length, where it has any."""
+    """Cuts the text at spaces into stretches of bounded length, if it has spaces."""
     start = 0
     while len(text) - start > _CHARACTERS_AT_ONCE and (cut := text.find(" ", start + _CHARACTERS_AT_ONCE)) >= 0:
         yield text[start:cut]

@@ -119,7 +119,7 @@ def test_unknown_key_without_a_near_one(load):
         ("low=on", "low = True: a number is needed (YAML takes yes, no, on, off for true and false)"),
         ("inner.rate=no", "inner.rate = False: a number is needed"),
         ("inner.rate=.nan", "inner.rate = nan: not a number"),
-        ("low=010", "override low: '010' is not YAML that can be used: 010 is not clear"),
+        ("low=010", "override low: '010' is not YAML that can be used: 010 is ambiguous"),
         ("inputs=[*.txt]", "put a value that begins with * into quotes"),
         ("inputs=a.txt", "write [a.txt]"),
         ("name=12", "put it into quotes within quotes"),

@@ -14,9 +14,9 @@ from common.stores.address import filesystem
 from common.stores.copies import pull_all
 from common.stores.folders import main, push_folder
 from common.stores.listing import LISTING
-from common.stores.patience import Patience, RemoteError
+from common.stores.retry import RemoteError, RetryPolicy
 
-HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
+HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_damaged_store_leaves_the_copy_of_before(sent, tmp_path, damage):
         (remote / LISTING).write_bytes((remote / LISTING).read_bytes()[:20])
     else:
         (tmp_path / "remote/data").rename(tmp_path / "remote/elsewhere")
-    with pytest.raises(OSError, match=r"altered|missing|No such|no list|nothing is there"):
+    with pytest.raises(OSError, match=r"altered|missing|No such|not a list|nothing found"):
         pull_all(place, copy, HASTE)
     assert contents(copy) == before
     assert not list(tmp_path.glob(".copy*.tmp"))
@@ -150,7 +150,7 @@ def test_names_that_leave_the_folder_are_refused_before_a_byte_is_written(sent, 
     files = json.loads(listing.read_text())["files"]
     listing.write_text(json.dumps({"files": files | {name: {"sha256": "0", "num_bytes": 1}}}))
     for address, copy in ((place, tmp_path / "copy"), (f"file://{tmp_path}/remote", tmp_path / "run")):
-        with pytest.raises(RemoteError, match="names a file outside of the folder"):
+        with pytest.raises(RemoteError, match="names a file that is outside the folder"):
             pull_all(address, copy, HASTE)
         assert not copy.exists()
     assert not [path for path in tmp_path.rglob(".*") if path.name.startswith((".copy", ".run"))]
@@ -168,7 +168,7 @@ def test_keys_of_a_store_are_names_too(server, tmp_path, key):
     for one in ("run/good", key):
         client.put_object(Bucket="hostile", Key=one, Body=b"x")
     try:
-        with pytest.raises(RemoteError, match="names a file outside of the folder"):
+        with pytest.raises(RemoteError, match="names a file that is outside the folder"):
             pull_all(bucket, tmp_path / "copy", HASTE)
     finally:
         for one in ("run/good", key):
@@ -266,8 +266,8 @@ def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
 
     writer = threading.Thread(target=write)
     writer.start()
-    with pytest.raises(RemoteError, match="changed while it was fetched"):
-        pull_all(place, copy, Patience(20, first_seconds=0.02))
+    with pytest.raises(RemoteError, match="changed during the fetch"):
+        pull_all(place, copy, RetryPolicy(20, first_seconds=0.02))
     writer.join()
     assert (copy / "thesis.txt").read_text() == "mine"
     assert (copy / "a.bin").read_bytes() == b"a" * 100

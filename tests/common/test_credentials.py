@@ -9,7 +9,7 @@ from common.config import ConfigError, load_config
 from common.credentials import redact, refusal
 from common.stores.address import filesystem
 from common.stores.files import read_file
-from common.stores.patience import RemoteError
+from common.stores.retry import RemoteError
 from pipeline.config import PipelineConfig
 from pipeline.prepare import main as prepare_main
 from pipeline.prepare import problems

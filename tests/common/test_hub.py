@@ -46,7 +46,7 @@ def silent(monkeypatch, tmp_path):
 
 def test_it_is_asked_once(silent):
     assert "does not answer within" in hub.hub_problem()
-    with pytest.raises(ConfigError, match=r"is no folder here, the hub's cache .* holds no copy.*does not answer"):
+    with pytest.raises(ConfigError, match=r"is not a folder here, the hub's cache .* holds no copy.*does not answer"):
         load_tokenizer("owner/none-of-this-name")
     with pytest.raises(OSError, match="does not answer"):
         list(find_inputs("hf://datasets/owner/none/x.txt", Skipped()))

@@ -46,7 +46,7 @@ def test_no_home_at_all():
     code = "from common.paths import expand\nimport os; os.setuid(54321)\nexpand('~/x')"
     bare = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False)
-    assert "PathError: '~/x': there is no home folder ~" in done.stderr
+    assert "PathError: '~/x': no home folder ~" in done.stderr
 
 
 def test_where_a_folder_can_be_made(tmp_path):

@@ -12,9 +12,9 @@ from common.stores.copies import pull_all
 from common.stores.files import names, pull_file, push_file, read_file, remove_file, write_file
 from common.stores.folders import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
 from common.stores.listing import LISTING
-from common.stores.patience import Patience, RemoteError
+from common.stores.retry import RemoteError, RetryPolicy
 
-HASTE = Patience(total_seconds=0.3, first_seconds=0.05)
+HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 SMALL = bytes(range(256))
 LARGE = SMALL * (11 * 4096)  # 11 MiB: more than one part of an upload, more than one chunk of a download
 
@@ -89,7 +89,7 @@ def test_what_is_there_already_is_not_sent_again(place, folder):
     [
         ("a.bin", SMALL[:-1], "a.bin is truncated or altered"),
         ("a.bin", SMALL[:-1] + b"x", "a.bin is truncated or altered"),
-        (LISTING, b"{", "no list of files"),
+        (LISTING, b"{", "not a list of files"),
         (LISTING, json.dumps({"files": {"../x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
         (LISTING, json.dumps({"files": {"/etc/x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
         (
@@ -111,7 +111,7 @@ def test_what_is_not_whole_is_never_taken_for_whole(place, folder, tmp_path, nam
 def test_a_half_sent_folder_is_not_there(place, folder, tmp_path):
     push_file(folder / "a.bin", child(place, "a.bin"))
     assert not is_whole(place)
-    with pytest.raises(FileNotFoundError, match="no whole folder"):
+    with pytest.raises(FileNotFoundError, match="no complete folder"):
         pull_folder(place, tmp_path / "back")
 
 
@@ -126,7 +126,7 @@ def test_many_that_ask_at_once_fetch_once(place, folder, tmp_path):
 
 
 def test_a_copy_is_fetched_once_and_another_content_is_another_copy(place, folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no whole folder"):
+    with pytest.raises(FileNotFoundError, match="no complete folder"):
         local_copy(place, tmp_path / "cache")
     push_folder(folder, place)
     first = local_copy(place, tmp_path / "cache")
@@ -192,7 +192,7 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
     log.clear()
     opening = threading.Timer(0.5, gate.unlink)
     opening.start()
-    push_folder(folder, f"file://{gate}/run", Patience(60, first_seconds=0.05))
+    push_folder(folder, f"file://{gate}/run", RetryPolicy(60, first_seconds=0.05))
     opening.join()
     assert ["does not answer" in line for line in log] == [True, False]
     assert "answers again" in log[1]
@@ -207,4 +207,4 @@ def test_commands(folder, tmp_path, capsys):
     assert contents(tmp_path / "back") == contents(folder)
     assert main(["pull", f"{url}/nothing", str(tmp_path / "none")]) == 1
     assert main(["push", str(tmp_path / "none"), url]) == 1
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from faultystore import faulty_store
 
 from common.stores.files import read_file, write_file
 from common.stores.folders import is_whole, pull_folder, push_folder
-from common.stores.patience import Patience, RemoteError
+from common.stores.retry import RemoteError, RetryPolicy
 
-ONCE = Patience(total_seconds=0.0)
+ONCE = RetryPolicy(total_seconds=0.0)
 LARGE_BYTES = 11 * 2**20  # more than one part of an upload
 
 
@@ -66,8 +66,8 @@ def test_an_upload_that_breaks_off_is_no_folder_and_is_taken_up_again(store, fol
     ("status", "code", "remedy"),
     [
         (400, "ExpiredToken", "refuses: .*credentials have expired: renew them"),
-        (403, "AccessDenied", "refuses: .*Credentials, their rights"),
-        (507, "XMinioStorageFull", "The store is full: make room"),
+        (403, "AccessDenied", "refuses: .*Check the credentials, their permissions"),
+        (507, "XMinioStorageFull", "The store is full; free space"),
         (403, "QuotaExceeded", "quota of this store is used up"),
     ],
 )

@@ -65,7 +65,7 @@ SETTINGS = [
     (["run=file.txt/below"], "file.txt is a file; name a folder"),
     (["run=link"], "is a link to nothing"),
     (["run=''"], "an empty path"),
-    (["run=~no-such-user/x"], "there is no home folder ~no-such-user"),
+    (["run=~no-such-user/x"], "no home folder ~no-such-user"),
     (["run=$NOT_SET/x"], "$NOT_SET is not set"),
     (["run=" + "y" * 300], "File name too long"),
     (["run=docs", "data=docs"], "is the folder of the shards too"),
@@ -103,7 +103,7 @@ OTHERS = [
     (["--verson"], "there is no command '--verson'"),
     (["prepare", "good.yaml", "prepare.output="], "write `output`"),
     (["prepare", "good.yaml", "output="], "output = None: is empty"),
-    (["prepare", "good.yaml", "output=docs/out"], "lies in 'docs', which is read"),
+    (["prepare", "good.yaml", "output=docs/out"], "is inside the input 'docs'"),
     (["prepare", "good.yaml", "output=/proc/nope"], "nothing can be written in /proc"),
     (["prepare", "good.yaml", "output=s3://bucket/x"], "is an address"),
     (["prepare", "good.yaml", "corpus.paths=[$NOT_SET/x]"], "$NOT_SET is not set"),
@@ -124,7 +124,7 @@ OTHERS = [
     (["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--data", "docs"], "not allowed with argument"),
     (["evaluate", "hashed-words:4"], "one of the arguments --data --download --mteb is required"),
     (["pull", "file.txt", "out"], "file.txt"),
-    (["push", "file.txt", "s3://bucket/x"], "is no folder"),
+    (["push", "file.txt", "s3://bucket/x"], "is not a folder"),
     (["embed", "hashed-words:4", "file.txt", "--output=~no-such-user/x.npy"], "no home folder"),
 ]
 CASES = [

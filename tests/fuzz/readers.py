@@ -26,7 +26,7 @@ from corpora import COMPRESSORS, files
 from damage import BASES, damaged
 
 from pipeline.job.units import plan_units, read_unit
-from pipeline.readers.corpus import Document, Failure
+from pipeline.readers.corpus import Document, ReadFailure
 
 SECONDS_PER_INPUT = 10
 BATCH_INPUTS = 1000
@@ -63,7 +63,7 @@ def read(seed: int, number: int, folder: Path) -> Counter[str]:
             records += list(reading)
             assert reading.bytes_read == unit.num_bytes, "bytes_read is not all of the input"
         for record in records:
-            assert isinstance(record, Document | Failure)
+            assert isinstance(record, Document | ReadFailure)
             assert record.source == path.name or record.source.startswith(f"{path.name}!"), record.source
             assert record.offset >= 0
             if isinstance(record, Document):
@@ -72,7 +72,7 @@ def read(seed: int, number: int, folder: Path) -> Counter[str]:
         found.append(records)
     if base in ("jsonl", "txt"):
         _check_lines(*found, plain, base)
-    return Counter(record.reason if isinstance(record, Failure) else "document" for record in found[0])
+    return Counter(record.reason if isinstance(record, ReadFailure) else "document" for record in found[0])
 
 
 def _may_be_empty(base: str, data: bytes, plain: bytes | None) -> bool:

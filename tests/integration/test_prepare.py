@@ -107,7 +107,7 @@ def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepare
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "empty, the inputs hold not one document"),
+        ("", "empty, the inputs hold no documents"),
         ("not json\n", r"no document could be read, all 1 failed \(1 invalid_json\)"),
         (
             '{"text": "too short"}\n{"text": ""}\n',
@@ -165,6 +165,6 @@ def test_a_replaced_file_is_found_after_copies_were_removed(corpus, tmp_path):
     with pytest.raises(ConfigError, match=r"\d+ of \d+ units changed although names and sizes are the same"):
         prepare(config)
     (tmp_path / "out" / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="put the earlier files back"):
+    with pytest.raises(ConfigError, match="restore the earlier files"):
         prepare(config)
     assert contents(tmp_path / "out").items() <= before.items()

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import COMPRESSORS, files, openwebtext, outcomes, read_all, tar, text_of
 
-from pipeline.readers.corpus import END, Document, Failure
+from pipeline.readers.corpus import END, Document, ReadFailure
 from pipeline.readers.planning import file_parts
 
 NAME = "openwebtext.tar.xz"
@@ -84,7 +84,7 @@ def test_every_bad_member_is_recorded_and_the_rest_is_read(tmp_path):
     broken = [(f"{NAME}!b_data.xz!lost.txt", "unreadable"), (f"{NAME}!b_data.xz", "unreadable")]
     assert outcomes(records) == one + broken + three
     failure = records[len(one)]
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, ReadFailure)
     assert "is lost" in failure.message
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -129,7 +129,7 @@ def test_archives_of_every_format_and_compression_in_each_other(tmp_path):
     for suffix, pack in COMPRESSORS.items():
         (tmp_path / f"x.tar.{suffix}").write_bytes(pack(tar([("inner", pack(inner))])))
     records = read_all(files(tmp_path))
-    assert not [record for record in records if isinstance(record, Failure)]
+    assert not [record for record in records if isinstance(record, ReadFailure)]
     one = ["p", "q", "p\nq", *["p", "q"] * 5]
     assert [record.text for record in records] == one * 5 * 4
     assert records[1] == Document("q", "x.tar.bz2!inner!a.jsonl", 14)

@@ -64,7 +64,7 @@ def test_a_folder_too_long_for_sockets_is_replaced_and_named(monkeypatch, log, n
     assert _short_folder() == "/tmp/ray"
     (line,) = log
     assert f"{name} = /tmp/long" in line
-    assert "too long for the sockets of Ray (at most 37 bytes)" in line or sys.platform != "linux"
+    assert "too long for the paths of Ray's sockets (at most 37 bytes)" in line or sys.platform != "linux"
 
 
 def test_a_hangup_ends_a_command_as_sigterm_does():

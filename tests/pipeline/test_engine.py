@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from common.config import ConfigError
 from pipeline.tokenizer import bytelevel, engine
-from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from pipeline.tokenizer.bytelevel import obstacle, parse
 from pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
 from pipeline.tokenizer.tokenization import load_tokenizer
@@ -30,7 +30,7 @@ def folder(tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoders(folder):
-    return Encoder.load(folder), Encoder.load(folder, "tiktoken")
+    return BatchTokenizer.load(folder), BatchTokenizer.load(folder, "tiktoken")
 
 
 def test_our_own_tokenizer_is_tiktokens(folder):
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_tiktoken_cannot_be_is_left_to_tokenizers(folder, tmp_p
 def test_ranks_and_pairs_do_differ_where_a_token_is_out_of_reach(folder, tmp_path):
     """What `obstacle` refuses is real: without it the ids would differ."""
     other = changed(folder, tmp_path, merge_out_of_reach)
-    found = disagreement(Encoder.load(other), Encoder.load(other, "tiktoken"), ["all equal", "a qxz"])
+    found = disagreement(BatchTokenizer.load(other), BatchTokenizer.load(other, "tiktoken"), ["all equal", "a qxz"])
     assert "of a text that begins 'a qxz'" in found
 
 
@@ -161,7 +161,7 @@ def test_other_kinds_of_tokenizer_stay_with_tokenizers(tmp_path):
     choice = choose_engine(tmp_path, "auto", ["b a"])
     assert choice.engine == "tokenizers"
     assert "WordLevel" in choice.reason
-    assert Encoder.load(tmp_path, choice.engine).encode(["b a", ""])[0].tolist() == [2, 1]
+    assert BatchTokenizer.load(tmp_path, choice.engine).encode(["b a", ""])[0].tolist() == [2, 1]
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
@@ -169,7 +169,7 @@ def test_robertas_real_vocabulary(tmp_path):
     load_tokenizer(str(REAL / "tokenizers" / "roberta-base")).save_pretrained(str(tmp_path))
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert obstacle(backend, parse(backend)) is None
-    reference, fast = Encoder.load(tmp_path), Encoder.load(tmp_path, "tiktoken")
+    reference, fast = BatchTokenizer.load(tmp_path), BatchTokenizer.load(tmp_path, "tiktoken")
     assert disagreement(reference, fast, difficult_texts(backend)) is None
     assert fast.encode(["Hello world"])[0].tolist() == [20920, 232]
 

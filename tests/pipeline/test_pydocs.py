@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from pipeline.readers.corpus import Failure, Part
+from pipeline.readers.corpus import Part, ReadFailure
 from pipeline.readers.pydocs import python_parts, read_module, read_topics
 
 LONG = "It does what it says. " * 30
@@ -31,7 +31,7 @@ def test_what_documents_nothing_is_no_document_and_what_is_not_python_is_a_failu
     broken.write_text(f'"""{LONG}"""\ndef (')
     assert list(read_module(part_of(short))) == []
     (failure,) = read_module(part_of(broken))
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, ReadFailure)
     assert failure.reason == "invalid_python"
 
 

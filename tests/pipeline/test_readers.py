@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.choosing.whitespace import normalise
 from pipeline.job.units import plan_units, read_unit
-from pipeline.readers.corpus import Document, Failure, FilesCorpus, document_id
+from pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, document_id
 from pipeline.readers.files import rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
@@ -85,7 +85,7 @@ def test_a_truncated_gzip_file_is_one_failure_after_what_could_be_read(tmp_path)
     path.write_bytes(gzip.compress("\n".join(f"line {i * i}" for i in range(50_000)).encode())[:-2000])
     *documents, failure = read_all(files(path))
     assert documents[0] == Document("line 0", "a.txt.gz", 0)
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, ReadFailure)
     assert (failure.reason, failure.source) == ("unreadable", "a.txt.gz")
 
 

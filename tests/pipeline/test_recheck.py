@@ -121,7 +121,7 @@ def test_a_new_time_alone_is_no_change(begun, name, log):
     path, config, folder = begun(name)
     path.touch()
     assert check(config, folder) == []
-    assert any("other times, the same bytes" in line for line in log)
+    assert any("times differ, bytes are the same" in line for line in log)
     (folder / MANIFEST).touch()
     assert check(config, folder) == []
 
@@ -129,7 +129,7 @@ def test_a_new_time_alone_is_no_change(begun, name, log):
 def test_every_byte_is_compared_when_asked_for(begun, log):
     path, config, folder = begun()
     assert check(config, folder, verify=True) == []
-    assert any("2 of 6 units: every byte is as it was read" in line for line in log)
+    assert any("2 of 6 units: every byte is unchanged" in line for line in log)
     put(path, 71_000, keep_time=True)
     assert check(config, folder) == []
     (problem,) = check(config, folder, verify=True)
@@ -142,7 +142,7 @@ def test_the_command_says_so_before_any_work(begun, tmp_path, capsys):
     given = tmp_path / "config.yaml"
     given.write_text(json.dumps({"prepare": config.model_dump(mode="json")}))
     assert main([str(given), "--verify-inputs"]) == 1
-    assert "put the earlier files back, name another folder" in capsys.readouterr().err
+    assert "restore the earlier files, name another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("finished", "touched", "accepted"), [(1, 1, 1), (0, 0, 1), (0, 1, 0)])

@@ -24,5 +24,5 @@ def test_a_session_that_does_not_start_is_one_message(tmp_path):
         ran = subprocess.run(
             [sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
         )
-    assert ran.stdout.startswith("Ray does not start on this machine: "), ran.stderr
+    assert ran.stdout.startswith("Ray did not start on this machine: "), ran.stderr
     assert "MiB" in ran.stdout

@@ -81,10 +81,10 @@ def test_a_shard_outside_the_folder_is_not_read(tmp_path, absolute):
     manifest["shards"][0]["name"] = name
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (problem,) = check_shards(folder)
-    assert f"names {name}, which is not in its folder" in problem
-    with pytest.raises(ShardError, match="not in its folder"):
+    assert f"names {name}, which is outside its folder" in problem
+    with pytest.raises(ShardError, match="outside its folder"):
         ShardSet(folder, "train")
-    with pytest.raises(ShardError, match="not in its folder"):
+    with pytest.raises(ShardError, match="outside its folder"):
         ShardSet(folder, "train", look=False).take(np.arange(57))
 
 

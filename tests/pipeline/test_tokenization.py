@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from common.config import ConfigError
 from pipeline.tokenizer import batch_tokenizer as encoding
-from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from pipeline.tokenizer.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
@@ -22,7 +22,7 @@ def sentence(number, num_words):
 
 def encoder_of(tokenizer, folder):
     tokenizer.save_pretrained(str(folder))
-    return Encoder.load(folder)
+    return BatchTokenizer.load(folder)
 
 
 def test_a_trained_tokenizer_is_robertas_in_kind_and_survives_being_saved(tokenizer, tmp_path):

@@ -3,9 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.job.filters import drop_reason, limit_in_words
 from pipeline.shards.schema import geometry_of, shard_schema
-from pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
+from pipeline.shards.windows import (
+    Geometry,
+    document_windows,
+    drop_reason,
+    limit_in_words,
+    shortest_document,
+    window_starts,
+    window_tokens,
+)
 
 
 @given(st.integers(0, 100_000), st.integers(1, 2_000))

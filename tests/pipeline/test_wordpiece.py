@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from common.config import ConfigError
 from pipeline.tokenizer import wordpiece
-from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -65,7 +65,7 @@ def build(longest, **flags):
 def pair(request):
     backend = build(**request.param)
     copy = Tokenizer.from_str(backend.to_str())
-    return Encoder(backend), Encoder(copy, "wordpiece")
+    return BatchTokenizer(backend), BatchTokenizer(copy, "wordpiece")
 
 
 def test_difficult_and_hostile_texts_get_the_same_ids(pair):
@@ -106,7 +106,7 @@ def test_long_texts_are_cut_where_nothing_changes(pair, monkeypatch):
 
 def test_the_table_is_bounded_and_right_when_it_begins_anew(monkeypatch):
     backend = build(**KINDS[0])
-    reference, fast = Encoder(Tokenizer.from_str(backend.to_str())), Encoder(backend, "wordpiece")
+    reference, fast = BatchTokenizer(Tokenizer.from_str(backend.to_str())), BatchTokenizer(backend, "wordpiece")
     monkeypatch.setattr(wordpiece, "_MOST_PIECES", 50)
     texts = [" ".join(f"w{number}{letter}" for letter in LETTERS) for number in range(20)]
     assert disagreement(reference, fast, [*texts, "z" * 200, *texts]) is None
@@ -125,7 +125,7 @@ def test_it_is_chosen_for_wordpiece_alone(tmp_path):
     assert choose_engine(save(tmp_path), "auto", ["a b"]).engine == "wordpiece"
     assert choose_engine(tmp_path, "wordpiece").engine == "wordpiece"
     assert choose_engine(tmp_path, "tokenizers").engine == "tokenizers"
-    with pytest.raises(ConfigError, match=r"tokenizer\.engine = 'tiktoken' cannot stand in.*WordPiece"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.engine = 'tiktoken' cannot replace this tokenizer.*WordPiece"):
         choose_engine(tmp_path, "tiktoken")
 
 
@@ -133,14 +133,17 @@ def test_it_is_chosen_for_wordpiece_alone(tmp_path):
     ("change", "reason"),
     [
         (lambda parsed: parsed.update(normalizer={"type": "NFC"}), "after NFC and BertPreTokenizer"),
-        (lambda parsed: parsed.update(pre_tokenizer={"type": "Whitespace"}), "and Whitespace, not WordPiece as BERT"),
+        (
+            lambda parsed: parsed.update(pre_tokenizer={"type": "Whitespace"}),
+            "and Whitespace, not WordPiece as in BERT",
+        ),
         (lambda parsed: parsed["added_tokens"][4].update(special=False), r"not special, such as '\[MASK\]'"),
     ],
 )
 def test_what_it_cannot_be_is_left_to_tokenizers(tmp_path, change, reason):
     folder = save(tmp_path, change)
     assert choose_engine(folder, "auto").engine == "tokenizers"
-    with pytest.raises(ConfigError, match=f"tokenizer.engine = 'wordpiece' cannot stand in.*{reason}"):
+    with pytest.raises(ConfigError, match=f"tokenizer.engine = 'wordpiece' cannot replace this tokenizer.*{reason}"):
         choose_engine(folder, "wordpiece")
 
 
@@ -155,7 +158,7 @@ def test_a_sample_that_differs_decides(tmp_path, monkeypatch):
 @pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
 def test_berts_real_vocabulary_on_real_texts():
     folder = REAL / "tokenizers" / "bert-base-uncased"
-    reference, fast = Encoder.load(folder), Encoder.load(folder, "wordpiece")
+    reference, fast = BatchTokenizer.load(folder), BatchTokenizer.load(folder, "wordpiece")
     assert disagreement(reference, fast, [*difficult_texts(reference._backend), *HOSTILE]) is None
     for path in sorted((REAL / "corpus").glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:

@@ -9,7 +9,7 @@ from pipeline.job.units import Unit
 from pipeline.readers.corpus import Part, document_id
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import MANIFEST, Manifest, build_manifest
-from pipeline.tokenizer.batch_tokenizer import Encoder
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 
@@ -38,7 +38,7 @@ def write_prepared(folder: Path, units: list[list[Row]], **settings) -> Manifest
     texts = [row.text for unit in units for row in unit if row.text]
     made = train_tokenizer(iter(texts), 400)
     made.save_pretrained(str(folder / "tokenizer"))
-    tokenizer, encoder = describe_tokenizer(made, "train"), Encoder.load(folder / "tokenizer")
+    tokenizer, encoder = describe_tokenizer(made, "train"), BatchTokenizer.load(folder / "tokenizer")
     sidecars = []
     for number, rows in enumerate(units):
         part = Part(format="jsonl", path="a.jsonl", source="a.jsonl", start=0, stop=1, num_bytes=1000, weight=1000)

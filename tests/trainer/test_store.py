@@ -14,7 +14,7 @@ from states import state_of
 from common.stores.address import child
 from common.stores.files import names, read_file, remove_file, write_file
 from common.stores.folders import is_whole, push_folder
-from common.stores.patience import Patience, RemoteError
+from common.stores.retry import RemoteError, RetryPolicy
 from pipeline.shards.shards import ShardError, ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import Saver
@@ -25,7 +25,7 @@ from trainer.data.plan import Plan
 from trainer.metrics.metrics import METRICS
 from trainer.setup.cache import data_folder, run_folder
 
-ONCE = Patience(total_seconds=0.0)
+ONCE = RetryPolicy(total_seconds=0.0)
 
 
 def host(tmp_path, name, address=None):

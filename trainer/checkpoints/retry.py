@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.console.logs import get_logger
-from common.stores.patience import RemoteError
+from common.stores.retry import RemoteError
 from trainer.checkpoints.checkpoint import Contents
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.tensorfile import num_bytes

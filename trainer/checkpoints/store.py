@@ -14,7 +14,7 @@ from common.console.logs import get_logger
 from common.stores.address import child, is_remote
 from common.stores.files import names, pull_file, push_file, read_file, remove_file, size_of
 from common.stores.folders import is_whole, pull_folder, push_folder, remove_folder
-from common.stores.patience import PATIENT, AlteredError, Patience, RemoteError
+from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
 from trainer.checkpoints import checkpoint, ranking, retention
 from trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from trainer.checkpoints.settings import CheckpointConfig
@@ -26,7 +26,7 @@ from trainer.parallel.world import World
 Found = tuple[Path, RunState] | None
 
 
-def store_of(address: str, folder: Path, patience: Patience = PATIENT) -> "RunStore | None":
+def store_of(address: str, folder: Path, patience: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
     """The store of a run; None for a run in a folder.
 
     Args:
@@ -65,7 +65,7 @@ def after_save(address: str, folder: Path, config: CheckpointConfig, score: str)
         config: which checkpoints are kept.
         score: `validation.score`.
     """
-    store = store_of(address, folder, Patience(total_seconds=0.0))  # the saver retries
+    store = store_of(address, folder, RetryPolicy(total_seconds=0.0))  # the saver retries
     return None if store is None else partial(store.save, config, score)
 
 
@@ -78,7 +78,7 @@ class RunStore:
         patience: limits the retries when the store does not answer.
     """
 
-    def __init__(self, address: str, folder: Path, patience: Patience) -> None:
+    def __init__(self, address: str, folder: Path, patience: RetryPolicy) -> None:
         self.address, self.folder, self._patience = address, folder, patience
         self._states: dict[int, RunState] = {}  # states read so far
 

@@ -10,7 +10,7 @@ from common.cluster import cluster_problem, named_cluster
 from common.config import ConfigError, flat_keys
 from common.console.logs import get_logger
 from common.records import DamagedError, read_record
-from common.stores.patience import RemoteError
+from common.stores.retry import RemoteError
 from pipeline.shards.manifest import Manifest, ShardError, data_hash, load_manifest
 from pipeline.shards.shards import check_shards
 from trainer.checkpoints import checkpoint

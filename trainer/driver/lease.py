@@ -20,11 +20,11 @@ from common.console.logs import get_logger
 from common.lock import LOCK, Holder, RunLockedError, lives, read_holder, refusal, this_process
 from common.stores.address import child
 from common.stores.files import modified, read_file, remove_file, write_file
-from common.stores.patience import Patience
+from common.stores.retry import RetryPolicy
 from common.watcher import Watcher
 
 _BEAT_SECONDS = 10.0
-_ONCE = Patience(total_seconds=0.0)
+_ONCE = RetryPolicy(total_seconds=0.0)
 
 
 class Lease(Watcher):
@@ -46,13 +46,13 @@ class Lease(Watcher):
         self._holder = this_process(secrets.token_hex(8))
 
     def __enter__(self) -> Self:
-        holder = self._read(Patience())
+        holder = self._read(RetryPolicy())
         if holder is not None and lives(holder, self._age_seconds):
             raise RunLockedError(
                 f"{refusal(self._address, holder)}; wait until it ends (a minute if its host is gone), or name "
                 "another address"
             )
-        self._write(Patience())
+        self._write(RetryPolicy())
         return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -78,17 +78,17 @@ class Lease(Watcher):
         holder = self._read(_ONCE)
         return holder is not None and holder.token == self._holder.token
 
-    def _read(self, patience: Patience) -> Holder | None:
+    def _read(self, patience: RetryPolicy) -> Holder | None:
         return read_holder(read_file(self._url, patience) or b"", self._url)
 
-    def _write(self, patience: Patience) -> None:
+    def _write(self, patience: RetryPolicy) -> None:
         content = msgspec.structs.asdict(self._holder) | {"beat": time.time()}
         write_file(self._url, msgspec.json.encode(content), patience)
 
     def _age_seconds(self) -> float:
         """Seconds since the lease was renewed, on the store's clock; infinite if it has been released."""
         clock = child(self._address, f".{LOCK}.{self._holder.token}")
-        write_file(clock, b"{}", Patience())
+        write_file(clock, b"{}", RetryPolicy())
         try:
             now, renewed = modified(clock), modified(self._url)
         finally:

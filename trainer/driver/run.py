@@ -16,7 +16,7 @@ from common.records import DamagedError, Record, read_record
 from common.scores import SCORES
 from common.storage import write_json, write_text
 from common.stores.address import is_remote
-from common.stores.patience import Patience
+from common.stores.retry import RetryPolicy
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
@@ -141,7 +141,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         finally:
             _add_seconds(run, time.monotonic() - began)
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
-                hurried = Patience(total_seconds=config.scaling.stop_seconds)
+                hurried = RetryPolicy(total_seconds=config.scaling.stop_seconds)
                 _send_at_the_end(store if signals.received is None else RunStore(config.run, run, hurried))
         if store is not None:
             store.fetch()

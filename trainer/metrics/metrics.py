@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from common.appendlog import AppendLog
 from common.console.logs import get_logger
-from common.journal import Journal
 from common.storage import set_aside, write_text
 from trainer.metrics import tensorboard
 from trainer.step.step import StepMetrics
@@ -80,11 +80,11 @@ class MetricsWriter:
             get_logger().warning(message, _places(folder / METRICS, damaged), kept_as)
         kept = [line for line in lines if line["step"] <= after_step]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
-        self._lines = Journal(folder / METRICS)
+        self._lines = AppendLog(folder / METRICS)
         path = tensorboard.event_file_path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(tensorboard.header(after_step + 1))
-        self._events = Journal(path)
+        self._events = AppendLog(path)
         self._added = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.choosing.chooser import Choice, Chooser
+from pipeline.choosing.chooser import Chooser, ChooserResult
 from pipeline.choosing.config import ChoosingConfig, fingerprints, problems, reasons
 from pipeline.choosing.contamination import Contamination
 from pipeline.choosing.evaluation_sets import build_index
@@ -41,9 +41,9 @@ def test_it_never_fails_and_its_reasons_are_the_announced(everything, text):
 
 @given(ANY)
 def test_by_default_only_whitespace_changes(text):
-    assert Chooser(ChoosingConfig()).choose(text) == Choice(" ".join(text.split()), None, None, None)
+    assert Chooser(ChoosingConfig()).choose(text) == ChooserResult(" ".join(text.split()), None, None, None)
     untouched = Chooser(ChoosingConfig(normalise_whitespace=False))
-    assert untouched.choose(text) == Choice(text, None, None, None)
+    assert untouched.choose(text) == ChooserResult(text, None, None, None)
 
 
 def test_nothing_is_wrong_with_the_defaults_and_nothing_is_dropped():
@@ -59,7 +59,7 @@ def test_a_good_document_passes_everything(everything):
         "In autumn the mayor promised, with a smile that few trusted, to have it finished before the first snow.\n"
     )
     for chooser in choosers:
-        assert chooser.choose(text) == Choice(" ".join(text.split()), None, "en", None)
+        assert chooser.choose(text) == ChooserResult(" ".join(text.split()), None, "en", None)
     planted = text + "He counted one two three four five six seven eight nine ten eleven twelve thirteen and stopped.\n"
     assert choosers[0].choose(planted).reason == "contaminated"
 

@@ -136,7 +136,7 @@ def test_the_index_is_the_same_bytes_again_and_another_version_is_refused(sets, 
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     monkeypatch.setattr(evaluation_sets, "SCHEMA_VERSION", "0")
     build_index(config, tmp_path / "old")
-    with pytest.raises(ValueError, match="have it built again"):
+    with pytest.raises(ValueError, match="and it is built again"):
         ContaminationIndex(tmp_path / "old")
     with pytest.raises(ValueError, match="give the index"):
         Chooser(ChoosingConfig(contamination=config))
@@ -154,7 +154,7 @@ def test_paths_that_cannot_be_read_are_all_problems(tmp_path):
     (tmp_path / "broken.gz").write_bytes(b"no gzip")
     given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz")]
     found = problems(ChoosingConfig(contamination=Contamination(paths=given)))
-    for problem, said in zip(found, ("does not exist", "holds no file", "is no text", "cannot be read"), strict=True):
+    for problem, said in zip(found, ("does not exist", "holds no file", "is not text", "cannot be read"), strict=True):
         assert problem.startswith("choosing.contamination.paths: ")
         assert said in problem
 

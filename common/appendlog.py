@@ -1,50 +1,50 @@
-"""A file that grows by whole pieces, each there exactly once, whatever the storage does in between."""
+"""An append-only log: whole records, each written exactly once, although the storage may fail in between."""
 
 import os
 import threading
 from pathlib import Path
 
 
-class Journal:
-    """Pieces are added in memory and flushed to a file that exists; a flush that failed is simply repeated.
+class AppendLog:
+    """Records are collected in memory and flushed to an existing file; a failed flush can simply be repeated.
 
-    The file is written at known places, so what a failed flush left behind it is written over. It is open only during a
-    flush: a file system that was gone and came back has no handle of ours to be stale. Threads may share it.
+    Records are written at known offsets, so the next flush overwrites what a failed flush left. The file is open only
+    during a flush, so no handle becomes stale when a file system disappears and comes back. Threads may share it.
 
     Args:
-        path: of the file; pieces are added behind what it holds now.
+        path: path of the file; records are appended to its present content.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._durable = path.stat().st_size
-        """Bytes that an fsync has confirmed: from there on the journal can write everything again."""
+        """Bytes that an fsync has confirmed; everything after them can be written again from memory."""
         self._written = self._durable
         self._pieces = bytearray()
-        """Everything behind `_durable`."""
+        """Records after the first `_durable` bytes."""
         self._adding = threading.Lock()
         self._flushing = threading.Lock()
 
     def add(self, piece: bytes) -> None:
-        """Adds a piece; never waits for the storage."""
+        """Adds a record; never waits for the storage."""
         with self._adding:
             self._pieces += piece
 
     def flush(self, to_disk: bool = False) -> None:
-        """Writes what was added.
+        """Writes the records that were added.
 
         Args:
-            to_disk: also force it to the disk.
+            to_disk: also force them to disk.
 
         Raises:
-            OSError: nothing is lost; the next flush begins anew.
+            OSError: the storage failed; nothing is lost, and the next flush tries again.
         """
         with self._flushing:
             with self._adding:
                 new = bytes(self._pieces[self._written - self._durable :])
             if not new and (not to_disk or self._written == self._durable):
                 return
-            handle = os.open(self.path, os.O_WRONLY)  # not created anew: its beginning would be missing
+            handle = os.open(self.path, os.O_WRONLY)  # no O_CREAT: a new file would lack the earlier records
             try:
                 done = 0
                 while done < len(new):
@@ -52,7 +52,7 @@ class Journal:
                 if to_disk:
                     os.fsync(handle)
             except OSError:
-                self._written = self._durable  # after a failed fsync nobody knows what is there
+                self._written = self._durable  # after a failed fsync the file's content is unknown
                 raise
             finally:
                 os.close(handle)

@@ -6,13 +6,13 @@ import time
 import pytest
 from volumes import small_volume
 
-from common.journal import Journal
+from common.appendlog import AppendLog
 
 
 def test_pieces_follow_what_is_there(tmp_path):
     path = tmp_path / "it"
     path.write_bytes(b"before\n")
-    journal = Journal(path)
+    journal = AppendLog(path)
     journal.add(b"one\n")
     assert path.read_bytes() == b"before\n"
     journal.flush()
@@ -26,7 +26,7 @@ def test_pieces_follow_what_is_there(tmp_path):
 def test_a_file_that_is_gone_is_not_made_anew(tmp_path):
     path = tmp_path / "it"
     path.touch()
-    journal = Journal(path)
+    journal = AppendLog(path)
     journal.add(b"one\n")
     path.unlink()
     with pytest.raises(FileNotFoundError):
@@ -40,7 +40,7 @@ def test_a_full_disk_and_a_read_only_one(tmp_path):
     with small_volume(tmp_path / "small", 1) as volume:
         path = volume.path / "it"
         path.touch()
-        journal = Journal(path)
+        journal = AppendLog(path)
         expected = bytearray()
 
         def add(count):
@@ -73,7 +73,7 @@ def test_a_full_disk_and_a_read_only_one(tmp_path):
 def test_threads(tmp_path):
     path = tmp_path / "it"
     path.touch()
-    journal = Journal(path)
+    journal = AppendLog(path)
     done = threading.Event()
 
     def flush(to_disk):

@@ -1,0 +1,113 @@
+"""Retries while an object store does not answer, and the errors and remedies when retrying does not help."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.console.logs import get_logger
+from common.stores.address import network_errors
+
+# Errors that a retry does not change, as Arrow words them.
+_FINAL = (
+    "ACCESS_DENIED",
+    "NO_SUCH_BUCKET",
+    "INVALID_ACCESS_KEY_ID",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "ExpiredToken",
+    "(HTTP status 400) during Head",
+    "To create buckets,",
+)
+# The cause behind a store's error code, and the remedy; the first that matches.
+_REMEDIES = {
+    "ExpiredToken": "The credentials have expired: renew them and run the same command again",
+    "(HTTP status 400) during Head": (
+        "A store gives no reason for this error; often the credentials have expired: renew them and run the same "
+        "command again"
+    ),
+    "TOO_SKEWED": "The clock of this host differs too much from the store's; correct it",
+    "StorageFull": "The store is full; free space there",
+    "QuotaExceeded": "The quota of this store is used up; raise it or free space there",
+    "HTTP status 507": "The store is full; free space there",
+    "SLOW_DOWN": "The store limits the request rate; use fewer hosts at a time, or a separate prefix for this run",
+    "HTTP status 503": "The store is overloaded or limits the request rate",
+    "ACCESS_DENIED": "Check the credentials, their permissions and this host's clock",
+    "INVALID_ACCESS_KEY_ID": "Check the credentials",
+    "SIGNATURE_DOES_NOT_MATCH": "Check the credentials",
+    "NO_SUCH_BUCKET": "Name a bucket that exists",
+}
+
+Answer = TypeVar("Answer")
+
+
+class RemoteError(OSError):
+    """A file or folder that cannot be sent or fetched; the message names it, the cause and a remedy."""
+
+
+class AlteredError(RemoteError):
+    """Remote content that is missing or differs from what was sent; a retry does not help."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Retry times for a store that does not answer.
+
+    Attributes:
+        total_seconds: time after which retrying stops.
+        first_seconds: wait before the second attempt; each further wait is twice as long.
+        longest_seconds: longest wait.
+    """
+
+    total_seconds: float = 600.0
+    first_seconds: float = 0.5
+    longest_seconds: float = 30.0
+
+
+DEFAULT_RETRIES = RetryPolicy()
+
+
+def with_retries(url: str, retries: RetryPolicy, action: Callable[[], Answer]) -> Answer:
+    """Runs an action and retries it while the store does not answer; logs the start and the end of an outage.
+
+    Args:
+        url: address for messages.
+        retries: retry times.
+        action: function to run.
+
+    Raises:
+        AlteredError: a file that the action needs is missing.
+        RemoteError: the store refuses, or did not answer for longer than `retries.total_seconds`.
+    """
+    began, wait, logged = time.monotonic(), retries.first_seconds, False
+    while True:
+        try:
+            with network_errors():
+                answer = action()
+        except FileNotFoundError as error:
+            raise AlteredError(f"{url}: {error}") from error
+        except RemoteError:  # already classified
+            raise
+        except OSError as error:
+            if isinstance(error, PermissionError) or any(word in str(error) for word in _FINAL):
+                raise RemoteError(f"{url} refuses: {error}{_remedy(error)}") from error
+            away = time.monotonic() - began
+            if away + wait > retries.total_seconds:
+                raise RemoteError(
+                    f"{url} has not answered for {away:.0f} s, the last error: {error}{_remedy(error)}"
+                ) from error
+            if not logged:
+                cause = f"{error}{_remedy(error)}"
+                get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, retries.total_seconds)
+                logged = True
+            time.sleep(wait)
+            wait = min(2 * wait, retries.longest_seconds)
+        else:
+            if logged:
+                get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
+            return answer
+
+
+def _remedy(error: OSError) -> str:
+    """The remedy to append to a store's error message; empty if none is known."""
+    known = (remedy for code, remedy in _REMEDIES.items() if code in str(error))
+    return next((f". {remedy}" for remedy in known), "")
