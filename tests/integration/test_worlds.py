@@ -140,20 +140,28 @@ def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
     steps.close()
 
 
-def test_1_2_and_3_workers_follow_the_same_loss_curve(data, tmp_path):
-    for workers in (1, 2, 3):
-        changes = {"steps": 30, "validation": {"every_steps": 15}, "scaling": {"workers": workers}}
-        train(runs.train_config(data, tmp_path / str(workers), **changes))
-    alone = runs.steps_of(tmp_path / "1")
-    assert list(alone) == list(range(1, 31))
-    first, last = (np.mean([alone[step]["mlm"] for step in steps]) for steps in (range(1, 6), range(26, 31)))
+def curve(data, run, workers):
+    changes = {"steps": 30, "validation": {"every_steps": 15}, "scaling": {"workers": workers}}
+    train(runs.train_config(data, run, **changes))
+    return runs.steps_of(run), runs.steps_of(run, "validation")
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """Steps and scores of a run of one worker."""
+    return curve(data, tmp_path_factory.mktemp("alone") / "run", 1)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_follows_the_same_loss_curve(data, alone, tmp_path, workers):
+    steps, scores = alone
+    assert list(steps) == list(range(1, 31))
+    first, last = (np.mean([steps[step]["mlm"] for step in some]) for some in (range(1, 6), range(26, 31)))
     assert last < first - 0.05, "nothing is learned"
-    for workers in (2, 3):
-        others = runs.steps_of(tmp_path / str(workers))
-        for step, line in alone.items():
-            assert line == pytest.approx(others[step], rel=1e-4), f"{workers} workers, step {step}"
-        assert alone[1] == pytest.approx(others[1], rel=1e-6)
-        scores, other_scores = (runs.steps_of(tmp_path / str(n), "validation") for n in (1, workers))
-        assert list(scores) == [0, 15, 30]
-        for step, line in scores.items():
-            assert line == pytest.approx(other_scores[step], rel=1e-3, abs=0.03)
+    others, other_scores = curve(data, tmp_path, workers)
+    for step, line in steps.items():
+        assert line == pytest.approx(others[step], rel=1e-4), f"step {step}"
+    assert steps[1] == pytest.approx(others[1], rel=1e-6)
+    assert list(scores) == [0, 15, 30]
+    for step, line in scores.items():
+        assert line == pytest.approx(other_scores[step], rel=1e-3, abs=0.03)
