@@ -24,8 +24,11 @@ def run(arguments: list[str]) -> int:
     try:
         config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
         from trainer.driver.checks import problems, refuse
+        from trainer.setup.cache import run_folder
+        from trainer.setup.geometry import with_geometry
         from trainer.verify import verify
 
+        config = with_geometry(config, run_folder(config.run, config.cache))
         refuse([problem for problem in problems(config) if not problem.startswith("run =")])
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

@@ -23,6 +23,7 @@ from trainer.driver.checks import problems
 from trainer.driver.original_score import with_original_score
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.geometry import with_geometry
 
 _HERE = "here"
 _CONNECT_SECONDS = 5.0
@@ -47,7 +48,8 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
 def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
     """Findings about the configuration itself: everything that `train` would refuse before it starts."""
     remedy = "correct the setting; `declutr train` refuses it as well"
-    wrong = problems(with_original_score(config, run_folder(config.run, config.cache)))
+    run = run_folder(config.run, config.cache)
+    wrong = problems(with_geometry(with_original_score(config, run), run))
     found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
     try:
         needs = needs_of(config)

@@ -23,7 +23,9 @@ from common.meanings import annotated_yaml
 from common.paths import expand
 from common.stores.address import is_remote
 from trainer.driver.places import fork_problem, place_problems
+from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.geometry import with_geometry
 from trainer.setup.scaling import ScalingConfig
 
 
@@ -105,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:  # before loading torch and Ray, which takes many seconds on a busy machine
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
         if arguments.print_config:
-            sys.stdout.write(annotated_yaml(config))
+            shown = config if is_remote(config.data) else with_geometry(config, run_folder(config.run, config.cache))
+            sys.stdout.write(annotated_yaml(shown))
             return 0
         wrong = place_problems(config.model_dump())
         if arguments.fork is not None and (problem := fork_problem(arguments.fork, config.run)):

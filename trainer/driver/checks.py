@@ -20,8 +20,7 @@ from trainer.driver.encoder_checks import encoder_problems
 from trainer.driver.places import place_problems
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
-
-DECISIVE = "decisive.json"
+from trainer.setup.geometry import DECISIVE
 
 
 def problems(config: TrainConfig) -> list[str]:

@@ -22,11 +22,12 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import FORK, read_origin
 from trainer.data.plan import Plan
-from trainer.driver.checks import DECISIVE, changes, problems, read_decisive, refuse
+from trainer.driver.checks import changes, problems, read_decisive, refuse
 from trainer.metrics.metrics import METRICS, read_metrics
 from trainer.setup.build import build_encoder, load_tokenizer, total_steps
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.geometry import DECISIVE, with_geometry
 
 
 def fork(config: TrainConfig, new_run: str) -> TrainConfig:
@@ -56,6 +57,8 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         raise ConfigError(
             "train", [f"--fork {new_run}: exists already and is not a fork of {config.run}; name a new folder"]
         )
+    forked = with_geometry(forked, new)
+    config = config.model_copy(update={"spans": forked.spans})
     refuse(problems(forked))
     found = checkpoint.find_latest(old / CHECKPOINTS)
     if found is None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from common.storage import read_json
 from trainer.checkpoints.checkpoint import CHECKPOINTS, states_in
-from trainer.driver.checks import DECISIVE
 from trainer.setup.config import TrainConfig
+from trainer.setup.geometry import DECISIVE
 
 _FORMER = "recall_at_1"
 

@@ -23,7 +23,7 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
 from trainer.checkpoints.ranking import BestScore, history
 from trainer.checkpoints.store import RunStore, store_of
 from trainer.data.plan import Plan
-from trainer.driver.checks import DECISIVE, problems, ray_problems, refuse
+from trainer.driver.checks import problems, ray_problems, refuse
 from trainer.driver.export import EXPORT, export, read_settings
 from trainer.driver.failure import FAILURES
 from trainer.driver.lease import Lease
@@ -37,6 +37,7 @@ from trainer.metrics.settings import FOLLOWED
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.geometry import DECISIVE, with_geometry
 
 SUMMARY = "summary.json"
 SECONDS = "seconds.json"
@@ -69,8 +70,8 @@ def run_training(
     with contextlib.ExitStack() as stack:
         if is_remote(config.run):  # the checks need the run's files on this host
             _lock_and_fetch(config, signals, stack)
-        config = _keep_score(config)
         run = run_folder(config.run, config.cache)
+        config = _with_geometry(_keep_score(config), run)
         refuse([*problems(config), *ray_problems(config, run, wait_for_ray is not None)])
         marks["checks"] = time.time()
         if wait_for_ray:
@@ -90,6 +91,15 @@ def _keep_score(config: TrainConfig) -> TrainConfig:
             *(config.run, kept.validation.score, config.validation.score),
         )
     return kept
+
+
+def _with_geometry(config: TrainConfig, run: Path) -> TrainConfig:
+    """The configuration with the shards' geometry; logs the values that are not the defaults."""
+    completed = with_geometry(config, run)
+    before, after = config.spans.model_dump(), completed.spans.model_dump()
+    if taken := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
+        get_logger().info("%s: taken from the shards or the started run", ", ".join(taken))
+    return completed
 
 
 def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:

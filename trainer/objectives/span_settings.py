@@ -11,19 +11,23 @@ class SpanConfig(Strict):
     """How spans are drawn from a document."""
 
     num_anchors: int = Field(default=2, ge=1, le=64)
-    """Anchors A a document and epoch."""
+    """Anchors A per document and epoch; without a value, the `geometry.num_anchors` of the shards."""
     num_positives: int = Field(default=2, ge=1, le=64)
-    """Positives P an anchor."""
+    """Positives P per anchor."""
     min_tokens: int = Field(default=32, ge=1)
-    """Shortest span, l_min, in tokens without specials."""
+    """Shortest span, l_min, in tokens without specials; without a value, the `geometry.min_tokens` of the shards, or
+    `max_tokens` if that is smaller."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest span, l_max, without specials; at most the `geometry.max_tokens` of the shards."""
+    """Longest span, l_max, without specials; at most the `geometry.max_tokens` of the shards, which is also the value
+    if none is given."""
     strategy: Literal["all", "adjacent", "subsuming"] = "all"
-    """Where positives lie: anywhere that overlaps or touches the anchor, only beside it, or only inside it."""
+    """Position of positives: anywhere that overlaps or touches the anchor (all), next to it (adjacent), or inside it
+    (subsuming)."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "SpanConfig":
-        if self.min_tokens > self.max_tokens:
+        given = {"min_tokens", "max_tokens"} <= self.model_fields_set  # the shards give the other one
+        if given and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} must be at most max_tokens = {self.max_tokens}")
         return self
 

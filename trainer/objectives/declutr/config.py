@@ -166,6 +166,11 @@ class DeclutrConfig(ObjectiveConfig):
 def _geometry_problems(run: RunContext, manifest: Manifest) -> list[str]:
     found = []
     spans, geometry = run.spans, manifest.geometry
+    if spans.min_tokens > spans.max_tokens:
+        found.append(
+            f"spans.min_tokens = {spans.min_tokens}: it must be at most spans.max_tokens = {spans.max_tokens} "
+            "(without a value, the geometry.max_tokens of the shards); lower it"
+        )
     if spans.max_tokens > geometry.max_tokens:
         found.append(
             f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use at "

@@ -1,0 +1,51 @@
+"""Span lengths and anchors that the user leaves to the shards."""
+
+from pathlib import Path
+from typing import Any
+
+from common.storage import read_json
+from pipeline.shards.manifest import ShardError, load_manifest
+from trainer.setup.cache import data_folder
+from trainer.setup.config import TrainConfig
+
+DECISIVE = "decisive.json"
+"""The file of a run that holds the settings which decide its result."""
+
+_KEYS = ("num_anchors", "max_tokens", "min_tokens")
+
+
+def with_geometry(config: TrainConfig, run: Path) -> TrainConfig:
+    """The configuration with the shards' geometry for `spans` without `num_anchors`, `max_tokens` or `min_tokens`.
+
+    A run that has started keeps the values it started with. Without shards that can be read the defaults stay; the
+    checks before a run name that problem. `min_tokens` is at most `max_tokens`.
+
+    Args:
+        config: of the run.
+        run: folder of the run.
+    """
+    missing = [key for key in _KEYS if key not in config.spans.model_fields_set]
+    if not missing:
+        return config
+    values = _started_with(run) or _of_shards(config)
+    found = {key: values[key] for key in missing if key in values}
+    if "min_tokens" in found:
+        longest = found.get("max_tokens", config.spans.max_tokens)
+        found["min_tokens"] = min(found["min_tokens"], longest)
+    return config.model_copy(update={"spans": config.spans.model_copy(update=found)})
+
+
+def _started_with(run: Path) -> dict[str, Any]:
+    """The spans of the run's settings; empty where there are none."""
+    try:
+        spans = read_json(run / DECISIVE)["spans"]
+        return {key: int(spans[key]) for key in _KEYS}
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the checks report it
+        return {}
+
+
+def _of_shards(config: TrainConfig) -> dict[str, Any]:
+    try:
+        return load_manifest(data_folder(config.data, config.cache)).geometry.model_dump()
+    except (ShardError, OSError):  # the checks report it
+        return {}
