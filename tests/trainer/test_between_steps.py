@@ -1,8 +1,6 @@
 """What workers do between two steps: agree, save, stop, leave a bad loss out. Without Ray."""
 
-import contextlib
 import copy
-import dataclasses
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +11,11 @@ from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 
 from common.scores import ScoreLine, append_score
-from pipeline.shards.manifest import data_hash
-from pipeline.shards.shards import ShardSet
+from pipeline.shards.manifest import data_hash, load_manifest
 from trainer.checkpoints import checkpoint
-from trainer.checkpoints.saver import SaveError, Saver
-from trainer.checkpoints.store import after_save, fetch_run, store_of
-from trainer.metrics.metrics import MetricsWriter
+from trainer.checkpoints.saver import SaveError
+from trainer.checkpoints.store import fetch_run, store_of
+from trainer.data.stream import Ahead
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.unloaded import Unloaded
 from trainer.objectives.declutr.config import DeclutrConfig
@@ -26,7 +23,11 @@ from trainer.parallel.world import Request, World
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError
-from trainer.worker.worker import Worker, never
+from trainer.worker.bad_losses import BadLosses
+from trainer.worker.checkpointing import Checkpointing
+from trainer.worker.heartbeat import Heartbeat, Stopwatch
+from trainer.worker.loop import TrainingLoop
+from trainer.worker.records import Records
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
@@ -45,7 +46,7 @@ def data(prepared, tmp_path):
     (tmp_path / "data").symlink_to(prepared)
 
 
-def worker(run, world=None, notice=never, total_steps=6, **changes):
+def worker(run, world=None, total_steps=6, **changes):
     values = {
         "run": str(run),
         "data": str(run / "data"),
@@ -58,7 +59,31 @@ def worker(run, world=None, notice=never, total_steps=6, **changes):
         encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
     objective = DeclutrConfig(terms="contrastive", queue_size=6)
     stepper = tiny_stepper(encoder, objective, world=world or World(), total_steps=total_steps)
-    return Worker(config, run, ShardSet(run / "data", "train"), stepper, None, None, torch.device("cpu"), notice)
+    return loop_of(config, run, stepper, run / "data")
+
+
+def loop_of(config, run, stepper, data):
+    """The loop of a worker, without batches and validation."""
+    bad_losses, heartbeat = BadLosses(config), Heartbeat(stepper.world.rank, stepper.world.size)
+    identity = data_hash(load_manifest(data))
+    checkpointing = Checkpointing(config, run, identity, stepper, bad_losses, heartbeat)
+    return TrainingLoop(
+        config,
+        run,
+        torch.device("cpu"),
+        stepper,
+        bad_losses,
+        checkpointing,
+        prefetch=lambda done: Ahead(iter(())),  # noqa: ARG005
+        validator=None,
+        stop=lambda: False,
+        heartbeat=heartbeat,
+        stopwatch=Stopwatch({"worker": 0.0}),
+    )
+
+
+def nothing():
+    """No metrics are written before a checkpoint."""
 
 
 def batch(step, world=None, bad=BAD):
@@ -72,7 +97,7 @@ def batch(step, world=None, bad=BAD):
 
 
 def take(one, first, last, world=None, bad=BAD):
-    return [one.take(batch(step, world, bad), step) for step in range(first, last + 1)]
+    return [one.bad_losses.take(one.stepper, batch(step, world, bad), step) for step in range(first, last + 1)]
 
 
 def tensors(one):
@@ -88,10 +113,10 @@ def test_a_bad_loss_changes_nothing_but_the_count(tmp_path, log):
     one, other = worker(tmp_path), worker(tmp_path)
     measured = take(one, 1, 6)
     assert [m.skipped for m in measured] == [step in BAD for step in range(1, 7)]
-    assert (one.skipped, one.skipped_in_a_row) == (2, 0)
+    assert (one.bad_losses.skipped, one.bad_losses.in_a_row) == (2, 0)
     assert len([line for line in log if "skipped" in line]) == 2
     for step in sorted(set(range(1, 7)) - BAD):
-        assert other.take(batch(step), step) == measured[step - 1]
+        assert other.bad_losses.take(other.stepper, batch(step), step) == measured[step - 1]
     assert same(tensors(one), tensors(other))
 
 
@@ -99,17 +124,16 @@ def test_it_is_exact_over_a_resume(tmp_path):
     one = worker(tmp_path)
     whole = take(one, 1, 6)
     first = worker(tmp_path)
-    with_saver = Saver(tmp_path / "checkpoints", first.config.checkpoint, "mrr")
     take(first, 1, 2)
-    first.save(2, {}, with_saver)
-    with_saver.wait()
-    with_saver.close()
+    with first.checkpointing.writing(nothing):
+        first.checkpointing.save(2, {})
+        first.checkpointing.saver.wait()
     second = worker(tmp_path)
-    assert second.resume() == 2
-    assert (second.skipped, second.skipped_in_a_row) == (1, 1)
+    assert second.checkpointing.resume() == 2
+    assert (second.bad_losses.skipped, second.bad_losses.in_a_row) == (1, 1)
     again = take(second, 3, 6)
     assert [m.loss for m in again if not m.skipped] == [m.loss for m in whole[2:] if not m.skipped]
-    assert second.skipped == 2
+    assert second.bad_losses.skipped == 2
     assert same(tensors(second), tensors(one))
 
 
@@ -131,33 +155,42 @@ def test_stopping_is_the_default(tmp_path):
 def on_ranks(world, folder):
     """A bad loss on one rank's share alone, a notice on the last rank alone, a storage that only rank 0 sees fail."""
     union = world.agree(Request.SAVE if world.rank == 0 else Request.STOP if world.rank == 1 else Request(0))
-    nothing = world.agree(Request(0))
-    one = worker(folder, world, notice=lambda: world.rank == world.size - 1)
+    no_request = world.agree(Request(0))
+    one = worker(folder, world)
     skipped = [m.skipped for m in take(one, 1, 3, world)]
-    saver = Saver(folder / "checkpoints", one.config.checkpoint, "mrr") if world.rank == 0 else None
-    one.early_stopping.request = Request.EARLY if world.rank == 0 else Request(0)
-    ended = one.between(3, {}, saver) and one.early
+    one.checkpointing.early_stopping.request = Request.EARLY if world.rank == 0 else Request(0)
+    with one.checkpointing.writing(nothing):
+        ended = one.checkpointing.after_step(3, {}, stop=world.rank == world.size - 1) and one.checkpointing.early
     world.largest(0)
     other = worker(folder, world)
-    resumed = other.resume()
-    failing = copy.copy(other)
-    if saver is not None:
-        saver.close()
-        saver._failure = "the disk is full"
-    try:
-        failing.between(4, {}, saver)
-        words = ""
-    except SaveError as error:
-        words = str(error)
-    return union, nothing, skipped, ended, resumed, other.skipped, same(tensors(other), tensors(one)), words
+    resumed = other.checkpointing.resume()
+    words = ""
+    with other.checkpointing.writing(nothing):
+        if (saver := other.checkpointing.saver) is not None:
+            saver.close()
+            saver._failure = "the disk is full"
+        try:
+            other.checkpointing.after_step(4, {}, stop=False)
+        except SaveError as error:
+            words = str(error)
+    return (
+        union,
+        no_request,
+        skipped,
+        ended,
+        resumed,
+        other.bad_losses.skipped,
+        same(tensors(other), tensors(one)),
+        words,
+    )
 
 
 @pytest.mark.dist
 def test_every_rank_does_the_same(tmp_path):
     results = run_group(2, on_ranks, tmp_path)
-    for union, nothing, skipped, ended, resumed, count, equal, words in results:
+    for union, no_request, skipped, ended, resumed, count, equal, words in results:
         assert union == Request.SAVE | Request.STOP
-        assert nothing == Request(0)
+        assert no_request == Request(0)
         assert skipped == [False, True, False]
         assert ended
         assert resumed == 3
@@ -168,16 +201,15 @@ def test_every_rank_does_the_same(tmp_path):
 
 
 def test_a_notice_ends_after_a_whole_checkpoint(tmp_path):
-    told = iter([False, True])
-    one = worker(tmp_path, notice=lambda: next(told), checkpoint={"every_steps": 100})
-    saver = Saver(tmp_path / "checkpoints", one.config.checkpoint, "mrr")
-    take(one, 1, 1)
-    assert not one.between(1, {}, saver)
-    assert checkpoint.steps_in(saver.folder) == []
-    take(one, 2, 2)
-    assert one.between(2, {}, saver)
-    assert checkpoint.find_latest(saver.folder)[1].step == 2
-    saver.close()
+    one = worker(tmp_path, checkpoint={"every_steps": 100})
+    folder = tmp_path / "checkpoints"
+    with one.checkpointing.writing(nothing):
+        take(one, 1, 1)
+        assert not one.checkpointing.after_step(1, {}, stop=False)
+        assert checkpoint.steps_in(folder) == []
+        take(one, 2, 2)
+        assert one.checkpointing.after_step(2, {}, stop=True)
+    assert checkpoint.find_latest(folder)[1].step == 2
 
 
 def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
@@ -208,23 +240,19 @@ def patient(run, patience=2, **changes):
 
 def go_on(one, kill_after=None):
     """Steps without training, with the scores above: the last step, and whether the run has ended early."""
-    done, config = one.resume(), one.config
-    if one.early_stopping.request == Request.EARLY:
+    saving = one.checkpointing
+    done = saving.resume()
+    if saving.ended(done):
         return done, True
-    with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(contextlib.closing(MetricsWriter(one.run, done)))
-        folder, score = one.run / "checkpoints", config.validation.score
-        after = after_save(config.run, one.run, config.checkpoint, score) or one.early_stopping.saved
-        saver = Saver(folder, config.checkpoint, score, metrics.flush, after)
-        stack.enter_context(contextlib.closing(saver))
+    with Records.opened(one.run, done, 0) as records, saving.writing(records.flush):
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
             if scores:
-                metrics.scores(step, scores)
-                one.early_stopping.measured(step, scores)
-            if one.between(step, scores, saver):
-                return step, one.early
-            saver.wait()
+                records.scores(step, scores)
+                saving.scored(step, scores)
+            if saving.after_step(step, scores, stop=False):
+                return step, saving.early
+            saving.saver.wait()
             if step == kill_after:
                 return None
     return None
@@ -240,7 +268,7 @@ def test_patience_ends_a_run_at_the_same_step_whenever_it_was_killed(tmp_path):
         assert go_on(patient(run)) == (8, True)
         assert checkpoint.steps_in(run / "checkpoints") == [4, 8], "the best and the last"
         one = patient(run)
-        assert (one.run_to_end(), one.early) == (8, True), "it stays ended, before it reads anything"
+        assert (one.train(), one.checkpointing.early) == (8, True), "it stays ended, before it reads anything"
     assert go_on(patient(run, patience=3)) == (16, True), "a larger patience goes on: 10 is better, three are not"
     assert go_on(patient(run, patience=None)) == (18, False)
 
@@ -250,14 +278,14 @@ def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path)
         one = patient(tmp_path)
         config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
         run = run_folder(config.run, config.cache)
-        expected = {"config_hash": config.hash(), "data_hash": data_hash(one.shards.manifest)}
+        expected = {"config_hash": config.hash(), "data_hash": data_hash(load_manifest(tmp_path / "data"))}
         fetch_run(store_of(config.run, run), expected, World())
-        return dataclasses.replace(one, config=config, run=run)
+        return loop_of(config, run, one.stepper, tmp_path / "data")
 
     assert go_on(on("one"), kill_after=7) is None
     assert go_on(on("two")) == (8, True)
     third = on("three")
-    assert (third.run_to_end(), third.early) == (8, True)
+    assert (third.train(), third.checkpointing.early) == (8, True)
     found = [checkpoint.steps_in(third.run / "checkpoints")]
     store_of(third.config.run, third.run).fetch_best("mrr")
     assert [*found, checkpoint.steps_in(third.run / "checkpoints")] == [[8], [4]]
@@ -304,4 +332,4 @@ def test_random_weights_take_no_step(tmp_path, unloaded, encoder, refused):
         one.refuse_random_weights()
         return
     with pytest.raises(UnfitEncoderError, match=refused):
-        one.run_to_end()
+        one.train()

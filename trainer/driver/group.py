@@ -25,7 +25,7 @@ from common.console.logs import get_logger
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.setup.scaling import ScalingConfig
 from trainer.worker.backend import GroupConfig
-from trainer.worker.loop import train_loop
+from trainer.worker.entry import train_loop
 
 _BACKEND_SECONDS = 1800
 

@@ -1,102 +1,153 @@
-"""What Ray Train calls on each worker: its parts are put together here, and handed to a Worker."""
+"""The training loop, as every worker runs it: resume, get a batch, step, log, validate, save."""
 
-from typing import Any
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-import ray
-import ray.train
-import ray.train.torch
 import torch
-from ray.util import get_current_placement_group
 
-from common.console.logs import get_logger, setup_logging
-from pipeline.shards.manifest import data_hash
-from pipeline.shards.shards import ShardError, ShardSet
-from trainer.checkpoints.saver import SaveError
-from trainer.checkpoints.store import fetch_run, store_of
-from trainer.data.plan import Plan
+from common.console.logs import get_logger
+from trainer.data.stream import Ahead
+from trainer.metrics.metrics import Window
+from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
-from trainer.setup.build import build_encoder, build_objective, build_stepper, load_tokenizer, total_steps
-from trainer.setup.cache import data_folder, run_folder
+from trainer.objectives.base import Validator
 from trainer.setup.config import TrainConfig
-from trainer.step.microbatch import Microbatch, MicrobatchError
-from trainer.step.step import NonFiniteLossError
-from trainer.worker.channel import ControlChannel
-from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler, Stopwatch
-from trainer.worker.listener import Listener
-from trainer.worker.worker import Worker
+from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
+from trainer.worker.bad_losses import BadLosses
+from trainer.worker.checkpointing import Checkpointing
+from trainer.worker.heartbeat import Heartbeat, Stopwatch
+from trainer.worker.records import Records
 
 
-def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Trains on one worker of the group; Ray Train calls it on every worker, again after each failure.
+@dataclass
+class TrainingLoop:
+    """One worker's run from its latest checkpoint to the last step.
 
-    Args:
-        settings: `config`, the TrainConfig as JSON; `channel`, its name; `marks`, the driver's part of the Stopwatch.
-
-    Returns:
-        None at the last step; else `given_up`, why it cannot go on, or with `step`, which is saved, `stopped`, the
-        notice it was stopped by, or `early`: its scores get no better. What would fail again is returned rather than
-        raised, so that nobody tries again; every rank sees it alike, so none is left waiting.
+    Attributes:
+        config: of the run.
+        run: folder of the run.
+        device: of the encoder.
+        stepper: takes a step.
+        bad_losses: skips steps whose loss is not finite.
+        checkpointing: resumes, saves, ends the run.
+        prefetch: this worker's batches after a number of steps.
+        validator: scores the encoder on held-out documents, or None.
+        stop: whether this worker has a notice to stop; asked after every step.
+        heartbeat: shows step and phase to the driver.
+        stopwatch: measures the parts of the start.
     """
-    stopwatch = Stopwatch(settings["marks"])
-    stopwatch.mark("group")
-    config = TrainConfig.model_validate(settings["config"])
-    context = ray.train.get_context()
-    group = get_current_placement_group()
-    heartbeat = Heartbeat(
-        context.get_world_rank(),
-        context.get_world_size(),
-        group.id.hex() if group else "",
-        ray.get_runtime_context().get_node_id(),
-    )
-    setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
-    get_logger().addHandler(HeartbeatLogHandler(heartbeat))
-    with Listener(ControlChannel(settings["channel"]), heartbeat) as listener:
-        return _train(config, heartbeat, stopwatch, listener)
 
+    config: TrainConfig
+    run: Path
+    device: torch.device
+    stepper: Stepper
+    bad_losses: BadLosses
+    checkpointing: Checkpointing
+    prefetch: Callable[[int], Ahead]
+    validator: Validator | None
+    stop: Callable[[], bool]
+    heartbeat: Heartbeat
+    stopwatch: Stopwatch
 
-def _train(
-    config: TrainConfig, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
-) -> dict[str, Any] | None:
-    world = CountedWorld(heartbeat.rank, heartbeat.size, heartbeat)
-    device = ray.train.torch.get_device()
-    if device.type == "cpu":
-        torch.set_num_threads(config.scaling.cpus_per_worker)
-    with heartbeat.doing("fetching"):
-        data, run = data_folder(config.data, config.cache), run_folder(config.run, config.cache)
-        shards = ShardSet(data, "train", look=False)  # the driver has looked
-        if store := store_of(config.run, run):
-            expected = {"config_hash": config.hash(), "data_hash": data_hash(shards.manifest)}
-            fetch_run(store, expected, world)
-    try:
-        tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
-    except ShardError as error:
-        return {"given_up": str(error)}
-    try:
-        encoder = build_encoder(config, tokenizer).to(device).train()
-    except UnfitEncoderError as error:
-        return {"given_up": str(error)}
-    plan = Plan(config.seed, shards.num_documents, config.batch_documents)
-    microbatch = Microbatch.of(config.microbatch_tokens, device)
-    objective = build_objective(config, encoder, shards.manifest)
-    stepper = build_stepper(config, encoder, objective, world, total_steps(config, plan), microbatch)
-    worker = Worker(
-        config,
-        run,
-        shards,
-        stepper,
-        plan,
-        vocabulary,
-        device,
-        notice=lambda: listener.notice() is not None,
-        heartbeat=heartbeat,
-        stopwatch=stopwatch,
-    )
-    try:
-        step = worker.run_to_end()
-    except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError) as error:
-        return {"given_up": str(error)}
-    if step == stepper.total_steps:
-        return None
-    if worker.early:
-        return {"early": True, "step": step}
-    return {"stopped": listener.notice() or "a notice to another worker", "step": step}
+    def train(self) -> int:
+        """Trains to the last step, or to an earlier end; returns the last step taken.
+
+        Raises:
+            NonFiniteLossError: on every rank alike.
+            SaveError: checkpoints cannot be written; on every rank.
+            UnfitEncoderError: a start with random weights instead of trained ones; on every rank.
+        """
+        done = self.heartbeat.step = self.checkpointing.resume()
+        if done == 0:
+            self.refuse_random_weights()
+        if self.checkpointing.ended(done):
+            self.heartbeat.set_phase("ended")
+            return done
+        rank = self.stepper.world.rank
+        with (
+            contextlib.closing(self.prefetch(done)) as batches,
+            Records.opened(self.run, done, rank) as records,
+            self.checkpointing.writing(before=records.flush),
+        ):
+            batches.begin()  # while the untrained encoder is scored
+            if done == 0:
+                self.validate(0, records)
+            return self.take_steps(done, batches, records)
+
+    def take_steps(self, done: int, batches: Ahead, records: Records) -> int:
+        """Takes the steps after `done`; returns the last one taken."""
+        config, stepper, heartbeat = self.config, self.stepper, self.heartbeat
+        peak = self.peak_flops()
+        window = Window()
+        self.stopwatch.mark("model")
+        heartbeat.set_phase("data")
+        for step, batch in enumerate(batches, start=done + 1):
+            began = time.monotonic()
+            heartbeat.set_phase("forward")
+            if step == done + 1:
+                self.stopwatch.mark("batch")
+            measured = self.bad_losses.take(stepper, batch, step)
+            if step == done + 1:
+                self.log_first_step(step, measured, records)
+            waited = batches.waited_seconds
+            heartbeat.line = records.step(step, measured, window, config.batch_documents, waited, peak)
+            batches.waited_seconds = 0.0
+            heartbeat.finish_step(step, time.monotonic() - began)
+            due = step == stepper.total_steps or step % max(1, config.validation.every_steps) == 0
+            scores = self.validate(step, records) if due else {}
+            if self.checkpointing.after_step(step, scores, self.stop()):
+                heartbeat.set_phase("ended")
+                return step
+            window = Window()
+        return done
+
+    def validate(self, step: int, records: Records) -> dict[str, float]:
+        """Held-out scores of the weights after a step, logged; none without a validator.
+
+        Raises:
+            NonFiniteLossError: on every rank alike.
+        """
+        if self.validator is None:
+            return {}
+        with self.heartbeat.doing("validating"):
+            scores = self.validator.scores(self.stepper.encoder)
+        if scores is None:
+            raise NonFiniteLossError(
+                f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
+                "or precision: fp32"
+            )
+        records.scores(step, scores)
+        self.checkpointing.scored(step, scores)
+        return scores
+
+    def log_first_step(self, step: int, measured: StepMetrics, records: Records) -> None:
+        """Records the parts of the start, and logs the objective's remark about the run's first loss."""
+        objective = self.stepper.objective
+        remark = self.config.objective.remark_after_first_step(objective.run, measured.terms)
+        if step == 1 and remark and self.stepper.world.rank == 0:
+            get_logger().warning("%s", remark)
+        self.stopwatch.mark("first")
+        self.heartbeat.start = self.stopwatch.parts()
+        records.start(step, {**self.heartbeat.start, "workers": self.stepper.world.size})
+
+    def peak_flops(self) -> float | None:
+        """FLOPs per second of all workers' devices together; None where the device is unknown."""
+        peak = peak_flops(gpu_name(self.device), half=self.config.precision == "bf16")
+        return None if peak is None else peak * self.stepper.world.size
+
+    def refuse_random_weights(self) -> None:
+        """Checks this worker's copy of a pretrained encoder; the driver has checked its own.
+
+        Raises:
+            UnfitEncoderError: on every rank, if any rank's copy lacks weights.
+        """
+        encoder = self.config.encoder
+        needs_head = self.config.objective.mlm and not encoder.new_mlm_head
+        found = self.stepper.encoder.unloaded.problems(encoder.pretrained, needs_head)
+        if self.stepper.world.largest(len(found)):
+            raise UnfitEncoderError(
+                "; ".join(found) or f"encoder.pretrained = {encoder.pretrained}: weights are missing on another worker"
+            )

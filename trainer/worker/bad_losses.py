@@ -1,0 +1,46 @@
+"""Steps whose loss is not finite."""
+
+from dataclasses import dataclass
+
+from common.console.logs import get_logger
+from trainer.data.batches import RankBatch
+from trainer.setup.config import TrainConfig
+from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
+
+
+@dataclass
+class BadLosses:
+    """Takes steps, and skips those whose loss is not finite where `on_bad_loss` allows it.
+
+    Attributes:
+        config: of the run.
+        skipped: steps so far whose update was skipped.
+        in_a_row: skipped steps since the last good one.
+    """
+
+    config: TrainConfig
+    skipped: int = 0
+    in_a_row: int = 0
+
+    def take(self, stepper: Stepper, batch: RankBatch, step: int) -> StepMetrics:
+        """Takes a step; a skipped one uses up its documents and changes nothing else.
+
+        Raises:
+            NonFiniteLossError: the loss is not finite and may not be skipped, or too many in a row; on every rank.
+        """
+        try:
+            measured = stepper.step(batch, step)
+        except NonFiniteLossError as error:
+            if self.config.on_bad_loss == "stop" or error.measured is None:
+                raise
+            self.skipped += 1
+            self.in_a_row += 1
+            if self.in_a_row > self.config.max_skipped_steps:
+                raise NonFiniteLossError(
+                    f"{error}. It is skipped step {self.in_a_row} in a row, above max_skipped_steps = "
+                    f"{self.config.max_skipped_steps}"
+                ) from error
+            get_logger().warning("step %d: loss or gradient not finite, skipped (%d so far)", step, self.skipped)
+            return error.measured
+        self.in_a_row = 0
+        return measured

@@ -1,0 +1,158 @@
+"""A worker's part in checkpoints. The first worker chooses and writes them; all take part in the exchanges."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.console.logs import get_logger
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.checkpoints.ranking import EarlyStopping
+from trainer.checkpoints.saver import SaveError, Saver
+from trainer.checkpoints.state import RunState
+from trainer.checkpoints.store import after_save
+from trainer.metrics.metrics import METRICS, read_last_step
+from trainer.parallel.world import Request
+from trainer.setup.config import TrainConfig
+from trainer.step.step import Stepper
+from trainer.worker.bad_losses import BadLosses
+from trainer.worker.heartbeat import Heartbeat
+
+
+class Checkpointing:
+    """Resumes from checkpoints, saves them, and ends the run for all workers at the same step.
+
+    Args:
+        config: of the run.
+        run: folder of the run.
+        data_hash: of the shards' manifest.
+        stepper: encoder, optimizer and objective.
+        bad_losses: counts that belong to the state.
+        heartbeat: shows the phase.
+
+    Attributes:
+        early: the run ended before its last step, because its scores no longer improve.
+        early_stopping: judges the scores on the first worker.
+        saver: the first worker's, while its block runs.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: Path,
+        data_hash: str,
+        stepper: Stepper,
+        bad_losses: BadLosses,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self.early = False
+        self.early_stopping = EarlyStopping(run, config.validation.score, config.validation.patience)
+        self.saver: Saver | None = None
+        self._config, self._run, self._stepper = config, run, stepper
+        self._bad_losses, self._heartbeat = bad_losses, heartbeat
+        self._identity = {"config_hash": config.hash(), "data_hash": data_hash}
+
+    def resume(self) -> int:
+        """Loads the newest complete checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.
+
+        Raises:
+            CheckpointError: a checkpoint that verified on the first worker does not verify on this one.
+        """
+        folder, stepper = self._run / CHECKPOINTS, self._stepper
+        first = stepper.world.rank == 0
+        found = checkpoint.find_latest(folder, self._identity) if first else None
+        done = stepper.world.largest(0 if found is None else found[1].step)
+        if done:
+            path = checkpoint.checkpoint_path(folder, done)
+            state = checkpoint.read_state(path) if found is None else found[1]
+            checkpoint.load(path, stepper.encoder, stepper.optimizer, stepper.objective)
+            self._bad_losses.skipped, self._bad_losses.in_a_row = state.skipped, state.skipped_in_a_row
+        if first:
+            self.early_stopping.resume(done)
+            self._log_start(done)
+        return done
+
+    def _log_start(self, done: int) -> None:
+        line = read_last_step(self._run / METRICS)
+        taken = 0 if line is None else line["step"]
+        if done or taken:
+            again = f"; steps {done + 1} to {taken} are taken again" if taken > done else ""
+            get_logger().info("continuing after step %d%s", done, again)
+
+    def ended(self, done: int) -> bool:
+        """Whether the run already ended early, before any further step."""
+        if done < self._stepper.total_steps:
+            self.early = Request.EARLY in self._stepper.world.agree(self.early_stopping.request)
+        return self.early
+
+    @contextlib.contextmanager
+    def writing(self, before: Callable[[], None]) -> Iterator[None]:
+        """Runs the first worker's saver while the block runs.
+
+        Args:
+            before: called before a checkpoint is written, so that a resume finds all lines of its steps.
+        """
+        if self._stepper.world.rank:
+            yield
+            return
+        config = self._config
+        score = config.validation.score
+        after = after_save(config.run, self._run, config.checkpoint, score) or self.early_stopping.saved
+        self.saver = Saver(self._run / CHECKPOINTS, config.checkpoint, score, before=before, after=after)
+        try:
+            yield
+        finally:
+            self.saver.close()
+
+    def scored(self, step: int, scores: dict[str, float]) -> None:
+        """Takes note of held-out scores for early stopping."""
+        if self._stepper.world.rank == 0:
+            self.early_stopping.measured(step, scores)
+
+    def after_step(self, step: int, scores: dict[str, float], stop: bool) -> bool:
+        """Saves or stops if any worker requests it; returns whether this was the last step.
+
+        Args:
+            step: the step that was taken.
+            scores: held-out scores of its weights, if any.
+            stop: this worker has a notice to stop.
+
+        Raises:
+            SaveError: checkpoints cannot be written; on every rank.
+        """
+        request = self.early_stopping.request | (Request.STOP if stop else Request(0))
+        if self.saver is not None:
+            request |= Request.SAVE if self.saver.due(step) else Request(0)
+            request |= Request.FAIL if self.saver.failed() else Request(0)
+        request = self._stepper.world.agree(request)
+        if Request.FAIL in request:
+            if self.saver is not None:
+                self.saver.check()
+            raise SaveError("the first worker can no longer write checkpoints")
+        self.early = Request.EARLY in request
+        end = step == self._stepper.total_steps or Request.STOP in request or self.early
+        if end or Request.SAVE in request:
+            with self._heartbeat.doing("saving"):
+                self.save(step, scores)
+                if end and self.saver is not None:
+                    self.saver.wait()
+        return end
+
+    def save(self, step: int, scores: dict[str, float]) -> None:
+        """Copies a checkpoint for the first worker's saver; every worker takes part."""
+        stepper, saver = self._stepper, self.saver
+        memory = saver.reuse_memory() if saver is not None else None
+        parts = stepper.encoder, stepper.optimizer, stepper.objective
+        contents = checkpoint.collect(*parts, keep=saver is not None, memory=memory)
+        if saver is not None:
+            state = RunState(
+                step=step,
+                documents=step * self._config.batch_documents,
+                world_size=stepper.world.size,
+                scores=scores,
+                files={},
+                skipped=self._bad_losses.skipped,
+                skipped_in_a_row=self._bad_losses.in_a_row,
+                **self._identity,
+            )
+            saver.submit(state, contents)
