@@ -21,6 +21,12 @@ def session():
     start_ray(num_cpus=SESSION_CPUS)
 
 
+def pytest_collection_modifyitems(items):
+    """Puts files with Ray or slow tests first: they share a session, and no process ends with the longest of them."""
+    long = {item.path for item in items if item.get_closest_marker("ray") or item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_runtest_teardown(item, nextitem):
     """Ends the shared session before the first test that does not ask for it."""
     if "session" in item.fixturenames and (nextitem is None or "session" not in nextitem.fixturenames):
