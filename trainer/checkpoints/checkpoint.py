@@ -252,7 +252,20 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
                 key: (value.to(parameter.device) if fused else value) if key == "step" else part_for(value, parameter)
                 for key, value in moments.items()
             }
-    device = next(encoder.parameters()).device
+    load_objective(path, objective, next(encoder.parameters()).device)
+
+
+def load_objective(path: Path, objective: Objective[Any], device: torch.device | None = None) -> None:
+    """Restores the objective's state from a checkpoint.
+
+    Args:
+        path: folder of the checkpoint.
+        objective: its state is replaced.
+        device: of the restored tensors; None: the CPU.
+
+    Raises:
+        CheckpointError: it does not fit the objective.
+    """
     try:
         objective.restore({name: value.clone().to(device) for name, value in load_file(path / OBJECTIVE).items()})
     except RuntimeError as error:

@@ -14,11 +14,12 @@ from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints import checkpoint, ranking
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
+from trainer.driver.dense import write_dense
 from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
 from trainer.model.silence import silence
-from trainer.setup.build import build_encoder, load_tokenizer
+from trainer.setup.build import build_encoder, build_objective, load_tokenizer
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
@@ -51,6 +52,10 @@ def export(config: TrainConfig, run: Path) -> Path:
     with folder_aside(target, replace=True) as aside:
         # a head that is neither pretrained nor trained by this run would look like a trained one
         write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.unloaded.head)
+        objective = build_objective(config, encoder, load_manifest(data_folder(config.data, config.cache)))
+        if layers := objective.exported():
+            checkpoint.load_objective(path, objective)
+            write_dense(aside, layers)
         write_text(aside / "README.md", model_card(config, state))
         settings = {
             "step": state.step,

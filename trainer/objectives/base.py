@@ -50,6 +50,14 @@ class Gathered:
         return Gathered(self.views.detach(), self.facts, self.seed, self.step, self.world_size)
 
 
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer with its activation, such as `nn.Tanh()` or `nn.Identity()`."""
+
+    linear: nn.Linear
+    activation: nn.Module
+
+
 class Validator(Protocol):
     """Scores an encoder on held-out rows; every worker takes part."""
 
@@ -107,9 +115,9 @@ class Objective(nn.Module, ABC, Generic[Config]):
     def remember(self, batch: Gathered) -> None:
         """Keeps something of a step's views, without gradient, after the update."""
 
-    def exported(self) -> nn.Sequential | None:
-        """Layers behind the pooling that belong to the exported encoder: linear layers with activations, or None."""
-        return None
+    def exported(self) -> list[Dense]:
+        """Layers behind the pooling that belong to the exported encoder, in their order."""
+        return []
 
     def validator(
         self,
