@@ -70,7 +70,7 @@ def test_inspect_shows_the_spans_there_are(prepared):
             shown = sum("anchor   [" in line for line in lines[start:end])
             assert shown == (min(2, tokens // 32) if mode == "fewer_anchors" else 2)
         (said,) = [line for line in lines if "windows of 16 tokens" in line]
-        assert ("for fewer in short ones" in said) == (mode == "fewer_anchors")
+        assert ("fewer in short ones" in said) == (mode == "fewer_anchors")
         assert ("of 6 and more in short documents" in said) == (mode == "shrink_spans")
 
 
