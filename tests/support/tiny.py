@@ -133,10 +133,10 @@ def rows_of(spans: torch.Tensor | SpanBatch, num_rows: int, num_documents: int =
 
 
 def tiny_stepper(encoder: Encoder, objective: DeclutrConfig | None = None, **settings: Any) -> Stepper:
-    """A stepper for 2 anchors with 2 positives each. `settings` are Stepper's, and `sharded`."""
+    """A stepper for 2 anchors with 2 positives each. `settings` are Stepper's, `sharded` and `loss`."""
     optim = settings.pop("optim", OptimConfig(lr=1e-2, bias_correction=False))
     shape = {"num_anchors": settings.pop("num_anchors", 2), "num_positives": settings.pop("num_positives", 2)}
-    loss = declutr(objective, **shape, size=encoder.embedding_size)
+    loss = settings.pop("loss", None) or declutr(objective, **shape, size=encoder.embedding_size)
     settings["microbatch"] = Microbatch(settings.pop("microbatch_tokens", None))
     if settings.pop("sharded", False):
         shard(encoder, settings["world"])

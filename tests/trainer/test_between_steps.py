@@ -64,7 +64,10 @@ def worker(run, world=None, total_steps=6, **changes):
 
 def loop_of(config, run, stepper, data):
     """The loop of a worker, without batches and validation."""
-    bad_losses, heartbeat = BadLosses(config), Heartbeat(stepper.world.rank, stepper.world.size)
+    bad_losses, heartbeat = (
+        BadLosses(config.on_bad_loss == "skip", config.max_skipped_steps),
+        Heartbeat(stepper.world.rank, stepper.world.size),
+    )
     identity = data_hash(load_manifest(data))
     checkpointing = Checkpointing(config, run, identity, stepper, bad_losses, heartbeat)
     return TrainingLoop(

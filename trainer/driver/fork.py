@@ -24,7 +24,7 @@ from trainer.checkpoints.state import FORK, read_origin
 from trainer.data.plan import Plan
 from trainer.driver.checks import changes, problems, read_decisive, refuse
 from trainer.metrics.metrics import METRICS, read_metrics
-from trainer.setup.build import build_encoder, load_tokenizer, total_steps
+from trainer.setup.build import build_encoder, build_objective, load_tokenizer, total_steps
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE, with_geometry
@@ -66,7 +66,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     path, state = found
     shards = ShardSet(data_folder(config.data, config.cache), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
-    wrong = _shape_problems(config, path, shards.folder)
+    wrong = _misfits(config, path, shards)
     if state.step >= steps:
         wrong.append(
             f"--fork {new_run}: {config.run} is at step {state.step} already, the new run ends at {steps}; "
@@ -97,18 +97,24 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     return forked
 
 
-def _shape_problems(config: TrainConfig, path: Path, shards: Path) -> list[str]:
-    """Parameters whose shapes differ between the checkpoint and the new configuration's encoder."""
-    tokenizer, _ = load_tokenizer(shards)
-    stored, wanted = shapes_in(path / checkpoint.ENCODER), _parameters(build_encoder(config, tokenizer))
+def _misfits(config: TrainConfig, path: Path, shards: ShardSet) -> list[str]:
+    """Parts of the checkpoint that the new configuration's encoder and objective cannot take over."""
+    tokenizer, _ = load_tokenizer(shards.folder, shards.manifest)
+    encoder = build_encoder(config, tokenizer)
+    stored, wanted = shapes_in(path / checkpoint.ENCODER), _parameters(encoder)
     different = [
         f"{name} is {stored.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the new encoder"
         for name in sorted(set(stored) | set(wanted))
         if stored.get(name) != wanted.get(name)
     ]
-    if not different:
-        return []
-    return [f"encoder: {path} has {len(different)} different shapes: {'; '.join(different[:3])}"]
+    found = []
+    if different:
+        found.append(f"encoder: {path} has {len(different)} different shapes: {'; '.join(different[:3])}")
+    try:
+        checkpoint.load_objective(path, build_objective(config, encoder, shards.manifest))
+    except checkpoint.CheckpointError as error:
+        found.append(f"objective = {config.objective.kind}: {error}; a fork keeps the objective's kind and layers")
+    return found
 
 
 def _parameters(encoder: Module) -> dict[str, list[int]]:

@@ -10,6 +10,19 @@ from trainer.objectives.declutr.config import DeclutrConfig
 
 GROUP = "declutr.objectives"
 """Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""
+RESERVED = frozenset({"loss", "grad_norm", "lr", "num_selected", "num_tokens", "padding_share", "flops", "skipped"}) | {
+    "kind",
+    "step",
+    "time",
+    "seconds",
+    "batch_digest",
+    "mfu",
+    "peak_memory_mib",
+    "data_wait_share",
+    "tokens_per_second",
+    "documents_per_second",
+}
+"""Keys of a line of `metrics.jsonl` that no loss term may have."""
 DEFAULT = DeclutrConfig()
 """The objective of a configuration that names none."""
 
@@ -28,6 +41,11 @@ def load_kinds() -> dict[str, type[ObjectiveConfig]]:
             raise TypeError(
                 f"entry point {point.name} = {point.value} ({GROUP}): needs a subclass of ObjectiveConfig whose kind "
                 f"is {point.name!r}, a name that no other objective has; correct or uninstall the package"
+            )
+        if taken := RESERVED & set(found.metrics):
+            raise TypeError(
+                f"entry point {point.name} = {point.value} ({GROUP}): metrics may not have the names {sorted(taken)}; "
+                "rename these terms"
             )
         kinds[point.name] = found
     return kinds

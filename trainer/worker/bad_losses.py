@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from common.console.logs import get_logger
 from trainer.data.batches import RankBatch
-from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
 
 
@@ -13,12 +12,14 @@ class BadLosses:
     """Takes steps, and skips those whose loss is not finite where `on_bad_loss` allows it.
 
     Attributes:
-        config: of the run.
+        skip: skip such steps (`on_bad_loss: skip`) instead of stopping.
+        most_in_a_row: `max_skipped_steps`.
         skipped: steps so far whose update was skipped.
         in_a_row: skipped steps since the last good one.
     """
 
-    config: TrainConfig
+    skip: bool
+    most_in_a_row: int
     skipped: int = 0
     in_a_row: int = 0
 
@@ -31,14 +32,14 @@ class BadLosses:
         try:
             measured = stepper.step(batch, step)
         except NonFiniteLossError as error:
-            if self.config.on_bad_loss == "stop" or error.measured is None:
+            if not self.skip or error.measured is None:
                 raise
             self.skipped += 1
             self.in_a_row += 1
-            if self.in_a_row > self.config.max_skipped_steps:
+            if self.in_a_row > self.most_in_a_row:
                 raise NonFiniteLossError(
                     f"{error}. It is skipped step {self.in_a_row} in a row, above max_skipped_steps = "
-                    f"{self.config.max_skipped_steps}"
+                    f"{self.most_in_a_row}"
                 ) from error
             get_logger().warning("step %d: loss or gradient not finite, skipped (%d so far)", step, self.skipped)
             return error.measured

@@ -97,7 +97,7 @@ def _train(
         mine = rank_plan(plan, shards, world.rank, world.size, done, stepper.total_steps, config.data)
         return Ahead(batches(mine, feed, device))
 
-    bad_losses = BadLosses(config)
+    bad_losses = BadLosses(config.on_bad_loss == "skip", config.max_skipped_steps)
     checkpointing = Checkpointing(config, run, data_hash(shards.manifest), stepper, bad_losses, heartbeat)
     loop = TrainingLoop(
         config,

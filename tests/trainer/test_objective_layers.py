@@ -1,0 +1,148 @@
+"""Layers of an objective behind the gather: gradients counted once, statistics of the global batch, saved and put back.
+
+The objective is DeCLUTR with a projector and BatchNorm in the loss, as SCD has them.
+"""
+
+import pytest
+import torch
+from groups import run_group
+from measures import deviation
+from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from torch import nn
+
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.state import RunState
+from trainer.data.plan import Plan
+from trainer.objectives.base import Gathered, Objective
+from trainer.objectives.config import RunContext
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.declutr.ntxent import ntxent
+from trainer.objectives.declutr.objective import Declutr
+from trainer.parallel.sharding import whole
+from trainer.parallel.world import World
+from trainer.step.settings import OptimConfig
+from trainer.step.step import NonFiniteLossError
+
+LENGTHS = [48, 70, 49, 131, 60]
+BOTH = DeclutrConfig(masking={"select_share": 0.5})
+DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2}
+CASES = [(tokens, norm) for tokens in (None, 60) for norm in (1.0, 1e-3)]
+
+
+class Projected(Declutr):
+    """DeCLUTR over projections."""
+
+    state, restore = Objective.state, Objective.restore
+
+    def __init__(self, config, run, embedding_size):
+        super().__init__(config, run, embedding_size)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            layers = nn.Linear(embedding_size, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 8)
+        self.projector = nn.Sequential(*layers)
+
+    def loss(self, batch: Gathered):
+        projected = self.projector(torch.cat([batch.views[:, 0], batch.views[:, 1]]))
+        return {"contrastive": ntxent(projected, 0.3)}
+
+
+def setup(world, tokens=None, norm=1.0, sharded=False, start=0, end=None):
+    encoder = tiny_encoder(**DROPOUT)
+    loss = Projected(BOTH, RunContext(), encoder.embedding_size).double()
+    optim = OptimConfig(lr=1e-2, max_grad_norm=norm)
+    given = {"world": world, "microbatch_tokens": tokens, "optim": optim, "sharded": sharded, "loss": loss}
+    return tiny_stepper(encoder, BOTH, **given), rank_batch(tiny_feed(BOTH), documents(LENGTHS, 12), start, end)
+
+
+def named(stepper):
+    return checkpoint.trained_parameters(stepper.encoder, stepper.objective)
+
+
+def steps(world, sharded=False):
+    """Gradients, and after two steps norms, parameters, moments and statistics, for each case."""
+    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
+    results = []
+    for tokens, norm in CASES:
+        stepper, batch = setup(world, tokens, norm, sharded, start, end)
+        stepper.gradients(batch, 1)
+        stepper.world.sum_gradients(list(named(stepper).values()))
+        gradients = {name: whole(p.grad).clone() for name, p in named(stepper).items()}
+        stepper, batch = setup(world, tokens, norm, sharded, start, end)
+        norms = [stepper.step(batch, number).grad_norm for number in (1, 2)]
+        contents = checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective)
+        results.append((gradients, norms, contents))
+    return results
+
+
+def largest(found, expected):
+    assert found.keys() == expected.keys()
+    return max(deviation([found[name]], [expected[name]]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return steps(World())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("size", "sharded"), [(2, False), (3, False), (2, True)])
+def test_any_number_of_workers_takes_the_same_step(single, size, sharded):
+    for rank in run_group(size, steps, sharded):
+        for (gradients, norms, contents), (wanted, wanted_norms, expected) in zip(rank, single, strict=True):
+            own = {name for name in wanted if name.startswith("objective.")}
+            assert len(own) == 6
+            scale = max(float(wanted[name].abs().max()) for name in own)
+            assert max(float((gradients[name] - wanted[name]).abs().max()) for name in own) < 1e-10 * scale
+            encoder = [name for name in wanted if name not in own]
+            assert deviation([gradients[name] for name in encoder], [wanted[name] for name in encoder]) < 1e-10
+            assert norms == pytest.approx(wanted_norms, rel=1e-10)
+            for file in expected:
+                assert largest(contents[file], expected[file]) < 1e-7, file
+
+
+def test_microbatches_change_nothing(single):
+    whole_batch, in_pieces = single[0], single[2]
+    assert largest(in_pieces[0], whole_batch[0]) < 1e-9
+    statistics = {name: value for name, value in whole_batch[2]["objective.safetensors"].items() if "running" in name}
+    assert len(statistics) == 2
+    assert largest({name: in_pieces[2]["objective.safetensors"][name] for name in statistics}, statistics) < 1e-12
+
+
+def test_a_checkpoint_holds_the_layers_their_moments_and_statistics(tmp_path):
+    stepper, batch = setup(World())
+    stepper.step(batch, 1)
+    state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
+    path = checkpoint.save(tmp_path, state, checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective))
+    after = stepper.step(batch, 2)
+    again, batch = setup(World())
+    checkpoint.load(path, again.encoder, again.optimizer, again.objective)
+    assert again.step(batch, 2) == after
+    for found, expected in zip(again.objective.state().values(), stepper.objective.state().values(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_layers_of_another_shape_are_refused(tmp_path):
+    stepper, _ = setup(World())
+    state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
+    path = checkpoint.save(tmp_path, state, checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective))
+    stepper.objective.projector[3] = nn.Linear(12, 9).double()
+    with pytest.raises(checkpoint.CheckpointError, match=r"objective\.safetensors does not fit the objective"):
+        checkpoint.load(path, stepper.encoder, stepper.optimizer, stepper.objective)
+
+
+def test_a_skipped_step_leaves_the_statistics_alone():
+    stepper, batch = setup(World())
+    stepper.step(batch, 1)
+    before = {name: value.clone() for name, value in stepper.objective.state().items()}
+    with torch.no_grad():
+        stepper.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
+    with pytest.raises(NonFiniteLossError, match="nothing was updated"):
+        stepper.step(batch, 2)
+    assert all(torch.equal(value, before[name]) for name, value in stepper.objective.state().items())
+
+
+def test_an_unknown_term_is_refused():
+    stepper, batch = setup(World())
+    stepper.objective.loss = lambda batch: {"other": batch.views.sum()}
+    with pytest.raises(ValueError, match=r"terms \['other'\] that its config.metrics does not name"):
+        stepper.step(batch, 1)
