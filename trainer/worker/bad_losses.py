@@ -10,10 +10,10 @@ from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
 
 @dataclass
 class BadLosses:
-    """Takes steps, and skips those whose loss is not finite where `on_bad_loss` allows it.
+    """Takes steps, and skips those whose loss is not finite if `on_bad_loss` allows it.
 
     Attributes:
-        config: of the run.
+        config: configuration of the run.
         skipped: steps so far whose update was skipped.
         in_a_row: skipped steps since the last good one.
     """
@@ -26,7 +26,8 @@ class BadLosses:
         """Takes a step; a skipped one uses up its documents and changes nothing else.
 
         Raises:
-            NonFiniteLossError: the loss is not finite and may not be skipped, or too many in a row; on every rank.
+            NonFiniteLossError: the loss is not finite and may not be skipped, or too many steps in a row are not finite;
+                on every rank.
         """
         try:
             measured = stepper.step(batch, step)
@@ -37,8 +38,7 @@ class BadLosses:
             self.in_a_row += 1
             if self.in_a_row > self.config.max_skipped_steps:
                 raise NonFiniteLossError(
-                    f"{error}. It is skipped step {self.in_a_row} in a row, above max_skipped_steps = "
-                    f"{self.config.max_skipped_steps}"
+                    f"{error}. {self.in_a_row} such steps in a row exceed max_skipped_steps = {self.config.max_skipped_steps}"
                 ) from error
             get_logger().warning("step %d: loss or gradient not finite, skipped (%d so far)", step, self.skipped)
             return error.measured
