@@ -23,7 +23,7 @@ class EncoderConfig(Strict):
     pretrained: str | None = None
     """Name or folder of a pretrained masked language model of transformers. Set either this or `scratch`."""
     scratch: dict[str, Any] | None = None
-    """transformers config (with `model_type`) of an encoder whose weights are drawn from the run's seed, instead of
+    """Config of transformers (with `model_type`) for an encoder whose weights are drawn from the run's seed, instead of
     `pretrained`. Vocabulary size and special ids come from the shards' tokenizer."""
     trust_remote_code: bool = False
     """Run the code in a pretrained model's files. Only for models you trust."""

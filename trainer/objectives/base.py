@@ -108,7 +108,7 @@ class Objective(nn.Module, ABC, Generic[Config]):
         """Keeps a part of a step's views, without gradient; called after the update."""
 
     def exported(self) -> nn.Sequential | None:
-        """Layers behind the pooling that belong to the exported encoder: linear layers with activations, or None."""
+        """Layers after the pooling that belong to the exported encoder: linear layers with activations, or None."""
         return None
 
     def validator(

@@ -40,8 +40,8 @@ class ObjectiveConfig(Strict):
     metrics: ClassVar[tuple[str, ...]]
     """Names of the loss terms in `metrics.jsonl`; the trainer computes `mlm`, masked language modelling."""
     scores: ClassVar[tuple[str, ...]] = ()
-    """Names of the held-out scores that its validator gives and that may be `validation.score`; the first is the
-    default."""
+    """Names of the held-out scores that its validator computes; `validation.score` is one of them, by default the
+    first."""
     method: ClassVar[str]
     """Name of the method, for the model card."""
 

@@ -39,12 +39,12 @@ class TrainConfig(Strict):
     batch_documents: int = Field(default=16, ge=1)
     """Number of documents in one optimizer step over all workers. The contrastive loss compares all of them."""
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Largest number of tokens in one forward; the gradient does not depend on it. null: a worker's whole share.
-    auto: as many as fit. When memory runs out, the number is halved and the step repeated."""
+    """Largest number of tokens in one forward; the gradient does not depend on it. null: a worker's whole share of the
+    batch. auto: as many as fit. When memory runs out, the number is halved and the step repeated."""
     steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps of the run; null: set by `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
-    """Number of passes over the corpus, instead of `steps`. If both are null: 1 epoch."""
+    """Number of passes over the corpus, if `steps` is null. If both are null: 1 epoch."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32: all computation in float32. bf16: matrix products of the forward in bfloat16; parameters, pooling and
     losses stay in float32."""
@@ -54,8 +54,8 @@ class TrainConfig(Strict):
     """Reaction to a loss or gradient that is not finite. stop: end the run. skip: leave out that step's update and
     continue with the next documents. A stopped run can be resumed with `skip`."""
     max_skipped_steps: int = Field(default=10, ge=1)
-    """Largest number of steps in a row that `skip` may leave out. One more ends the run, because the cause is then more
-    than an unusual batch."""
+    """Largest number of steps in a row that `skip` may leave out. One more ends the run, because unusual batches alone
+    do not cause that many."""
     export: Literal["last", "best"] = "last"
     """Checkpoint that becomes the exported encoder: the last, or the best by `validation.score`."""
 

@@ -105,7 +105,7 @@ class Stepper:
         """Runs the 1-based optimizer step `step`.
 
         Raises:
-            NonFiniteLossError: before anything is updated, on every rank alike.
+            NonFiniteLossError: the loss or gradient is not finite; on every rank, before anything is updated.
         """
         self.optimizer.zero_grad(set_to_none=True)
         buffers = [buffer.clone() for buffer in self.objective.buffers()]  # a BatchNorm's statistics, for example

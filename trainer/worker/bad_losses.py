@@ -26,8 +26,8 @@ class BadLosses:
         """Takes a step; a skipped one uses up its documents and changes nothing else.
 
         Raises:
-            NonFiniteLossError: the loss is not finite and may not be skipped, or too many steps in a row are not finite;
-                on every rank.
+            NonFiniteLossError: the loss is not finite and may not be skipped, or there were too many in a row; on every
+                rank.
         """
         try:
             measured = stepper.step(batch, step)
@@ -38,7 +38,8 @@ class BadLosses:
             self.in_a_row += 1
             if self.in_a_row > self.config.max_skipped_steps:
                 raise NonFiniteLossError(
-                    f"{error}. {self.in_a_row} such steps in a row exceed max_skipped_steps = {self.config.max_skipped_steps}"
+                    f"{error}. {self.in_a_row} such steps in a row exceed max_skipped_steps = "
+                    f"{self.config.max_skipped_steps}"
                 ) from error
             get_logger().warning("step %d: loss or gradient not finite, skipped (%d so far)", step, self.skipped)
             return error.measured

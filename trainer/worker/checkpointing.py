@@ -113,7 +113,7 @@ class Checkpointing:
         """Saves or stops if any worker requests it; returns whether this was the last step.
 
         Args:
-            step: the step that was taken.
+            step: 1-based step that was just taken.
             scores: held-out scores of its weights, if any.
             stop: true if this worker has a notice to stop.
 

@@ -134,7 +134,7 @@ class TrainingLoop:
         records.start(step, {**self.heartbeat.start, "workers": self.stepper.world.size})
 
     def peak_flops(self) -> float | None:
-        """FLOPs per second of all workers' devices together; None where the device is unknown."""
+        """FLOPs per second of all workers' devices together; None if the device is unknown."""
         peak = peak_flops(gpu_name(self.device), half=self.config.precision == "bf16")
         return None if peak is None else peak * self.stepper.world.size
 

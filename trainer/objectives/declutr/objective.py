@@ -1,6 +1,6 @@
 """DeCLUTR: contrasts spans of the same document with all others, and predicts masked tokens of the anchors.
 
-Legend: n documents on this rank, m their anchors (n * A, or fewer where documents are short), A anchors a document, P
+Legend: n documents on this rank, m their anchors (n * A, or fewer if documents are short), A anchors a document, P
 positives an anchor, M = anchors of the global batch, D size.
 """
 
