@@ -1,7 +1,7 @@
-"""`declutr verify-gradients CONFIG`: is the gradient of this very configuration independent of how it is computed?
+"""`declutr verify-gradients CONFIG`: checks that a configuration's gradient does not depend on how it is computed.
 
-One process with the whole batch at once is the reference. The same batch is then shared among several processes and cut
-into microbatches of several sizes, with the configuration's own dropout, masks and losses. No Ray.
+One process with the whole batch at once is the reference. The same batch is then divided among several processes and
+cut into microbatches of several sizes, with the configuration's own dropout, masks and losses. No Ray.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ from trainer.step.microbatch import Microbatch
 from trainer.step.step import Stepper
 
 Precision = Literal["float32", "float64"]
-# Rounding differs when sums are split; anything larger is a mistake. What float32 rounds grows with the tokens that are
-# summed: where float32 itself is further from float64, it is allowed four times that distance.
+# Splitting a sum changes its rounding; a larger difference is a mistake. Rounding in float32 grows with the number of
+# summed tokens, so the limit of float32 is at least four times the distance between float32 and float64.
 TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-5}
 _ROUNDINGS = 4
 _TIMEOUT = timedelta(minutes=5)
@@ -45,9 +45,9 @@ class Case:
     """One way to compute the same gradient.
 
     Attributes:
-        precision: of parameters and arithmetic.
+        precision: precision of parameters and arithmetic.
         processes: workers that share the batch.
-        microbatch_tokens: most tokens in one forward; None: a worker's whole share.
+        microbatch_tokens: largest number of tokens in one forward; None: a worker's whole share.
     """
 
     precision: Precision
@@ -57,14 +57,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a case is from one process with the whole batch at once.
+    """Difference between a case and one process with the whole batch at once.
 
     Attributes:
         case: the case.
         loss: absolute difference of the loss.
         absolute: largest absolute difference of a gradient's entry.
         relative: the same divided by the largest entry of the reference.
-        limit: of `relative`, up to which it is rounding.
+        limit: largest `relative` that counts as rounding.
     """
 
     case: Case
@@ -75,7 +75,7 @@ class Difference:
 
     @property
     def within(self) -> bool:
-        """Is it rounding?"""
+        """True if the difference is only rounding."""
         return self.relative <= self.limit
 
 
@@ -83,9 +83,9 @@ def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterato
     """Differences for float64 and float32, every number of processes, and three microbatches.
 
     Args:
-        config: of the run; its precision is replaced.
-        documents: of the batch; at most the configuration's.
-        processes: numbers of workers, besides 1.
+        config: configuration of the run; its precision is replaced.
+        documents: number of documents in the batch, limited to the configuration's.
+        processes: numbers of workers to test, in addition to 1.
     """
     size = min(documents, config.batch_documents)
     precisions: tuple[Precision, ...] = ("float64", "float32")
@@ -107,7 +107,7 @@ def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterato
 def _distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, float]:
     """Largest difference of a gradient's entry, and the largest one relative to the largest entry of the reference.
 
-    The parameters of the objective are compared apart from the encoder's, whose gradients may be much larger.
+    The parameters of the objective are compared separately from the encoder's, whose gradients may be much larger.
     """
     own = [name for name in reference if name.startswith("objective.")]
     encoder = [name for name in reference if name != "loss" and name not in own]
@@ -125,11 +125,11 @@ def _single(config: TrainConfig, size: int, case: Case) -> tuple[dict[str, Tenso
 
 
 def _group(config: TrainConfig, size: int, cases: list[Case]) -> list[dict[str, Tensor]]:
-    """Every case by one group of processes."""
+    """Computes every case with one group of processes."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (config.model_dump(mode="json"), size, [dataclasses.asdict(case) for case in cases], folder)
-        # Not "spawn": gloo's threads may be at work while such an interpreter takes itself apart, which aborts one
-        # sharded process in ten ("terminate called without an active exception"). The server's children just end.
+        # Not "spawn": gloo's threads may still run while such an interpreter shuts down, which aborts one sharded
+        # process in ten ("terminate called without an active exception"). Children of the fork server skip this.
         start_processes(_rank, arguments, nprocs=cases[0].processes, start_method="forkserver")
         return [load_file(_result(folder, number)) for number in range(len(cases))]
 
@@ -139,7 +139,7 @@ def _result(folder: str, number: int) -> Path:
 
 
 def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str, Any]], folder: str) -> None:
-    """One worker: joins the group, takes its share of each case, and rank 0 writes the summed gradients."""
+    """Runs one worker: joins the group and computes its share of each case; rank 0 writes the summed gradients."""
     world = World(rank, cases[0]["processes"])
     init = f"file://{folder}/group"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world.size, timeout=_TIMEOUT)
@@ -157,7 +157,7 @@ def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[
     """The configuration's stepper, and this rank's share of the run's first batch."""
     shards = ShardSet(data_folder(config.data, config.cache), "train")
     tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
-    transformers_logging.disable_progress_bar()  # one a case and process
+    transformers_logging.disable_progress_bar()  # one per case and process
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
     plan = Plan(config.seed, shards.num_documents, size)
     start, end = plan.slice(world.rank, world.size)

@@ -119,8 +119,8 @@ def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, d
     documents = load_manifest(data).totals["kept_train"]
     lines = run_bad("spans={num_anchors: 3, max_tokens: 17, min_tokens: 4}", "batch_documents=1000")
     assert len(lines) == 3
-    assert "spans.max_tokens = 17: the shards' windows were made for 16" in lines[0]
-    assert "spans.num_anchors = 3: the shards keep documents that hold 2" in lines[1]
+    assert "spans.max_tokens = 17: the shards were prepared for at most 16" in lines[0]
+    assert "spans.num_anchors = 3: the shards were prepared for at most 2" in lines[1]
     assert f"batch_documents = 1000: the shards hold only {documents} training documents" in lines[2]
 
 

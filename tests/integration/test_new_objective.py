@@ -119,6 +119,7 @@ def test_an_entry_point_that_is_no_objective_is_named(tmp_path, config):
     done = subprocess.run(**command(tmp_path, "train", config), timeout=100, check=False)
     assert done.returncode != 0
     assert (
-        "entry point wrong = json:JSONDecoder (declutr.objectives): needs a subclass of ObjectiveConfig" in done.stderr
+        "entry point wrong = json:JSONDecoder (declutr.objectives): must name a subclass of ObjectiveConfig"
+        in done.stderr
     )
     assert json.JSONDecoder

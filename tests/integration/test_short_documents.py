@@ -79,12 +79,12 @@ def test_spans_that_do_not_fit_the_shards_are_refused_where_they_do_not(prepared
     assert problems(config_of(prepared["fewer_anchors"], **more)) == []
     for mode in ("drop", "shrink_spans"):
         (line,) = problems(config_of(prepared[mode], **more))
-        assert "spans.num_anchors = 3: the shards keep documents that hold 2" in line
+        assert "spans.num_anchors = 3: the shards were prepared for at most 2" in line
     longer = {"spans": {"min_tokens": 7}}
     for mode in ("drop", "fewer_anchors"):
         assert problems(config_of(prepared[mode], **longer)) == []
     (line,) = problems(config_of(prepared["shrink_spans"], **longer))
-    assert "spans.min_tokens = 7: short documents in the shards have windows of 6 tokens" in line
+    assert "spans.min_tokens = 7: short documents in the shards have windows of only 6 tokens" in line
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -23,8 +23,8 @@ def easy_start(run, loss):
 def test_a_batch_smaller_than_the_papers():
     assert small_batch(config()) is None
     remark = small_batch(config(batch_documents=8))
-    assert remark.startswith("batch_documents = 8: a span is told apart from those of 7 other documents, in the paper")
-    assert "Raise it" in remark
+    assert remark.startswith("batch_documents = 8: a span is compared with spans of 7 other documents (15 in")
+    assert "Increase batch_documents" in remark
     assert small_batch(config(batch_documents=8, objective={"terms": "mlm"})) is None
     assert small_batch(config(batch_documents=8, objective={"queue_size": 64})) is None
 
@@ -47,6 +47,6 @@ def test_a_first_loss_far_below_that_of_guessing(given, loss, remarked):
 
 def test_the_remark_names_what_to_change():
     remark = easy_start(config(), 0.117)
-    assert "first contrastive loss is 0.117, and guessing would give 4.14" in remark
-    assert "batch_documents (now 16), or take spans.strategy=adjacent" in remark
+    assert "first contrastive loss is 0.117, and guessing gives 4.14" in remark
+    assert "batch_documents (now 16), or set spans.strategy=adjacent" in remark
     assert "strategy" not in easy_start(config(spans={"strategy": "adjacent"}), 0.117)

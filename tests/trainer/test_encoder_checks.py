@@ -193,4 +193,4 @@ def test_spans_shorter_than_the_windows_fit(data, tmp_path):
 
     assert found(16) == found(12) == []
     (problem,) = found(17)
-    assert problem.startswith("spans.max_tokens = 17: the shards' windows were made for 16; use at most that")
+    assert problem.startswith("spans.max_tokens = 17: the shards were prepared for at most 16; lower it")

@@ -104,12 +104,12 @@ def test_queue_with_another_loss_is_refused():
 
 @pytest.mark.parametrize("name", ["NtXentLoss", "_private", "__builtins__", "os"])
 def test_unknown_loss_lists_the_known(name):
-    with pytest.raises(ValidationError, match=rf"losses has no '{name}'; it has .*NTXentLoss.*SupConLoss"):
+    with pytest.raises(ValidationError, match=rf"losses has no '{name}'; use one of .*NTXentLoss.*SupConLoss"):
         MetricLearningConfig(kind="pytorch_metric_learning", loss=name)
 
 
 def test_unknown_miner_lists_the_known():
-    with pytest.raises(ValidationError, match=r"miners has no 'Miner'; it has .*MultiSimilarityMiner"):
+    with pytest.raises(ValidationError, match=r"miners has no 'Miner'; use one of .*MultiSimilarityMiner"):
         MetricLearningConfig(kind="pytorch_metric_learning", loss="NTXentLoss", miner="Miner")
 
 

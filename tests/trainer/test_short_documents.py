@@ -224,7 +224,7 @@ def test_spans_of_other_documents_are_refused():
     spans = stepper.encoder(batch.spans)[0]
     assert len(stepper.objective.views(spans, batch)) == batch.num_rows == 7
     for rows in (6, 8):
-        with pytest.raises(ValueError, match=f"21 spans are not {rows} anchors with 3 spans each"):
+        with pytest.raises(ValueError, match=f"21 spans do not match {rows} anchors with 3 spans each"):
             stepper.objective.views(spans, rows_of(spans, rows))
 
 

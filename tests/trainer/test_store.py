@@ -201,7 +201,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     from trainer.data import chunks
 
     chunks._shards.clear()  # another process
-    with pytest.raises(ShardError, match="other shards than when the run began"):
+    with pytest.raises(ShardError, match="other shards than at the start of the run"):
         read_chunk(rows, mine, 0)
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
-DIGEST = 2**40  # digests are below it: float64 adds up those of thousands of ranks exactly
-_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that its powers keep every bit of what they multiply
+DIGEST = 2**40  # limit of digests, so that float64 sums those of thousands of ranks exactly
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication by its powers loses no bit
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SpanBatch:
         lengths: `(S,)` tokens of each span; on the CPU, for planning.
         selected: `(K,)` places in `input_ids`, ascending, whose original token is to be predicted.
         labels: `(K,)` the original tokens.
-        keys: `(S,)` int32 words that decide each span's dropout; None where nothing is dropped.
+        keys: `(S,)` int32 keys of each span's dropout; None if nothing is dropped.
     """
 
     input_ids: Tensor
@@ -36,12 +36,12 @@ class SpanBatch:
 
     @property
     def num_spans(self) -> int:
-        """S."""
+        """Number of spans, S."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.input_ids)
 
     def to(self, device: torch.device) -> "SpanBatch":
@@ -65,10 +65,10 @@ class SpanBatch:
         )
 
     def digest(self) -> int:
-        """A number below DIGEST that follows from the spans: documents, tokens, masks, labels.
+        """A number below DIGEST that is determined by the spans: documents, tokens, masks, labels.
 
-        It is a sum over spans, so the digests of all ranks' batches, added up modulo DIGEST, are that of the global
-        batch, however many ranks there are. Of a batch on the CPU.
+        It is a sum over spans. Therefore the digests of all ranks, summed modulo DIGEST, are the digest of the global
+        batch for any number of ranks. The batch must be on the CPU.
         """
         if not self.num_spans:
             return 0
@@ -76,7 +76,7 @@ class SpanBatch:
         starts = np.cumsum(lengths) - lengths
         powers = np.cumprod(np.full(int(lengths.max()), _MULTIPLIER, np.uint64))
         factors = powers[np.arange(self.num_tokens) - np.repeat(starts, lengths)]
-        # A label weighs as much as 2**20 times its token would: no vocabulary is that large.
+        # Labels are shifted by 20 bits to be larger than any token: no vocabulary has 2**20 ids.
         values = self.input_ids.numpy().astype(np.uint64) + np.uint64(1)
         values[self.selected.numpy()] += self.labels.numpy().astype(np.uint64) << np.uint64(20)
         mixed = np.add.reduceat(values * factors, starts)
@@ -86,13 +86,13 @@ class SpanBatch:
         return int((mixed ^ (mixed >> np.uint64(29))).sum() % np.uint64(DIGEST))
 
     def microbatches(self, max_tokens: int | None) -> list["SpanBatch"]:
-        """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a piece of its own."""
+        """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a separate piece."""
         if max_tokens is None or self.num_tokens <= max_tokens:
             return [self]
         return self.slices(list(_pieces(self.lengths.tolist(), max_tokens)))
 
     def with_blank(self) -> "SpanBatch":
-        """The batch with a span of one token behind it, whose MLM label is ignored: it adds nothing to the loss."""
+        """The batch and a last span of one token, whose MLM label is ignored, so that it adds nothing to the loss."""
         return SpanBatch(
             F.pad(self.input_ids, (0, 1)),
             F.pad(self.lengths, (0, 1), value=1),
@@ -102,13 +102,13 @@ class SpanBatch:
         )
 
     def span_slice(self, start: int, end: int) -> "SpanBatch":
-        """The spans [start, end) as a batch of their own."""
+        """The spans [start, end) as a separate batch."""
         return self.slices([(start, end)])[0]
 
     def slices(self, cuts: list[tuple[int, int]]) -> list["SpanBatch"]:
-        """The spans of each [start, end) as batches of their own."""
+        """The spans of each [start, end) as separate batches."""
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
-        # `selected` ascends: its pieces are slices too, found on the CPU with one copy
+        # `selected` is ascending, so its pieces are slices too; one copy to the CPU finds them all
         places = torch.searchsorted(self.selected.cpu(), bounds).tolist()
         starts = bounds.tolist()
         return [
@@ -130,9 +130,9 @@ class RankBatch:
     Attributes:
         spans: packed spans of its documents.
         num_documents: rows of the shards; 0 when there are more ranks than documents.
-        num_rows: m, rows of views that the objective makes of the spans; 0 where the loss uses no embeddings.
-        facts: `(m,)` int64 each, what the loss must know of a row besides its views, such as a label.
-        digest: digest of the spans (SpanBatch.digest); 0 where it was not computed.
+        num_rows: m, rows of views that the objective makes from the spans; 0 if the loss uses no embeddings.
+        facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
+        digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
     """
 
     spans: SpanBatch
@@ -164,7 +164,7 @@ def position_ids(batch: SpanBatch, padding_index: int | None) -> Tensor:
 
     Args:
         batch: the spans.
-        padding_index: None: positions count from 0. Otherwise RoBERTa's rule: they count from padding_index + 1, and a
+        padding_index: None for positions from 0. Otherwise RoBERTa's rule: they count from padding_index + 1, and a
             token with this id (MLM may draw it as a replacement) has position padding_index and is not counted.
     """
     device = batch.input_ids.device

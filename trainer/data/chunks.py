@@ -1,4 +1,4 @@
-"""A rank's slice of the plan, cut into the chunks that tasks read. No torch: tasks begin in a second."""
+"""A rank's slice of the plan, cut into the chunks that tasks read. No torch, so that tasks start in a second."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,10 @@ import pyarrow as pa
 from pipeline.shards.shards import ShardError, ShardSet
 from trainer.data.plan import Plan
 
-_CHUNK_DOCUMENTS = 1024  # a task of fewer is mostly overhead
-_CHUNK_TOKENS = 16 * 1024 * 1024  # but a chunk of long documents must fit the object store with room to spare
+_CHUNK_DOCUMENTS = 1024  # tasks with fewer are mostly overhead
+_CHUNK_TOKENS = 16 * 1024 * 1024  # a chunk of long documents must easily fit the object store
 
-_shards: dict[str, ShardSet] = {}  # opened once a process
+_shards: dict[str, ShardSet] = {}  # opened once per process
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class RankPlan:
     Attributes:
         plan: the run's plan.
         folder: the shards, on the rank's host.
-        address: `data` of the run. Where it is an address, the folder is a copy, which a task on another host fetches.
+        address: `data` of the run. If it is an address, the folder is a copy, which tasks on other hosts download too.
         start: first position of the global batch that the rank reads.
         end: position after its last.
-        first_step: 0-based step the stream begins with.
+        first_step: 0-based step with which the stream starts.
         last_step: step after the last.
-        chunk_steps: steps a chunk covers.
+        chunk_steps: number of steps that a chunk covers.
     """
 
     plan: Plan
@@ -41,7 +41,7 @@ class RankPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks from the first step to the last."""
+        """Number of chunks from the first step to the last."""
         return -(-(self.last_step - self.first_step) // self.chunk_steps)
 
     def chunk(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ class RankPlan:
 def rank_plan(
     plan: Plan, shards: ShardSet, rank: int, world_size: int, first_step: int, last_step: int, address: str = ""
 ) -> RankPlan:
-    """The slice of `rank`, with chunks that are neither too small to be quick nor too large to hold."""
+    """The slice of `rank`, with chunks large enough for low overhead and small enough for memory."""
     start, end = plan.slice(rank, world_size)
     mean_tokens = max(1, shards.manifest.totals["num_tokens"] // max(1, shards.manifest.totals["kept"]))
     documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
@@ -63,17 +63,15 @@ def rank_plan(
 
 
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
-    """Ray Data task: a chunk's number after `first` in, its documents out, with the epoch in which each is read."""
+    """Reads a chunk as a Ray Data task: from its number, counted from `first`, to its documents and epochs."""
     if rank_plan.folder not in _shards:
         folder = Path(rank_plan.folder)
         if not folder.exists():
-            from common.stores.address import (
-                is_remote,  # these take their time to import, and most tasks have no use for them
-            )
+            from common.stores.address import is_remote  # slow to import, and most tasks do not need it
             from common.stores.folders import local_copy
 
             if is_remote(rank_plan.address) and local_copy(rank_plan.address, folder.parent) != folder:
-                raise ShardError(f"{rank_plan.address} holds other shards than when the run began")
+                raise ShardError(f"{rank_plan.address} holds other shards than at the start of the run")
         _shards[rank_plan.folder] = ShardSet(folder, "train", look=False)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
     table = _shards[rank_plan.folder].take(documents).select(["id", "tokens", "windows", "num_tokens"])

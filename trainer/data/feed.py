@@ -1,4 +1,4 @@
-"""The way from rows of the shards to packed spans, which each objective has its own of."""
+"""The interface that turns rows of the shards into packed spans; each objective implements it."""
 
 from typing import Protocol
 

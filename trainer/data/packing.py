@@ -1,4 +1,4 @@
-"""Spans of documents packed one after the other, with their special tokens and the words that key their dropout."""
+"""Spans of documents packed one after the other, with their special tokens and dropout keys."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Packed:
     Attributes:
         ids: `(T,)` tokens, specials included.
         lengths: `(S,)` tokens of each span, specials included.
-        places: `(S,)` place of each span's first token behind its leading special in `ids`.
+        places: `(S,)` place in `ids` of each span's first token after its leading special.
     """
 
     ids: I64
@@ -51,7 +51,7 @@ def pack(tokens: NDArray[np.integer], sources: I64, content: I64, vocabulary: Vo
 
 
 def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I64) -> NDArray[np.int32]:
-    """`(S,)` words that key the dropout of spans: two spans with different arguments drop independently.
+    """`(S,)` dropout keys of spans; spans with different arguments drop independently.
 
     Args:
         seed: seed of the run.

@@ -1,7 +1,7 @@
 """The order of the training stream: plain arithmetic on (seed, sizes), without state, Ray or torch.
 
 Index i = step * batch_documents + position; its epoch is i // num_documents; its document is a keyed permutation of
-i mod num_documents. Every document comes exactly once an epoch, and any step is computed without the steps before it.
+i mod num_documents. Every document occurs exactly once an epoch, and any step can be computed without the earlier ones.
 Ranks take consecutive slices of a batch's positions, so the global batch is the same for every world size.
 """
 
@@ -21,7 +21,7 @@ def permute(seed: int, epochs: I64, items: I64, size: int) -> I64:
     """Image of each item under the keyed permutation of `range(size)` that belongs to its epoch.
 
     A balanced Feistel network over the next even power of two, with Philox as its round function; values outside the
-    range walk the cycle until they are inside (Black and Rogaway, CT-RSA 2002). No table is held, whatever the size.
+    range walk the cycle until they are inside (Black and Rogaway, CT-RSA 2002). It needs no table.
 
     Args:
         seed: the run's seed.
@@ -48,7 +48,7 @@ def permute(seed: int, epochs: I64, items: I64, size: int) -> I64:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which documents every step of a run reads.
+    """The documents that each step of a run reads.
 
     Attributes:
         seed: the run's seed.

@@ -19,5 +19,5 @@ def ragged(column: pa.ChunkedArray) -> tuple[NDArray[np.integer], NDArray[np.int
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    """The column as one array; a single chunk, as the shards give it, is not copied."""
+    """The column as one array; a single chunk, the usual case, is not copied."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

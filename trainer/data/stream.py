@@ -1,8 +1,8 @@
-"""Shards to this rank's documents, step by step, through Ray Data, in the plan's order.
+"""Streams this rank's documents from the shards through Ray Data, step by step, in the plan's order.
 
-Each rank runs a Dataset of its own over its slice of the plan: chunk numbers go in, a task maps the shards into memory
-and picks the chunk's documents, blocks come out in order. No rank waits for another, any world size reads the same
-global batches, and a resume starts at its step without skipping anything.
+Each rank runs a separate Dataset over its slice of the plan. Its input is chunk numbers. A task maps the shards into
+memory and takes the chunk's documents. The output is blocks, in order. No rank waits for another, any world size reads
+the same global batches, and a resumed run starts at its step without reading earlier documents.
 """
 
 import queue
@@ -26,29 +26,29 @@ from trainer.data.batches import RankBatch
 from trainer.data.chunks import RankPlan, read_chunk
 from trainer.data.feed import Feed
 
-_MOST_CHUNKS = 512  # of one Dataset: before its first block comes, Ray Data takes about a millisecond for each
+_MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before it returns the first block
 _AHEAD_BATCHES = 4
 _PACE_SECONDS = 0.1
 _PATIENCE_SECONDS = 30
 
 
 class _Pace(ExecutionCallback):  # type: ignore[misc]
-    """Holds Ray Data's executor to one look at its tasks in a while.
+    """Limits how often Ray Data's executor polls its tasks.
 
-    It has a thread in the worker. As soon as tasks have finished whose blocks nobody wants yet, which is how it should
-    be, its looks follow each other without a pause, and hold the interpreter's lock against the training thread.
+    The executor is a thread of the worker. If finished blocks are waiting to be read, which is the normal case, it
+    polls without a pause and holds the interpreter lock that the training thread needs.
     """
 
     def on_execution_step(self, executor: Any) -> None:
-        """After each look."""
+        """Pauses after each poll unless the reader waits for data."""
         if not executor._consumer_idling():
             time.sleep(_PACE_SECONDS)
 
 
 def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
-    """The rank's documents, one table a step; blocks may be cut anywhere, so they are joined and cut again here."""
+    """The rank's documents, one table a step; blocks may end anywhere, so they are joined and cut here."""
     per_step = rank_plan.end - rank_plan.start
-    if per_step == 0:  # more ranks than documents: this one only takes part in the sums
+    if per_step == 0:  # more ranks than documents: this one only joins the all-reduces
         yield from ([_no_documents(rank_plan)] * (rank_plan.last_step - rank_plan.first_step))
         return
     context = DataContext.get_current()
@@ -72,8 +72,9 @@ def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
 def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
     """The blocks of all chunks in order.
 
-    The first chunk is read here: the processes that read the others take seconds to start, and on few cores the first
-    step would take as much longer. They start when that step is done, which is when its reader is so far ahead.
+    The first chunk is read in this process. The processes that read the others take seconds to start, and on few cores
+    they would delay the first step by as much. They start when that step is done: only then are more than `alone`
+    documents requested.
     """
     alone = (_AHEAD_BATCHES + 2) * (rank_plan.end - rank_plan.start)
     others = Ahead(_read_by_tasks(rank_plan, 1))
@@ -88,7 +89,7 @@ def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
 
 
 def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
-    """The blocks of the chunks from this one on, from one Dataset after the other."""
+    """The blocks of the chunks from `first` on, read by one Dataset after the other."""
     for begin in range(first, rank_plan.num_chunks, _MOST_CHUNKS):
         number = min(_MOST_CHUNKS, rank_plan.num_chunks - begin)
         dataset = ray.data.range(number, override_num_blocks=number).map_batches(
@@ -116,8 +117,8 @@ class Ahead:
     """Runs an iterator in a thread, a few items ahead, and measures how long its reader waited.
 
     Attributes:
-        items: what is iterated; used by the thread alone.
-        waited_seconds: time the reader has waited so far.
+        items: the iterator; only the thread uses it.
+        waited_seconds: time in seconds that the reader has waited so far.
     """
 
     items: Iterator[Any]
@@ -127,7 +128,7 @@ class Ahead:
     _thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Starts the thread before the first item is asked for."""
+        """Starts the thread before the first item is requested."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(self._ready, self._stopped), daemon=True)
             self._thread.start()
@@ -137,9 +138,9 @@ class Ahead:
         self.begin()
         try:
             while True:
-                begun = time.monotonic()
+                started = time.monotonic()
                 item, error = _get(self._ready)
-                self.waited_seconds += time.monotonic() - begun
+                self.waited_seconds += time.monotonic() - started
                 if error is not None:
                     if isinstance(error, StopIteration):
                         return
@@ -149,9 +150,9 @@ class Ahead:
             self.close()
 
     def close(self) -> None:
-        """Ends the thread, if it has begun; items that were not asked for are lost."""
+        """Stops the thread if it was started; items that were not read are lost."""
         self._stopped.set()
-        while self._thread is not None and self._thread.is_alive():  # it may wait to put what nobody will read
+        while self._thread is not None and self._thread.is_alive():  # it may wait for room in the queue
             while not self._ready.empty():
                 self._ready.get_nowait()
             self._thread.join(timeout=0.05)
@@ -168,11 +169,11 @@ class Ahead:
 
 
 def _get(ready: "queue.Queue[tuple[Any, BaseException | None]]") -> tuple[Any, BaseException | None]:
-    """The next item, with a word now and then when none comes."""
+    """The next item; logs a warning whenever none has arrived for `_PATIENCE_SECONDS`."""
     waited = 0
     while True:
         try:
             return ready.get(timeout=_PATIENCE_SECONDS)
         except queue.Empty:
             waited += _PATIENCE_SECONDS
-            get_logger().warning("no data for %d s; have the tasks that read shards a CPU left in the cluster?", waited)
+            get_logger().warning("no data for %d s; check that a CPU is free for tasks that read shards", waited)

@@ -1,4 +1,4 @@
-"""Ids of a tokenizer that packing and masking need."""
+"""Ids of a tokenizer for packing and masking."""
 
 from dataclasses import dataclass
 
@@ -23,5 +23,5 @@ class Vocabulary:
 
     @property
     def num_specials(self) -> int:
-        """Specials around a span."""
+        """Number of special tokens around a span."""
         return (self.bos is not None) + (self.eos is not None)

@@ -22,17 +22,17 @@ from trainer.model.unloaded import Unloaded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LOGITS = 2**26  # most logits that are held at once, a quarter of a GiB
+_LOGITS = 2**26  # largest number of logits held at once, 256 MiB in float32
 
 
 class Encoder(nn.Module):
     """A masked language model with pooling and projection, over batches of spans.
 
     Args:
-        config: pooling, projection, layout.
+        config: settings of pooling, projection and layout.
         model: the masked language model.
         seed: the run's seed, for the projection's weights.
-        unloaded: which weights the model and its files do not share.
+        unloaded: weights that only the model or only its files have.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.model = model
         self.unloaded = unloaded or Unloaded()
-        self.sharded = False  # by trainer/parallel/sharding.py
+        self.sharded = False  # set by trainer/parallel/sharding.py
         self.hidden_size = int(model.config.hidden_size)
         self.keys = DropoutKeys()
         number_modules(model)
@@ -62,11 +62,11 @@ class Encoder(nn.Module):
                 self.projection = nn.Sequential(nn.Linear(self.hidden_size, size), between, nn.Linear(size, size))
 
     def set_layout(self, config: EncoderConfig) -> None:
-        """Takes over a configuration that differs in its layout alone."""
+        """Replaces the configuration by one that differs only in its layout."""
         self.config = config
         register()
         fused = getattr(self.model, "_supports_sdpa", True)
-        with silence():  # families outside transformers' attention interface keep their own attention, and it says so
+        with silence():  # transformers warns that families without its attention interface keep their attention
             self.model.set_attn_implementation(PACKED if config.layout == "packed" else ("sdpa" if fused else "eager"))
 
     def hidden(self, batch: SpanBatch) -> Tensor:
@@ -112,7 +112,7 @@ class Encoder(nn.Module):
         return pooled
 
     def embed(self, batch: SpanBatch) -> Tensor:
-        """Pooled embeddings of the spans, `(S, H)`: what the exported encoder gives."""
+        """Pooled embeddings of the spans, `(S, H)`, as the exported encoder computes them."""
         if self.sharded:
             return self._pooled(batch.with_blank())[:-1]
         return self._pooled(batch)
@@ -122,7 +122,7 @@ class Encoder(nn.Module):
         if not self.sharded:
             return self._encode(batch)
         embeddings, mlm_sum = self._encode(batch.with_blank())
-        return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks want no views
+        return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks do not accept views
 
     def _pooled(self, batch: SpanBatch) -> Tensor:
         return self.pool(self.hidden(batch), batch.lengths)
@@ -140,7 +140,7 @@ class Encoder(nn.Module):
         return embeddings, torch.stack(losses).sum()
 
     def _predict(self, hidden: Tensor, labels: Tensor, keep: bool) -> Tensor:
-        """MLM loss of selected tokens, summed; unless kept, their logits are computed again in the backward."""
+        """MLM loss of selected tokens, summed; without `keep`, the backward computes their logits again."""
 
         def loss(hidden: Tensor) -> Tensor:
             logits = _at_least_float32(mlm_head(self.model)(hidden))
@@ -148,10 +148,10 @@ class Encoder(nn.Module):
 
         if keep or not torch.is_grad_enabled():
             return loss(hidden)
-        again: Tensor = checkpoint(loss, hidden, use_reentrant=False)
-        return again
+        recomputed: Tensor = checkpoint(loss, hidden, use_reentrant=False)
+        return recomputed
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Autocast's half precision ends here: losses are computed in float32."""
+    """Values in float32 instead of autocast's half precision, for pooling and losses; float64 stays."""
     return values if values.dtype == torch.float64 else values.float()

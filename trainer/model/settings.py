@@ -8,42 +8,44 @@ from common.config import Strict
 
 
 class ProjectionConfig(Strict):
-    """The head between pooling and the contrastive loss (DeCLUTR appendix; SimCLR). Dropped at export."""
+    """Head between pooling and the contrastive loss (DeCLUTR appendix; SimCLR). It is not exported."""
 
     kind: Literal["none", "linear", "mlp"] = "none"
-    """Two layers, without (linear) or with (mlp) a ReLU between them; none: the pooled embedding itself."""
+    """none: no head, the loss uses the pooled embedding. linear: two linear layers. mlp: two linear layers with a ReLU
+    between them."""
     size: int = Field(default=128, ge=1)
     """Width of the projected embedding and of the hidden layer."""
 
 
 class EncoderConfig(Strict):
-    """Which encoder is trained and how spans become embeddings."""
+    """The encoder to train, and how it turns spans into embeddings."""
 
     pretrained: str | None = None
-    """Name or folder of a masked language model of transformers."""
+    """Name or folder of a pretrained masked language model of transformers. Set either this or `scratch`."""
     scratch: dict[str, Any] | None = None
-    """Instead: a transformers config (with `model_type`) whose weights are drawn from the run's seed. Vocabulary size
-    and special ids come from the shards' tokenizer."""
+    """Config of transformers (with `model_type`) for an encoder whose weights are drawn from the run's seed, instead of
+    `pretrained`. Vocabulary size and special ids come from the shards' tokenizer."""
     trust_remote_code: bool = False
-    """Run code that a pretrained model brings along. Only for models you trust."""
+    """Run the code in a pretrained model's files. Only for models you trust."""
     new_mlm_head: bool = False
-    """Where a pretrained encoder brings no MLM head, begin with one whose weights are drawn from the run's seed."""
+    """Draw the weights of the MLM head from the run's seed if the pretrained encoder has no MLM head."""
     pooling: Literal["mean", "cls", "max"] = "mean"
-    """Span embedding: mean or maximum over all its tokens (specials included, as released), or its first token."""
+    """Span embedding: mean or maximum over all its tokens (specials included, as released); cls: its first token."""
     projection: ProjectionConfig = ProjectionConfig()
     layout: Literal["packed", "padded"] = "packed"
-    """packed: no padding, attention within spans only, where that is proved equal for this encoder; else padded, which
-    a line of the log says. padded: the reference, always."""
+    """packed: no padding, attention within spans only. Encoders for which this is not proved equal use padded, with a
+    line in the log. padded: always pad; the reference."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Replaces every dropout probability of the model; None keeps the model's own."""
+    """Probability that replaces every dropout probability of the model; null: keep the model's."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Replaces the probability of dropping attention weights. Above 0, attention weights are written out one by one,
-    which is slow and takes memory: fused kernels know no dropout that could be repeated in another microbatch."""
+    """Probability of dropping attention weights, instead of `dropout` or the model's; null: no replacement. Above 0,
+    attention weights are materialised, which is slow and needs memory: dropout in fused kernels cannot be repeated in
+    another microbatch."""
 
     activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward and compute the rest again: less memory, a third more time."""
+    """Keep only each layer's input for the backward and recompute the rest. Less memory, a third more time."""
     compile: bool = False
-    """Compile the encoder with torch.compile, once for all lengths. Worth it on a GPU."""
+    """Compile the encoder with torch.compile, once for all lengths. Useful on a GPU."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "EncoderConfig":
@@ -54,5 +56,5 @@ class EncoderConfig(Strict):
         if self.scratch is not None and "model_type" not in self.scratch:
             raise ValueError("scratch needs `model_type`, for example roberta, bert or modernbert")
         if self.scratch is not None and self.new_mlm_head:
-            raise ValueError("new_mlm_head is for a pretrained encoder; from scratch every weight is new")
+            raise ValueError("new_mlm_head = True needs `pretrained`; with `scratch`, every weight is new")
         return self

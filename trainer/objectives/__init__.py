@@ -1,1 +1,1 @@
-"""The objectives, a folder each."""
+"""Training objectives, one folder for each."""

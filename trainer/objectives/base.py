@@ -2,8 +2,8 @@
 
 The encoder, pooling and MLM head run on each worker, per microbatch, and their gradients are summed over workers. The
 views of all workers are then gathered, and the loss runs once on the views of the global batch, identically on every
-worker and in at least float32. So a layer of the objective, such as a projector with BatchNorm, sees the global batch,
-gradient caching stays exact, and the gradients of such layers are counted once.
+worker and in at least float32. Therefore a layer of the objective, such as a projector with BatchNorm, sees the global
+batch, gradient caching is exact, and the gradients of such layers are counted once.
 
 Legend: S spans and m rows of a worker, M rows of the global batch, V views of a row, D embedding size.
 """
@@ -46,7 +46,7 @@ class Gathered:
     world_size: int = 1
 
     def detach(self) -> "Gathered":
-        """The same without gradient."""
+        """The same batch without gradient."""
         return Gathered(self.views.detach(), self.facts, self.seed, self.step, self.world_size)
 
 
@@ -62,7 +62,7 @@ class Validator(Protocol):
     """Scores an encoder on held-out rows; every worker takes part."""
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        """The scores by name, the same on every worker; None where embeddings are not finite."""
+        """Scores by name, the same on every worker; None if embeddings are not finite."""
 
 
 class Objective(nn.Module, ABC, Generic[Config]):
@@ -73,14 +73,14 @@ class Objective(nn.Module, ABC, Generic[Config]):
 
     Args:
         config: settings of the objective.
-        run: the run it belongs to.
+        run: the part of the run that the objective may depend on.
         embedding_size: D.
     """
 
     num_views = 2
-    """V, views of a row."""
+    """Number of views of a row, V."""
     remembers = False
-    """Whether `remember` must be called, which keeps the gathered views until the update."""
+    """True if `remember` must be called after each update, which keeps the gathered views until then."""
 
     def __init__(self, config: Config, run: RunContext, embedding_size: int) -> None:
         super().__init__()
@@ -90,11 +90,11 @@ class Objective(nn.Module, ABC, Generic[Config]):
 
     @abstractmethod
     def feed(self, vocabulary: Vocabulary, max_content: int) -> Feed:
-        """Packs rows of the shards.
+        """Builds the feed that packs rows of the shards into spans.
 
         Args:
             vocabulary: ids of the shards' tokenizer.
-            max_content: most tokens of a span, without specials, that the encoder has positions for.
+            max_content: largest number of tokens of a span, without specials, for which the encoder has positions.
         """
 
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
@@ -113,7 +113,7 @@ class Objective(nn.Module, ABC, Generic[Config]):
         """
 
     def remember(self, batch: Gathered) -> None:
-        """Keeps something of a step's views, without gradient, after the update."""
+        """Keeps a part of a step's views, without gradient; called after the update."""
 
     def exported(self) -> list[Dense]:
         """Layers behind the pooling that belong to the exported encoder, in their order."""
@@ -128,7 +128,7 @@ class Objective(nn.Module, ABC, Generic[Config]):
         world: World,
         device: torch.device,
     ) -> Validator | None:
-        """Scores of the held-out split under `config.scores`, or None where the objective has none."""
+        """Builds the validator that computes `config.scores` on the held-out split; None if there are no scores."""
         del held_out, vocabulary, max_content, max_documents, world, device
         return None
 
@@ -137,7 +137,7 @@ class Objective(nn.Module, ABC, Generic[Config]):
         return self.state_dict()
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Takes over what `state` gave.
+        """Loads the tensors that `state` returned.
 
         Raises:
             RuntimeError: names or shapes differ.
@@ -148,5 +148,5 @@ class Objective(nn.Module, ABC, Generic[Config]):
 def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
     """The class that computes an objective; importing it imports torch."""
     module, _, name = config.implementation.partition(":")
-    found: type[Objective[Any]] = getattr(import_module(module), name)
-    return found
+    implementation: type[Objective[Any]] = getattr(import_module(module), name)
+    return implementation

@@ -1,4 +1,4 @@
-"""Settings of an objective, and what the trainer needs to know about it before torch is loaded."""
+"""Settings of an objective, and facts about it that the trainer needs before torch is loaded."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -38,21 +38,21 @@ class ObjectiveConfig(Strict):
     implementation: ClassVar[str]
     """`package.module:Class` of its `Objective`, imported when the run is built."""
     metrics: ClassVar[tuple[str, ...]]
-    """Names of the loss terms in `metrics.jsonl`; `mlm` is the trainer's own masked language modelling term."""
+    """Names of the loss terms in `metrics.jsonl`; the trainer computes `mlm`, masked language modelling."""
     scores: ClassVar[tuple[str, ...]] = ()
-    """Names of the held-out scores that its validator gives and that may be `validation.score`; the first is the
-    default."""
+    """Names of the held-out scores that its validator computes; `validation.score` is one of them, by default the
+    first."""
     method: ClassVar[str]
     """Name of the method, for the model card."""
 
     @property
     def embeds(self) -> bool:
-        """Whether the loss uses embeddings. If not, the projection gets no gradient and microbatches need one pass."""
+        """True if the loss uses embeddings. If not, the projection gets no gradient and microbatches need one pass."""
         return True
 
     @property
     def mlm(self) -> bool:
-        """Whether selected tokens are predicted by the encoder's MLM head."""
+        """True if the encoder's MLM head predicts selected tokens."""
         return False
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
@@ -71,5 +71,5 @@ class ObjectiveConfig(Strict):
         return None
 
     def exact(self) -> "ObjectiveConfig":
-        """The settings without any wanted deviation from the exact gradient, for `declutr verify-gradients`."""
+        """The settings without any intended deviation from the exact gradient, for `declutr verify-gradients`."""
         return self

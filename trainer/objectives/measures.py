@@ -11,7 +11,7 @@ from torch import Tensor
 def retrieval(anchors: Tensor, positives: Tensor) -> dict[str, float]:
     """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine.
 
-    Rank counts ties against the encoder, so that equal embeddings do not look perfect.
+    Ties count against the encoder, so that equal embeddings do not look perfect.
 
     Args:
         anchors: `(N, H)`.

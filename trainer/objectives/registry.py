@@ -1,4 +1,4 @@
-"""Every objective by the `kind` of its settings: the project's own, and those of installed packages."""
+"""Objectives by the `kind` of their settings: those of this project and those of installed packages."""
 
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Union
@@ -22,9 +22,9 @@ RESERVED = frozenset({"loss", "grad_norm", "lr", "num_selected", "num_tokens", "
     "tokens_per_second",
     "documents_per_second",
 }
-"""Keys of a line of `metrics.jsonl` that no loss term may have."""
+"""Keys of a line in `metrics.jsonl` that no loss term may have."""
 DEFAULT = DeclutrConfig()
-"""The objective of a configuration that names none."""
+"""The objective of a configuration that does not name one."""
 
 
 def load_kinds() -> dict[str, type[ObjectiveConfig]]:
@@ -35,24 +35,24 @@ def load_kinds() -> dict[str, type[ObjectiveConfig]]:
     """
     kinds: dict[str, type[ObjectiveConfig]] = {DEFAULT.kind: type(DEFAULT)}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        found = point.load()
-        is_config = isinstance(found, type) and issubclass(found, ObjectiveConfig)
-        if not is_config or found.model_fields["kind"].default != point.name or point.name in kinds:
+        loaded = point.load()
+        is_config = isinstance(loaded, type) and issubclass(loaded, ObjectiveConfig)
+        if not is_config or loaded.model_fields["kind"].default != point.name or point.name in kinds:
             raise TypeError(
-                f"entry point {point.name} = {point.value} ({GROUP}): needs a subclass of ObjectiveConfig whose kind "
-                f"is {point.name!r}, a name that no other objective has; correct or uninstall the package"
+                f"entry point {point.name} = {point.value} ({GROUP}): must name a subclass of ObjectiveConfig with "
+                f"the kind {point.name!r}, which no other objective may have; correct or uninstall the package"
             )
-        if taken := RESERVED & set(found.metrics):
+        if taken := RESERVED & set(loaded.metrics):
             raise TypeError(
                 f"entry point {point.name} = {point.value} ({GROUP}): metrics may not have the names {sorted(taken)}; "
                 "rename these terms"
             )
-        kinds[point.name] = found
+        kinds[point.name] = loaded
     return kinds
 
 
 def _with_kind(value: Any) -> Any:
-    """Lets `objective: {terms: mlm}` mean the default kind."""
+    """Adds the default kind to settings without one, such as `objective: {terms: mlm}`."""
     return {"kind": DEFAULT.kind, **value} if isinstance(value, dict) else value
 
 

@@ -1,4 +1,4 @@
-"""The parts of a run, from its configuration and its shards. No Ray: checks and benchmarks use them too."""
+"""Builds the parts of a run from its configuration and shards. No Ray: checks and benchmarks use it too."""
 
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any,
 
     Args:
         folder: the shards.
-        manifest: theirs, where it was read already.
+        manifest: the shards' manifest; None: it is read from the folder.
 
     Raises:
-        ShardError: the tokenizer there is another.
+        ShardError: the shards were made with another tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -48,10 +48,12 @@ def total_steps(config: TrainConfig, plan: Plan) -> int:
 
 
 def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
-    """The untrained encoder of a configuration, in a layout that fits it; from scratch the same on every worker.
+    """The untrained encoder of a configuration, in a layout that fits it.
+
+    Weights from scratch are the same on every worker.
 
     Raises:
-        UnfitEncoderError: it cannot be trained here.
+        UnfitEncoderError: the encoder cannot be trained.
     """
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
@@ -64,7 +66,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
 
 
 def build_objective(config: TrainConfig, encoder: Encoder, manifest: Manifest) -> Objective[Any]:
-    """The objective, on the encoder's device and in its precision; its weights are the same on every worker."""
+    """The objective, with the encoder's device and precision; its weights are the same on every worker."""
     run = config.context(manifest.short_documents)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(config.seed, "objective"))
@@ -79,7 +81,7 @@ def build_feed(objective: Objective[Any], encoder: Encoder, vocabulary: Vocabula
 
 
 def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
-    """Most tokens of a span, without specials, for which the encoder has positions."""
+    """Largest number of tokens of a span, without specials, for which the encoder has positions."""
     return max_span_tokens(encoder.model) - vocabulary.num_specials
 
 
@@ -91,7 +93,7 @@ def build_stepper(
     total_steps: int,
     microbatch: Microbatch,
 ) -> Stepper:
-    """The stepper: unused parameters of the encoder frozen, the others sharded where that is set, and an optimizer."""
+    """Freezes unused parameters of the encoder, shards the others if configured, and builds optimizer and stepper."""
     freeze_unused(encoder, config)
     if config.scaling.shard_parameters:
         shard(encoder, world)
@@ -109,7 +111,7 @@ def build_stepper(
 
 
 def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
-    """Freezes parameters that the objective never touches, so that weight decay does not change them either."""
+    """Freezes parameters that the objective does not use, so that weight decay does not change them either."""
     used = {id(p) for p in encoder.model.base_model.parameters()}
     if config.objective.embeds:
         used |= {id(p) for p in encoder.projection.parameters()}
@@ -122,7 +124,7 @@ def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
 def build_validator(
     config: TrainConfig, stepper: Stepper, shards: ShardSet, vocabulary: Vocabulary, device: torch.device
 ) -> Validator | None:
-    """The objective's scores of the held-out split; None where validation is off or the objective has no scores."""
+    """The objective's validator on the held-out split; None if validation is off or the objective has no scores."""
     if not config.validation.every_steps:
         return None
     held_out = ShardSet(shards.folder, "held-out", look=False)

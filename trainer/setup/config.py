@@ -1,4 +1,4 @@
-"""The configuration of a training run: composes the branches that live beside the code they configure."""
+"""The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,12 +23,12 @@ class TrainConfig(Strict):
     """One training run."""
 
     run: str
-    """Folder of the run: checkpoints, metrics, export. Or its address, like s3://bucket/runs/mine, where no folder is
-    seen by all hosts. The same command continues what is there."""
+    """Folder of the run (checkpoints, metrics, export), or its address, such as s3://bucket/runs/mine, if the hosts
+    share no folder. Repeat the command to resume the run."""
     data: str
-    """Folder of prepared shards, or the address it was sent to (`declutr push`): each host fetches it once."""
+    """Folder of prepared shards, or the address to which `declutr push` sent it. Each host downloads it once."""
     cache: str = "~/.cache/declutr"
-    """Folder of each host for its copies of what lies at addresses. Nothing in it is needed for good."""
+    """Folder on each host for local copies of data at addresses. It holds nothing permanent."""
     encoder: EncoderConfig
     spans: SpanConfig = SpanConfig()
     objective: AnyObjectiveConfig = DEFAULT
@@ -37,29 +37,31 @@ class TrainConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     scaling: ScalingConfig = ScalingConfig()
     batch_documents: int = Field(default=16, ge=1)
-    """Documents of one optimizer step over all workers: what meets in the contrastive loss."""
+    """Number of documents in one optimizer step over all workers. The contrastive loss compares all of them."""
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Most tokens in one forward; the gradient does not depend on it. None: a worker's whole share at once. auto: as
-    much as fits, halved (and the step taken again) whenever memory runs out."""
+    """Largest number of tokens in one forward; the gradient does not depend on it. null: a worker's whole share of the
+    batch. auto: as many as fit. When memory runs out, the number is halved and the step repeated."""
     steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the run; give this or `epochs`."""
+    """Number of optimizer steps of the run; null: set by `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
-    """Instead: how often the corpus is read. Without both: 1 epoch."""
+    """Number of passes over the corpus, if `steps` is null. If both are null: 1 epoch."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: matrix products of the forward in bfloat16; parameters, pooling and losses stay in float32."""
+    """fp32: all computation in float32. bf16: matrix products of the forward in bfloat16; parameters, pooling and
+    losses stay in float32."""
     seed: int = Field(default=0, ge=0)
-    """Decides weights, order, spans, masks and dropout."""
+    """Seed of new weights, order of documents, spans, masks and dropout."""
     on_bad_loss: Literal["stop", "skip"] = "stop"
-    """What to do when a loss or its gradient is not finite. skip: leave that step's update out and go on with the next
-    documents. A run that stopped may be continued with `skip`."""
+    """Reaction to a loss or gradient that is not finite. stop: end the run. skip: leave out that step's update and
+    continue with the next documents. A stopped run can be resumed with `skip`."""
     max_skipped_steps: int = Field(default=10, ge=1)
-    """With `skip`: how many in a row. One more stops the run: it is no accident of a batch any more."""
+    """Largest number of steps in a row that `skip` may leave out. One more ends the run, because unusual batches alone
+    do not cause that many."""
     export: Literal["last", "best"] = "last"
-    """Which checkpoint becomes the exported encoder: the last, or the best by `validation.score`."""
+    """Checkpoint that becomes the exported encoder: the last, or the best by `validation.score`."""
 
     @model_validator(mode="after")
     def _complete_score(self) -> "TrainConfig":
-        """Fills in the objective's default score, and leaves it among the settings that the user did not give."""
+        """Sets the objective's default score, which does not count as a setting given by the user."""
         known = (*self.objective.scores, FOLLOWED)
         if not self.validation.score:
             completed = self.validation.model_copy(update={"score": known[0]})
@@ -73,69 +75,69 @@ class TrainConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _what_fits_together(self) -> "TrainConfig":
-        found = self._best_problems()
+    def _check_combinations(self) -> "TrainConfig":
+        problems = self._best_problems()
         if self.steps is not None and self.epochs is not None:
-            found.append(
-                f"give steps = {self.steps} or epochs = {self.epochs}, not both; on a command line epochs=null or "
-                "steps=null leaves the other"
+            problems.append(
+                f"give steps = {self.steps} or epochs = {self.epochs}, not both; on a command line, epochs=null or "
+                "steps=null removes one of them"
             )
         if self.scaling.shard_parameters and self.microbatch_tokens == "auto":
-            found.append(
+            problems.append(
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
-                "memory inside a layer would leave the others waiting there; give a number of tokens, or null"
+                "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
         if self.validation.score == FOLLOWED and is_remote(self.run):
-            found.append(
-                f"validation.score = followed needs a folder as run, not {self.run}: who follows reads that folder. "
-                f"Name one that both see, or score on held-out documents ({', '.join(self.objective.scores[:2])})"
+            problems.append(
+                f"validation.score = followed needs a folder as run, not {self.run}: `declutr evaluate --follow` reads "
+                f"it. Set run to a folder, or score on held-out documents ({', '.join(self.objective.scores[:2])})"
             )
-        if found:
-            raise ValueError("\n".join(found))
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     def _best_problems(self) -> list[str]:
-        """What stands against a best checkpoint, which patience needs too."""
-        validation, found = self.validation, []
+        """Reasons why no best checkpoint can be chosen, which `export: best` and patience need."""
+        validation, problems = self.validation, []
         patience = f"validation.patience = {validation.patience}"
         if validation.patience is not None and self.export == "last":
-            found.append(
-                f"{patience} needs export = best: when it is at its end, the last weights are those that are no better"
+            problems.append(
+                f"{patience} needs export = best: when patience runs out, the last weights are not the best"
             )
         if (validation.patience is None and self.export == "last") or validation.score == FOLLOWED:
-            return found
-        who = "export = best" if self.export == "best" else patience
+            return problems
+        needing = "export = best" if self.export == "best" else patience
         every_steps = self.checkpoint.every_steps
         if validation.every_steps == 0:
-            found.append(f"{who} needs validation.every_steps above 0, or validation.score = followed")
+            problems.append(f"{needing} needs validation.every_steps above 0, or validation.score = followed")
         elif every_steps is None or validation.every_steps % every_steps:
-            found.append(
-                f"{who} needs validated checkpoints: validation.every_steps = {validation.every_steps} "
+            problems.append(
+                f"{needing} needs validated checkpoints: validation.every_steps = {validation.every_steps} "
                 f"must be a multiple of checkpoint.every_steps = {every_steps}"
             )
-        return found
+        return problems
 
     def context(self, short_documents: ShortDocuments) -> RunContext:
         """The part of the run that its objective may depend on.
 
         Args:
-            short_documents: of the shards' manifest.
+            short_documents: treatment of short documents, from the shards' manifest.
         """
         return RunContext(self.seed, self.spans, self.batch_documents, short_documents)
 
     def decisive(self) -> dict[str, object]:
-        """The part of the configuration that decides the result; a run is continued only if it is unchanged.
+        """The settings that determine the result; a run is resumed only if they are unchanged.
 
-        `on_bad_loss` is no part of it: up to a bad loss it decides nothing, and from there on only `skip` goes on. Nor
-        is `validation.patience`: it says where a run ends, not what its steps are.
+        `on_bad_loss` is not among them: it has no effect before a bad loss, and after one only `skip` continues.
+        Neither is `validation.patience`, which determines where a run ends, but not its steps.
         """
         places = ("run", "data", "cache")
         free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
         excluded: dict[str, Any] = {**dict.fromkeys(free, True), "validation": {"patience"}}
-        if not self.encoder.new_mlm_head:  # a run from before there was this setting had it off
+        if not self.encoder.new_mlm_head:  # off in runs that are older than this setting
             excluded["encoder"] = {"new_mlm_head"}
         return self.model_dump(mode="json", exclude=excluded)
 
     def hash(self) -> str:
-        """Hash of the decisive part."""
+        """Hash of the decisive settings."""
         return hash_json(self.decisive())

@@ -1,7 +1,7 @@
-"""One rank's part of the gradient of the global batch's loss: one forward or, where it does not fit, two passes.
+"""One rank's part of the gradient of the global batch's loss: one forward or, if it does not fit, two passes.
 
-The two passes are GradCache's (Gao et al. 2021): embeddings without a graph, then, under the gradient of the loss with
-respect to them, each piece again with its graph and the same dropout.
+The two passes follow GradCache (Gao et al. 2021). The first computes embeddings without a graph. The second repeats
+each piece with its graph and the same dropout, and applies the gradient of the loss with respect to the embeddings.
 
 Legend: M rows of views of the global batch, D embedding size.
 """
@@ -28,7 +28,7 @@ class Counts:
     Attributes:
         selected: selected tokens of all ranks.
         first_row: place of this rank's first row of views among all.
-        num_rows: M; 0 where the loss uses no embeddings.
+        num_rows: M; 0 if the loss uses no embeddings.
     """
 
     selected: int
@@ -38,13 +38,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Results of a backward besides the gradients.
+    """Results of a backward other than the gradients.
 
     Attributes:
         terms: terms of the objective's loss on the global batch, by name.
         mlm_sum: this rank's MLM loss, summed over its selected tokens.
         num_selected: selected tokens of all ranks.
-        gathered: detached views of the global batch; None unless the objective remembers them.
+        gathered: detached views of the global batch; None unless the objective needs them for `remember`.
     """
 
     terms: dict[str, Tensor]
@@ -63,7 +63,7 @@ class GradCache:
         world: the workers.
         seed: the run's seed.
         step: 1-based optimizer step.
-        autocast: type of the forward's matrix products, or None for the parameters' own.
+        autocast: type of the forward's matrix products, or None for the parameters' type.
     """
 
     encoder: Encoder
@@ -84,7 +84,7 @@ class GradCache:
     def embed(self, pieces: list[SpanBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
         if len(pieces) > 1 and not self.objective.config.embeds:
-            return []  # nothing crosses pieces, one pass is enough
+            return []  # the loss does not combine pieces, so one pass is enough
         with torch.set_grad_enabled(len(pieces) == 1):
             return [self._forward(piece, number) for number, piece in enumerate(pieces)]
 
@@ -93,14 +93,14 @@ class GradCache:
     ) -> Gradients:
         """Accumulates this rank's part of the gradient, after `embed`.
 
-        The objective's own parameters get the whole gradient on every rank alike, so only the first rank keeps it: the
-        sum over ranks then counts it once.
+        Every rank computes the whole gradient of the objective's parameters. Only the first rank keeps it, so that the
+        sum over ranks counts it once.
         """
-        found = self._differentiate(batch, pieces, embedded, counts)
+        gradients = self._differentiate(batch, pieces, embedded, counts)
         if self.world.rank:
             for parameter in self.objective.parameters():
                 parameter.grad = None
-        return found
+        return gradients
 
     def _differentiate(
         self, batch: RankBatch, pieces: list[SpanBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
@@ -115,9 +115,9 @@ class GradCache:
         sizes = [piece.num_spans for piece in pieces]
         upstream = [None] * len(pieces) if gradient is None else gradient.split(sizes)
         mlm_total = torch.zeros((), device=batch.spans.input_ids.device)
-        for number, (piece, towards) in enumerate(zip(pieces, upstream, strict=True)):
+        for number, (piece, gradient_part) in enumerate(zip(pieces, upstream, strict=True)):
             spans, mlm_sum = self._forward(piece, number)
-            through_spans = 0.0 if towards is None else (spans * towards).sum()
+            through_spans = 0.0 if gradient_part is None else (spans * gradient_part).sum()
             _backward(through_spans + mlm_sum * share)
             mlm_total = mlm_total + mlm_sum.detach()
         return Gradients(terms, mlm_total, counts.selected, gathered)
@@ -125,9 +125,9 @@ class GradCache:
     def _through_loss(
         self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch, counts: Counts
     ) -> tuple[dict[str, Tensor], Tensor | None, Gathered | None]:
-        """The loss terms, their gradient towards this rank's span embeddings, and the views to remember.
+        """The loss terms, their gradient with respect to this rank's span embeddings, and the views to remember.
 
-        Nothing else of the loss outlives this call: the second pass needs the memory.
+        All other memory of the loss is released on return, because the second pass needs it.
         """
         if not embedded:
             return {}, None, None
@@ -152,14 +152,15 @@ class GradCache:
         )
         terms = self.objective.loss(gathered)
         if unknown := set(terms) - set(self.objective.config.metrics):
-            raise ValueError(f"the objective's loss has terms {sorted(unknown)} that its config.metrics does not name")
+            raise ValueError(f"the objective's loss has terms {sorted(unknown)}; add them to its config.metrics")
         return terms, gathered.detach() if self.objective.remembers else None
 
     def _forward(self, piece: SpanBatch, number: int) -> tuple[Tensor, Tensor]:
         """Embeddings and MLM loss of a microbatch.
 
-        Dropout is keyed by token (trainer/model/dropout.py). Only the padded layout's attention dropout is torch's
-        own; it is keyed by (seed, step, rank, microbatch) here, so that the second pass repeats the first.
+        Dropout is keyed by token (trainer/model/dropout.py). Only the attention dropout of the padded layout
+        uses torch's generator. It is seeded with (seed, step, rank, microbatch), so that the second pass repeats the
+        first.
         """
         device = piece.input_ids.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self._autocast(device):
@@ -172,7 +173,7 @@ class GradCache:
 
 
 def _total(terms: dict[str, Tensor], like: Tensor) -> Tensor:
-    """The sum of the terms; 0 where there are none."""
+    """The sum of the terms; 0 without terms."""
     return reduce(add, terms.values()) if terms else like.new_zeros(())
 
 
@@ -181,6 +182,6 @@ def _detached(terms: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _backward(loss: Tensor) -> None:
-    """Backward where there is a graph: not on a rank without documents, not where nothing was selected."""
+    """Runs backward if there is a graph. A rank without documents or without selected tokens may have none."""
     if loss.requires_grad:
         loss.backward()

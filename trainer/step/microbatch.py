@@ -1,4 +1,4 @@
-"""How much goes through the encoder at once: a question of memory, never of results."""
+"""The number of tokens in one forward of the encoder. It affects memory, never results."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,21 +8,21 @@ import torch
 from trainer.data.batches import SpanBatch
 from trainer.parallel.world import World
 
-# On a CPU there is no gain in larger forwards, and running out of memory ends in the kernel, not in an error.
+# On a CPU larger forwards are not faster, and when memory runs out, the kernel kills the process without an error.
 _CPU_TOKENS = 8192
 
 
 class MicrobatchError(RuntimeError):
-    """Not even a single span fits."""
+    """Memory is too small for a single span."""
 
 
 @dataclass
 class Microbatch:
-    """The most tokens of one forward, found while training when it is automatic.
+    """Limit of the tokens in one forward, lowered during training if it is automatic.
 
     Attributes:
-        max_tokens: None: a worker's whole share at once.
-        automatic: lower `max_tokens` when memory runs out, and take the step again.
+        max_tokens: the limit; None: a worker's whole share at once.
+        automatic: lower `max_tokens` and repeat the step when memory runs out.
     """
 
     max_tokens: int | None = None
@@ -30,26 +30,26 @@ class Microbatch:
 
     @staticmethod
     def of(setting: int | Literal["auto"] | None, device: torch.device) -> "Microbatch":
-        """From the setting `microbatch_tokens`; "auto" begins with everything on a GPU."""
+        """Builds the limit from the setting `microbatch_tokens`; "auto" starts without a limit on a GPU."""
         if setting == "auto":
             return Microbatch(_CPU_TOKENS if device.type == "cpu" else None, automatic=True)
         return Microbatch(setting)
 
     def cut(self, spans: SpanBatch) -> list[SpanBatch]:
-        """The pieces of a share."""
+        """The microbatches of a worker's share."""
         return spans.microbatches(self.max_tokens)
 
     def lower(self, spans: SpanBatch, world: World) -> None:
-        """Halves the limit of all workers, after a step for which the memory of one was not enough.
+        """Halves the limit of all workers after one ran out of memory in a step.
 
         Raises:
-            MicrobatchError: the limit is below the longest span already.
+            MicrobatchError: the limit is already at the longest span.
         """
         longest = world.largest(int(spans.lengths.max()) if spans.num_spans else 0)
         tried = world.largest(spans.num_tokens if self.max_tokens is None else self.max_tokens)
         if tried <= longest:
             raise MicrobatchError(
-                f"memory is not enough for one span of {longest} tokens: use shorter spans (spans.max_tokens), "
+                f"memory is too small for one span of {longest} tokens; use shorter spans (spans.max_tokens), "
                 "a smaller encoder, precision: bf16 or encoder.activation_checkpointing: true"
             )
         self.max_tokens = max(longest, tried // 2)
@@ -58,5 +58,5 @@ class Microbatch:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Is this error an allocation that failed, on a GPU or (under a limit) on a CPU?"""
+    """True if this error is a failed allocation, on a GPU or (under a limit) on a CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -39,7 +39,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
     """Scales gradients down to a total norm of at most `max_norm`; returns the norm before.
 
-    Sharded and replicated parameters are summed apart: torch cannot stack norms of both kinds.
+    The norms of sharded and replicated parameters are summed separately, because torch cannot stack both kinds.
     """
     kinds = [[p for p in parameters if is_part(p) == sharded] for sharded in (True, False)]
     kinds = [kind for kind in kinds if kind]
@@ -54,7 +54,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float
 
 
 def build_optimizer(config: OptimConfig, encoder: nn.Module, objective: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters of encoder and objective, each in groups of its own."""
+    """The optimizer over the trainable parameters of encoder and objective, in separate groups."""
     groups = parameter_groups(encoder, config.weight_decay)
     groups += [group for group in parameter_groups(objective, config.weight_decay) if group["params"]]
     if not config.bias_correction:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step measured, over all ranks.
+    """Metrics of one step over all ranks.
 
     Attributes:
         loss: sum of the terms.
@@ -34,11 +34,11 @@ class StepMetrics:
         grad_norm: norm of the gradient before clipping.
         lr: learning rate of the update.
         num_selected: selected tokens.
-        num_tokens: tokens that went through the encoder, specials included.
+        num_tokens: tokens that the encoder processed, specials included.
         padding_share: share of the encoder's token places that held padding.
         flops: multiplications and additions of forward and backward (trainer/model/flops.py).
-        batch_digest: of documents, spans and masks of the global batch; the same for any number of workers.
-        skipped: the loss or the gradient was not finite, and the update was left out.
+        batch_digest: digest of the global batch's documents, spans and masks; the same for any number of workers.
+        skipped: true if the loss or the gradient was not finite, so that nothing was updated.
     """
 
     loss: float
@@ -53,16 +53,16 @@ class StepMetrics:
     skipped: bool = False
 
     def line(self) -> dict[str, Any]:
-        """The numbers by name, each term under its own, as `metrics.jsonl` holds them."""
+        """The metrics by name, with an entry for each term, as in `metrics.jsonl`."""
         numbers = asdict(self)
         return {"loss": numbers.pop("loss"), **numbers.pop("terms"), **numbers}
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss or the gradient is not a finite number; the parameters are those of the step before.
+    """The loss or the gradient is not finite; the parameters were not changed.
 
     Attributes:
-        measured: what the step measured, where there was one.
+        measured: metrics of the step; None if it must not be skipped.
     """
 
     def __init__(self, message: str, measured: StepMetrics | None = None) -> None:
@@ -72,18 +72,18 @@ class NonFiniteLossError(ArithmeticError):
 
 @dataclass(frozen=True)
 class Stepper:
-    """Everything a step needs besides its batch.
+    """Takes optimizer steps; holds everything that a step needs except its batch.
 
     Attributes:
         encoder: the model, in training mode.
         objective: the loss on the views of the global batch.
-        optimizer: over the trainable parameters of encoder and objective.
-        optim: rates and clipping.
+        optimizer: optimizer of the trainable parameters of encoder and objective.
+        optim: settings of the learning rate and of clipping.
         world: the workers.
         seed: the run's seed, for dropout.
         total_steps: T of the schedule.
-        microbatch: how much goes through the encoder at once.
-        autocast: type of the forward's matrix products (bfloat16), or None for the parameters' own.
+        microbatch: limit of the tokens in one forward.
+        autocast: type of the forward's matrix products (bfloat16), or None for the parameters' type.
     """
 
     encoder: Encoder
@@ -98,14 +98,14 @@ class Stepper:
 
     @cached_property
     def weights(self) -> int:
-        """Weights of the encoder's linear layers."""
+        """Number of weights in the encoder's linear layers."""
         return linear_weights(self.encoder.model)
 
     def step(self, batch: RankBatch, step: int) -> StepMetrics:
         """Runs the 1-based optimizer step `step`.
 
         Raises:
-            NonFiniteLossError: before anything is updated, on every rank alike.
+            NonFiniteLossError: the loss or gradient is not finite; on every rank, before anything is updated.
         """
         self.optimizer.zero_grad(set_to_none=True)
         buffers = [buffer.clone() for buffer in self.objective.buffers()]  # a BatchNorm's statistics, for example
@@ -131,7 +131,7 @@ class Stepper:
         return measured
 
     def _measure(self, batch: RankBatch, step: int, found: Gradients, norm: float) -> StepMetrics:
-        """The numbers of a step over all ranks; `skipped` where one of them is not finite."""
+        """The metrics of a step over all ranks; `skipped` if the loss or the gradient norm is not finite."""
         mlm_sum = found.mlm_sum
         places = sum(self.encoder.token_places(piece) for piece in self.microbatch.cut(batch.spans))
         flops = step_flops(self.encoder.model, self.weights, batch.spans.lengths, len(batch.spans.labels))
@@ -155,7 +155,7 @@ class Stepper:
         )
 
     def _restore(self, buffers: list[Tensor]) -> None:
-        """Puts back the objective's buffers as they were before a step that does not count."""
+        """Restores the objective's buffers to their values before a step that failed."""
         with torch.no_grad():
             for buffer, before in zip(self.objective.buffers(), buffers, strict=True):
                 buffer.copy_(before)
@@ -164,10 +164,10 @@ class Stepper:
         """Accumulates this rank's part of the global gradient in the parameters of encoder and objective.
 
         The result does not depend on how the spans are cut (trainer/step/gradcache.py), so a step that ran out of
-        memory is simply taken again.
+        memory is repeated with smaller pieces.
 
         Raises:
-            MicrobatchError: memory is not enough for a single span.
+            MicrobatchError: memory is too small for a single span.
         """
         buffers = [buffer.clone() for buffer in self.objective.buffers()]
         while True:
@@ -177,12 +177,13 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
             self._restore(buffers)
             self.microbatch.lower(batch.spans, self.world)
-            get_logger().warning("step %d: out of memory, now %s tokens at once", step, self.microbatch.max_tokens)
+            limit = self.microbatch.max_tokens
+            get_logger().warning("step %d: out of memory, repeating it with at most %s tokens a forward", step, limit)
 
     def _attempt(self, batch: RankBatch, step: int) -> Gradients | None:
-        """One try; None, on every rank alike, when the memory of one rank was not enough.
+        """Tries the step once; None on every rank if one rank ran out of memory.
 
-        Ranks agree before and after the one exchange of embeddings, so that none waits there for one that failed.
+        Ranks agree before and after the all-gather of embeddings, so that none waits there for a rank that failed.
         """
         passes = GradCache(self.encoder, self.objective, self.world, self.seed, step, self.autocast)
         pieces = self._pieces(batch.spans)
@@ -193,14 +194,14 @@ class Stepper:
         return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts))
 
     def _pieces(self, spans: SpanBatch) -> list[SpanBatch]:
-        """The microbatches of a share; as many as any rank's, the last ones empty, where the encoder is sharded."""
+        """The microbatches of a share. With a sharded encoder, all ranks get the same number; the last may be empty."""
         pieces = self.microbatch.cut(spans)
         if not self.encoder.sharded:
             return pieces
         return pieces + [spans.span_slice(0, 0)] * (self.world.largest(len(pieces)) - len(pieces))
 
     def _all_fit(self, work: Callable[[], T]) -> T | None:
-        """The work's result; None, on every rank alike, when memory ran out on one and the microbatch is automatic."""
+        """The result of `work`; None on every rank if one ran out of memory and the microbatch is automatic."""
         if not self.microbatch.automatic:
             return work()
         result = None

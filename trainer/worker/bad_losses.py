@@ -9,7 +9,7 @@ from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
 
 @dataclass
 class BadLosses:
-    """Takes steps, and skips those whose loss is not finite where `on_bad_loss` allows it.
+    """Takes steps, and skips those whose loss is not finite if `on_bad_loss` allows it.
 
     Attributes:
         skip: skip such steps (`on_bad_loss: skip`) instead of stopping.
@@ -27,7 +27,8 @@ class BadLosses:
         """Takes a step; a skipped one uses up its documents and changes nothing else.
 
         Raises:
-            NonFiniteLossError: the loss is not finite and may not be skipped, or too many in a row; on every rank.
+            NonFiniteLossError: the loss is not finite and may not be skipped, or there were too many in a row; on every
+                rank.
         """
         try:
             measured = stepper.step(batch, step)
@@ -38,8 +39,7 @@ class BadLosses:
             self.in_a_row += 1
             if self.in_a_row > self.most_in_a_row:
                 raise NonFiniteLossError(
-                    f"{error}. It is skipped step {self.in_a_row} in a row, above max_skipped_steps = "
-                    f"{self.most_in_a_row}"
+                    f"{error}. {self.in_a_row} such steps in a row exceed max_skipped_steps = {self.most_in_a_row}"
                 ) from error
             get_logger().warning("step %d: loss or gradient not finite, skipped (%d so far)", step, self.skipped)
             return error.measured

@@ -1,4 +1,4 @@
-"""A worker's part in checkpoints. The first worker chooses and writes them; all take part in the exchanges."""
+"""A worker's part in checkpoints. The first worker chooses and writes them; all take part in the collectives."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,17 +23,17 @@ class Checkpointing:
     """Resumes from checkpoints, saves them, and ends the run for all workers at the same step.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         run: folder of the run.
-        data_hash: of the shards' manifest.
+        data_hash: hash of the shards' manifest.
         stepper: encoder, optimizer and objective.
-        bad_losses: counts that belong to the state.
+        bad_losses: counts of skipped steps, which checkpoints contain.
         heartbeat: shows the phase.
 
     Attributes:
-        early: the run ended before its last step, because its scores no longer improve.
+        early: true if the run ended before its last step because its scores no longer improved.
         early_stopping: judges the scores on the first worker.
-        saver: the first worker's, while its block runs.
+        saver: saver of the first worker inside `writing`; otherwise None.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Checkpointing:
         """Loads the newest complete checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.
 
         Raises:
-            CheckpointError: a checkpoint that verified on the first worker does not verify on this one.
+            CheckpointError: a checkpoint that is intact on the first worker is damaged or missing on this one.
         """
         folder, stepper = self._run / CHECKPOINTS, self._stepper
         first = stepper.world.rank == 0
@@ -76,11 +76,11 @@ class Checkpointing:
         line = read_last_step(self._run / METRICS)
         taken = 0 if line is None else line["step"]
         if done or taken:
-            again = f"; steps {done + 1} to {taken} are taken again" if taken > done else ""
-            get_logger().info("continuing after step %d%s", done, again)
+            repeated = f"; repeating steps {done + 1} to {taken}" if taken > done else ""
+            get_logger().info("continuing after step %d%s", done, repeated)
 
     def ended(self, done: int) -> bool:
-        """Whether the run already ended early, before any further step."""
+        """True if the run already ended early; checked before any further step."""
         if done < self._stepper.total_steps:
             self.early = Request.EARLY in self._stepper.world.agree(self.early_stopping.request)
         return self.early
@@ -105,7 +105,7 @@ class Checkpointing:
             self.saver.close()
 
     def scored(self, step: int, scores: dict[str, float]) -> None:
-        """Takes note of held-out scores for early stopping."""
+        """Passes held-out scores to early stopping."""
         if self._stepper.world.rank == 0:
             self.early_stopping.measured(step, scores)
 
@@ -113,9 +113,9 @@ class Checkpointing:
         """Saves or stops if any worker requests it; returns whether this was the last step.
 
         Args:
-            step: the step that was taken.
+            step: 1-based step that was just taken.
             scores: held-out scores of its weights, if any.
-            stop: this worker has a notice to stop.
+            stop: true if this worker has a notice to stop.
 
         Raises:
             SaveError: checkpoints cannot be written; on every rank.

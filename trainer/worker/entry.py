@@ -1,4 +1,4 @@
-"""Entry of a worker: Ray Train calls it, it builds the parts of the run and starts the training loop."""
+"""Entry point of a worker, called by Ray Train: builds the parts of the run and starts the training loop."""
 
 from typing import Any
 
@@ -42,12 +42,13 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, and again after each failure.
 
     Args:
-        settings: `config`, the TrainConfig as JSON; `channel`, its name; `marks`, the driver's part of the Stopwatch.
+        settings: `config` (the TrainConfig as JSON), `channel` (name of the control channel) and `marks` (the driver's
+            part of the Stopwatch).
 
     Returns:
-        None at the last step. Otherwise `given_up` with the reason; or the saved `step` with `stopped`, the notice, or
-        with `early` if the scores no longer improve. Errors that would recur are returned instead of raised, so that
-        the group is not started again; every rank returns them alike, so none waits for another.
+        None after the last step. Otherwise `given_up` with the reason; or the saved `step` with `stopped`, the notice,
+        or with `early` if the scores no longer improve. Errors that would recur are returned instead of raised, so that
+        the group is not started again. Every rank returns them, so that none waits for another.
     """
     stopwatch = Stopwatch(settings["marks"])
     stopwatch.mark("group")
@@ -75,7 +76,7 @@ def _train(
         torch.set_num_threads(config.scaling.cpus_per_worker)
     with heartbeat.doing("fetching"):
         data, run = data_folder(config.data, config.cache), run_folder(config.run, config.cache)
-        shards = ShardSet(data, "train", look=False)  # the driver has looked
+        shards = ShardSet(data, "train", look=False)  # the driver has checked the shards
         if store := store_of(config.run, run):
             expected = {"config_hash": config.hash(), "data_hash": data_hash(shards.manifest)}
             fetch_run(store, expected, world)

@@ -1,4 +1,4 @@
-"""The training loop, as every worker runs it: resume, get a batch, step, log, validate, save."""
+"""The training loop of every worker: resume, get a batch, step, log, validate, save."""
 
 import contextlib
 import time
@@ -27,15 +27,15 @@ class TrainingLoop:
     """One worker's run from its latest checkpoint to the last step.
 
     Attributes:
-        config: of the run.
+        config: configuration of the run.
         run: folder of the run.
-        device: of the encoder.
+        device: device of the encoder.
         stepper: takes a step.
         bad_losses: skips steps whose loss is not finite.
         checkpointing: resumes, saves, ends the run.
-        prefetch: this worker's batches after a number of steps.
+        prefetch: builds the prefetcher of this worker's batches after a number of steps.
         validator: scores the encoder on held-out documents, or None.
-        stop: whether this worker has a notice to stop; asked after every step.
+        stop: returns true if this worker has a notice to stop; called after every step.
         heartbeat: shows step and phase to the driver.
         stopwatch: measures the parts of the start.
     """
@@ -56,9 +56,9 @@ class TrainingLoop:
         """Trains to the last step, or to an earlier end; returns the last step taken.
 
         Raises:
-            NonFiniteLossError: on every rank alike.
+            NonFiniteLossError: a loss, gradient or embedding is not finite; on every rank.
             SaveError: checkpoints cannot be written; on every rank.
-            UnfitEncoderError: a start with random weights instead of trained ones; on every rank.
+            UnfitEncoderError: the encoder would start with random instead of pretrained weights; on every rank.
         """
         done = self.heartbeat.step = self.checkpointing.resume()
         if done == 0:
@@ -72,7 +72,7 @@ class TrainingLoop:
             Records.opened(self.run, done, rank) as records,
             self.checkpointing.writing(before=records.flush),
         ):
-            batches.begin()  # while the untrained encoder is scored
+            batches.begin()  # fills while the initial encoder is scored
             if done == 0:
                 self.validate(0, records)
             return self.take_steps(done, batches, records)
@@ -85,7 +85,7 @@ class TrainingLoop:
         self.stopwatch.mark("model")
         heartbeat.set_phase("data")
         for step, batch in enumerate(batches, start=done + 1):
-            began = time.monotonic()
+            started = time.monotonic()
             heartbeat.set_phase("forward")
             if step == done + 1:
                 self.stopwatch.mark("batch")
@@ -95,7 +95,7 @@ class TrainingLoop:
             waited = batches.waited_seconds
             heartbeat.line = records.step(step, measured, window, config.batch_documents, waited, peak)
             batches.waited_seconds = 0.0
-            heartbeat.finish_step(step, time.monotonic() - began)
+            heartbeat.finish_step(step, time.monotonic() - started)
             due = step == stepper.total_steps or step % max(1, config.validation.every_steps) == 0
             scores = self.validate(step, records) if due else {}
             if self.checkpointing.after_step(step, scores, self.stop()):
@@ -105,10 +105,10 @@ class TrainingLoop:
         return done
 
     def validate(self, step: int, records: Records) -> dict[str, float]:
-        """Held-out scores of the weights after a step, logged; none without a validator.
+        """Computes and records held-out scores of the weights after a step; empty without a validator.
 
         Raises:
-            NonFiniteLossError: on every rank alike.
+            NonFiniteLossError: a loss, gradient or embedding is not finite; on every rank.
         """
         if self.validator is None:
             return {}
@@ -134,7 +134,7 @@ class TrainingLoop:
         records.start(step, {**self.heartbeat.start, "workers": self.stepper.world.size})
 
     def peak_flops(self) -> float | None:
-        """FLOPs per second of all workers' devices together; None where the device is unknown."""
+        """FLOPs per second of all workers' devices together; None if the device is unknown."""
         peak = peak_flops(gpu_name(self.device), half=self.config.precision == "bf16")
         return None if peak is None else peak * self.stepper.world.size
 

@@ -1,4 +1,4 @@
-"""The metrics that a worker records: only the first worker writes them."""
+"""Recording of metrics, which only the first worker writes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from trainer.step.step import StepMetrics
 
 
 class Records:
-    """Lines of metrics on the first worker; the same calls do nothing on the others.
+    """Writes lines of metrics on the first worker; the same calls do nothing on the others.
 
     Args:
-        writer: the first worker's; None on the others.
+        writer: writer of the first worker; None on the others.
     """
 
     def __init__(self, writer: MetricsWriter | None) -> None:
@@ -46,12 +46,12 @@ class Records:
         """Records a step with its rates; returns the line on the first worker.
 
         Args:
-            step: the step.
-            measured: its metrics.
-            window: its time.
-            documents: of the global batch.
-            waited_seconds: time that this worker waited for data.
-            peak_flops: of all workers' devices together, or None.
+            step: 1-based optimizer step.
+            measured: metrics of the step.
+            window: timer of the step.
+            documents: number of documents in the global batch.
+            waited_seconds: time in seconds that this worker waited for data.
+            peak_flops: FLOPs per second of all workers' devices together, or None.
         """
         if self._writer is None:
             return None
@@ -63,10 +63,10 @@ class Records:
             self._writer.scores(step, scores)
 
     def flush(self) -> None:
-        """Returns when all lines are on the disk.
+        """Writes all lines to the disk.
 
         Raises:
-            OSError: they are not; none is lost.
+            OSError: writing failed; the lines are kept.
         """
         if self._writer:
             self._writer.flush()

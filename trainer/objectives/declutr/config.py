@@ -10,9 +10,10 @@ from pipeline.shards.manifest import Manifest
 from trainer.objectives.config import ObjectiveConfig, RunContext
 from trainer.objectives.declutr.masking import MaskingConfig
 
-# The paper's batch. With fewer documents the loss soon has nothing left to tell apart (docs/decisions, 18).
+# Documents in the paper's batch. With fewer, distinguishing their spans soon becomes too easy (docs/decisions, 18).
 _FEW_DOCUMENTS = 16
-# Of the loss of guessing: a judgement. A run that taught nothing began at 0.117; the paper's batch costs 4.14 to guess.
+# Share of the loss of guessing, chosen by judgement. A run that learned nothing started with a loss of 0.117; guessing
+# costs 4.14 with the paper's batch.
 _EASY_SHARE = 0.1
 
 
@@ -21,7 +22,7 @@ class NTXentConfig(Strict):
 
     kind: Literal["ntxent"] = "ntxent"
     temperature: float = Field(default=0.05, gt=0)
-    """Divides the cosine similarities."""
+    """Divisor of the cosine similarities."""
 
 
 class MetricLearningConfig(Strict):
@@ -33,7 +34,7 @@ class MetricLearningConfig(Strict):
     loss_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the loss, for example {temperature: 0.05}."""
     miner: str | None = None
-    """Class name in pytorch_metric_learning.miners."""
+    """Class name in pytorch_metric_learning.miners; null: no miner."""
     miner_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the miner."""
 
@@ -55,22 +56,22 @@ def _known(module: str, name: str) -> str:
     choices = vars(getattr(pytorch_metric_learning, module))
     if name.startswith("_") or not isinstance(choices.get(name), type):
         names = sorted(key for key, value in choices.items() if isinstance(value, type))
-        raise ValueError(f"pytorch_metric_learning.{module} has no {name!r}; it has {', '.join(names)}")
+        raise ValueError(f"pytorch_metric_learning.{module} has no {name!r}; use one of {', '.join(names)}")
     return name
 
 
-def _ntxent_unless_said(value: Any) -> Any:
-    """`loss: {temperature: 0.1}` means NT-Xent: the kind need not be repeated to change one number."""
+def _ntxent_by_default(value: Any) -> Any:
+    """Adds the kind NT-Xent to settings without one, such as `loss: {temperature: 0.1}`."""
     return {"kind": "ntxent", **value} if isinstance(value, dict) else value
 
 
 ContrastiveLossConfig = Annotated[
-    NTXentConfig | MetricLearningConfig, Field(discriminator="kind"), BeforeValidator(_ntxent_unless_said)
+    NTXentConfig | MetricLearningConfig, Field(discriminator="kind"), BeforeValidator(_ntxent_by_default)
 ]
 
 
 class DeclutrConfig(ObjectiveConfig):
-    """The loss: contrastive + MLM (paper eq. 3), or one of them alone (paper Figure 3)."""
+    """The loss of DeCLUTR: contrastive + MLM (paper eq. 3), or only one of them (paper Figure 3)."""
 
     implementation: ClassVar[str] = "trainer.objectives.declutr.objective:Declutr"
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
@@ -79,15 +80,15 @@ class DeclutrConfig(ObjectiveConfig):
 
     kind: Literal["declutr"] = "declutr"
     terms: Literal["both", "contrastive", "mlm"] = "both"
-    """Which losses are summed."""
+    """Losses to sum."""
     loss: ContrastiveLossConfig = NTXentConfig()
     """The contrastive loss."""
     masking: MaskingConfig = MaskingConfig()
-    """How anchors are masked for MLM."""
+    """Masking of anchors for MLM."""
     contrast_unmasked_anchors: bool = False
-    """Embed anchors a second time without masks for the contrastive loss; the released code contrasts masked ones."""
+    """Embed anchors again without masks for the contrastive loss. The released code contrasts masked anchors."""
     queue_size: int = Field(default=0, ge=0)
-    """Embeddings of earlier steps kept as extra negatives (the paper's memory bank); 0: none."""
+    """Number of embeddings of earlier steps to keep as extra negatives (the paper's memory bank); 0: none."""
     released_rank_scaling: bool = False
     """Multiply the contrastive gradient by 1 / world size, as the released configs do on several GPUs."""
 
@@ -99,22 +100,22 @@ class DeclutrConfig(ObjectiveConfig):
 
     @property
     def contrastive(self) -> bool:
-        """Is the contrastive loss computed?"""
+        """True if the contrastive loss is computed."""
         return self.terms != "mlm"
 
     @property
     def mlm(self) -> bool:
-        """Is the MLM loss computed?"""
+        """True if the MLM loss is computed."""
         return self.terms != "contrastive"
 
     @property
     def unmasked_anchors(self) -> bool:
-        """Are anchors packed twice, masked for MLM and unmasked for the contrastive loss?"""
+        """True if anchors are packed twice: masked for MLM and unmasked for the contrastive loss."""
         return self.contrast_unmasked_anchors and self.terms == "both"
 
     @property
     def embeds(self) -> bool:
-        """Whether the contrastive loss is computed."""
+        """True if the contrastive loss is computed."""
         return self.contrastive
 
     def exact(self) -> "DeclutrConfig":
@@ -122,7 +123,7 @@ class DeclutrConfig(ObjectiveConfig):
         return self.model_copy(update={"released_rank_scaling": False})
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
-        """Spans for which the shards' windows have no room, and losses that refuse their arguments."""
+        """Reports spans that do not fit the shards' windows, and losses that reject their arguments."""
         return [*_geometry_problems(run, manifest), *self._loss_problems()]
 
     def _loss_problems(self) -> list[str]:
@@ -136,17 +137,17 @@ class DeclutrConfig(ObjectiveConfig):
         return []
 
     def remark_before(self, run: RunContext) -> str | None:
-        """A line about a batch with fewer documents than the paper's; None where it has as many."""
+        """A warning about a batch with fewer documents than the paper's, or None."""
         if not self.contrastive or self.queue_size or run.batch_documents >= _FEW_DOCUMENTS:
             return None
         return (
-            f"batch_documents = {run.batch_documents}: a span is told apart from those of {run.batch_documents - 1} "
-            f"other documents, in the paper from {_FEW_DOCUMENTS - 1}; so easy a task teaches little. Raise it; "
-            "microbatch_tokens bounds the memory"
+            f"batch_documents = {run.batch_documents}: a span is compared with spans of {run.batch_documents - 1} "
+            f"other documents ({_FEW_DOCUMENTS - 1} in the paper), an easy task that teaches little. Increase "
+            "batch_documents; microbatch_tokens limits the memory"
         )
 
     def remark_after_first_step(self, run: RunContext, terms: dict[str, float]) -> str | None:
-        """A line about a contrastive loss far below that of guessing; None where it is not.
+        """A warning about a contrastive loss far below that of guessing, or None.
 
         Guessing among the 2M - 1 other embeddings of M anchors and their positives costs log(2M - 1).
         """
@@ -155,11 +156,11 @@ class DeclutrConfig(ObjectiveConfig):
         guessing = math.log(max(2, 2 * run.batch_documents * run.spans.num_anchors - 1))
         if terms["contrastive"] >= _EASY_SHARE * guessing:
             return None
-        harder = "" if run.spans.strategy == "adjacent" else ", or take spans.strategy=adjacent"
+        harder = "" if run.spans.strategy == "adjacent" else ", or set spans.strategy=adjacent"
         return (
-            f"the first contrastive loss is {terms['contrastive']:.3f}, and guessing would give {guessing:.2f}: this "
-            f"encoder tells the spans of a batch apart already. Raise batch_documents (now {run.batch_documents})"
-            f"{harder}"
+            f"the first contrastive loss is {terms['contrastive']:.3f}, and guessing gives {guessing:.2f}: this "
+            "encoder already distinguishes the spans of a batch. Increase batch_documents (now "
+            f"{run.batch_documents}){harder}"
         )
 
 
@@ -169,21 +170,21 @@ def _geometry_problems(run: RunContext, manifest: Manifest) -> list[str]:
     if spans.min_tokens > spans.max_tokens:
         found.append(
             f"spans.min_tokens = {spans.min_tokens}: it must be at most spans.max_tokens = {spans.max_tokens} "
-            "(without a value, the geometry.max_tokens of the shards); lower it"
+            "(if not set, geometry.max_tokens of the shards); lower it"
         )
     if spans.max_tokens > geometry.max_tokens:
         found.append(
-            f"spans.max_tokens = {spans.max_tokens}: the shards' windows were made for {geometry.max_tokens}; use at "
-            "most that, or prepare the corpus again with a larger geometry.max_tokens"
+            f"spans.max_tokens = {spans.max_tokens}: the shards were prepared for at most {geometry.max_tokens}; "
+            "lower it, or prepare the corpus again with a larger geometry.max_tokens"
         )
     if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
         found.append(
-            f"spans.num_anchors = {spans.num_anchors}: the shards keep documents that hold {geometry.num_anchors}; "
-            "prepare the corpus again with a larger geometry.num_anchors"
+            f"spans.num_anchors = {spans.num_anchors}: the shards were prepared for at most {geometry.num_anchors}; "
+            "lower it, or prepare the corpus again with a larger geometry.num_anchors"
         )
     if spans.min_tokens > geometry.min_tokens and manifest.short_documents == "shrink_spans":
         found.append(
-            f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of "
-            f"{geometry.min_tokens} tokens and more; lower it, or prepare again with a larger geometry.min_tokens"
+            f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of only "
+            f"{geometry.min_tokens} tokens; lower it, or prepare the corpus again with a larger geometry.min_tokens"
         )
     return found

@@ -1,6 +1,6 @@
 """Documents to span batches: sample, cut, add specials, mask, pack. Numpy until the last line; no Ray, no state.
 
-Order of the spans of n documents: all anchors (document by document), then, if asked, the same anchors unmasked, then
+Order of the spans of n documents: all anchors (document by document), then, if wanted, the same anchors unmasked, then
 (unless only MLM is trained) all positives, document by document, anchor by anchor.
 """
 
@@ -34,13 +34,13 @@ class SpanFeed:
 
     Attributes:
         spans: geometry and strategy.
-        masking: None when no MLM loss is computed, so that nothing is masked.
+        masking: settings of masking; None if no MLM loss is computed.
         unmasked_anchors: also pack every anchor without masks, for the contrastive embedding.
-        include_positives: False when nothing is contrasted.
-        max_content: tokens of a span that fit the encoder beside the specials; what is longer is cut at its end.
-        vocabulary: ids.
+        include_positives: False if there is no contrastive loss.
+        max_content: largest number of tokens of a span, without specials; longer spans are cut at the end.
+        vocabulary: ids of the tokenizer.
         seed: the run's seed.
-        short_documents: how the shards were prepared: what documents with room for fewer than A anchors give.
+        short_documents: treatment of documents with room for fewer than A anchors when the shards were prepared.
     """
 
     spans: SpanConfig
@@ -66,7 +66,7 @@ class SpanFeed:
         )
 
     def feed(self, rows: pa.Table, epochs: I64) -> RankBatch:
-        """The spans of n documents; a row of views for each anchor that is contrasted (trainer/objectives/base.py)."""
+        """The spans of n documents, with a row of views for each contrasted anchor (trainer/objectives/base.py)."""
         spans = self.sample(rows, epochs)
         contrasted = int(spans.present.sum()) if self.include_positives else 0
         return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted)
@@ -81,7 +81,7 @@ class SpanFeed:
         return self.pack(documents, epochs, self.sample(documents, epochs))
 
     def pack(self, documents: pa.Table, epochs: I64, spans: Spans) -> SpanBatch:
-        """The same for spans of these documents that were drawn already."""
+        """Cuts, masks and packs spans that were drawn from these documents before."""
         tokens, offsets = ragged(documents.column("tokens"))
         anchors, positives = spans.anchors[spans.present], spans.positives[spans.present].reshape(-1, 2)
         copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives
@@ -90,7 +90,7 @@ class SpanFeed:
         counts = [num_anchors] + [num_anchors] * self.unmasked_anchors
         counts += [num_anchors * self.spans.num_positives] * self.include_positives
         document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in counts])
-        number = np.concatenate([_ranges(count) for count in counts])  # of a span among its document's of its kind
+        number = np.concatenate([_ranges(count) for count in counts])  # within document and kind
 
         content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
         packed = pack(tokens, offsets[document] + bounds[:, 0], content, self.vocabulary)
@@ -117,20 +117,20 @@ class SpanFeed:
         """Masks the anchors in `ids`, a few at a time.
 
         Args:
-            masking: shares.
+            masking: shares of selected and replaced tokens.
             ids: `(T,)` tokens, changed in place.
             places: `(m,)` places of the anchors' first tokens in `ids`.
-            sizes: `(m,)` their tokens, without specials.
-            keys: `(m,)` keys of their documents.
-            epochs: `(m,)` epochs of their documents.
-            numbers: `(m,)` their numbers in their documents.
+            sizes: `(m,)` tokens of the anchors, without specials.
+            keys: `(m,)` keys of the anchors' documents.
+            epochs: `(m,)` epochs in which the documents are read.
+            numbers: `(m,)` numbers of the anchors in their documents.
 
         Returns:
-            `(K,)` places that are to be predicted, ascending, and `(K,)` the tokens that were there.
+            `(K,)` places to be predicted, ascending, and the `(K,)` original tokens.
         """
         vocabulary = self.vocabulary
         special = np.array(vocabulary.special)
-        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
         for some in _cuts(sizes, _MASKED_TOKENS):
             within = _ranges(sizes[some])
             place = np.repeat(places[some], sizes[some]) + within
@@ -149,8 +149,8 @@ class SpanFeed:
                 special,
             )
             ids[place] = masked
-            found.append((place[chosen], original[chosen]))
-        selected, labels = zip(*found, strict=True)
+            pieces.append((place[chosen], original[chosen]))
+        selected, labels = zip(*pieces, strict=True)
         return np.concatenate(selected), np.concatenate(labels)
 
 
@@ -161,7 +161,7 @@ def _ranges(sizes: I64) -> I64:
 
 
 def _cuts(sizes: I64, limit: int) -> Iterator[slice]:
-    """Consecutive items in pieces that begin in the same multiple of `limit` tokens."""
+    """Slices of consecutive items whose first tokens are in the same block of `limit` tokens."""
     piece = (np.cumsum(sizes) - sizes) // limit
     edges = np.flatnonzero(np.diff(piece, prepend=-1, append=-1)).tolist()
     for start, end in pairwise(edges):

@@ -1,6 +1,6 @@
-"""Masked language modelling (BERT's recipe, as DeCLUTR uses it): which anchor tokens are hidden and what replaces them.
+"""Masked language modelling (BERT's recipe, as DeCLUTR uses it): selection and replacement of anchor tokens.
 
-Every draw depends on (seed, epoch, document, anchor, place of the token in the anchor) alone. Numpy only.
+Every draw depends on (seed, epoch, document, anchor, place of the token in the anchor) only. Numpy only.
 """
 
 import numpy as np
@@ -10,18 +10,19 @@ from pydantic import Field
 from common import seeding
 from common.config import Strict
 
-_ANCHOR_STRIDE = 1 << 20  # more tokens than an anchor can have, so that anchors never share draws
+_ANCHOR_STRIDE = 1 << 20  # above the number of tokens of any anchor, so that anchors never share draws
 
 
 class MaskingConfig(Strict):
-    """Which tokens are selected and what becomes of them."""
+    """Selection and replacement of tokens for MLM."""
 
     select_share: float = Field(default=0.15, ge=0, le=1)
     """Probability that a token (never a special one) is selected and must be predicted."""
     mask_share: float = Field(default=0.8, ge=0, le=1)
-    """Of the selected: share replaced by the mask token."""
+    """Share of the selected tokens to replace by the mask token."""
     random_share: float = Field(default=0.1, ge=0, le=1)
-    """Of the selected: share replaced by a token drawn uniformly from the whole vocabulary. The rest stays as it is."""
+    """Share of the selected tokens to replace by a token drawn uniformly from the whole vocabulary. The other selected
+    tokens stay unchanged."""
 
 
 def mask_tokens(
@@ -36,10 +37,10 @@ def mask_tokens(
     mask_id: int,
     special_ids: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Masked copy of the tokens and which of them are to be predicted.
+    """Masked copy of the tokens, and the selection of tokens to be predicted.
 
     Args:
-        config: shares.
+        config: shares of selected and replaced tokens.
         seed: the run's seed.
         ids: `(t,)` tokens.
         key: `(t,)` key of each token's document.
@@ -51,11 +52,11 @@ def mask_tokens(
         special_ids: ids that are never selected.
 
     Returns:
-        `(t,)` new ids and `(t,)` selected.
+        `(t,)` new ids, and `(t,)` true for selected tokens.
     """
     index = (anchor * _ANCHOR_STRIDE + place).astype(np.uint64)
     drawn = seeding.blocks(seed, "mlm", key, epoch, index)
-    # A word w stands for w / 2**32, so w is compared with share * 2**32, exactly; only the few that are selected go on.
+    # A word w represents w / 2**32, so w is compared with share * 2**32, which is exact. Few tokens remain.
     candidates = np.flatnonzero(drawn[:, 0] < config.select_share * 2.0**32)
     chosen = candidates[~np.isin(ids[candidates], special_ids)]
     selected = np.zeros(len(ids), np.bool_)

@@ -13,14 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from trainer.objectives.declutr.config import MetricLearningConfig as MetricLearningConfig
 
-# Rows and columns of the scores computed at a time: 4 MiB in float32, past which larger products are hardly faster.
+# Rows and columns of the scores computed at a time: 4 MiB in float32. Larger products are hardly faster.
 TILE_ROWS = 1024
 
 
 def ntxent(embeddings: Tensor, temperature: float, queue: Tensor | None = None, tile_rows: int = TILE_ROWS) -> Tensor:
     """Mean over the 2M terms of -log(exp(s_ij/t) / sum_k exp(s_ik/t)), k over all but i and over the queue.
 
-    Neither the loss nor its gradient holds more of the 2M x (2M + Q) scores than a few tiles.
+    The loss and its gradient hold only a few tiles of the 2M x (2M + Q) scores at a time.
 
     Args:
         embeddings: `(2M, D)`, anchors first; row i and row i + M are each other's positive.
@@ -39,13 +39,14 @@ def ntxent(embeddings: Tensor, temperature: float, queue: Tensor | None = None, 
 class _TiledNTXent(torch.autograd.Function):
     """NT-Xent of unit rows, term i as log(1 + exp(l_i - p_i)), l_i the logsumexp of i's negatives, p_i its positive.
 
-    Unlike softmax minus one-hot, this form and its gradient keep their digits in float32 when the positive wins by far
-    and the loss is almost 0. The scores are symmetric: a tile serves its rows and, transposed, its columns.
+    Unlike softmax minus one-hot, this form and its gradient keep their precision in float32 when the positive's score
+    is by far the largest and the loss is almost 0. The scores are symmetric, so a tile is used for its rows and,
+    transposed, for its columns.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, queue: Tensor, temperature: float, tile_rows: int) -> Tensor:
-        # The lowest finite number, not -inf: with one pair there is no negative, and the gradient must be 0, not NaN.
+        # The lowest finite number, not -inf: a single pair has no negatives, and its gradient must be 0, not NaN.
         log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
         for first, second, scores in _own_tiles(rows, temperature, tile_rows):
             _add_exp(log_sums[first], scores.logsumexp(dim=1))
@@ -90,7 +91,7 @@ def _own_tiles(rows: Tensor, temperature: float, size: int) -> Iterator[tuple[sl
         for second in parts[number:]:
             scores = (rows[first] @ rows[second].T).div_(temperature)
             for distance in (0, apart, -apart):  # column - row
-                # Beyond the tile's corners there is nothing to leave out, and torch says so by an error.
+                # Outside the tile there is nothing to exclude, and torch would raise an error.
                 if -scores.shape[0] < (offset := distance + first.start - second.start) < scores.shape[1]:
                     scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
             yield first, second, scores
@@ -106,15 +107,15 @@ def _queue_tiles(rows: Tensor, queue: Tensor, temperature: float, size: int) -> 
 
 
 def _add_exp(log_sums: Tensor, more: Tensor) -> None:
-    """log(exp(a) + exp(b)) in place of a: the sum so far, relative to its maximum so far."""
+    """Replaces a by log(exp(a) + exp(b)), computed relative to the larger of the two."""
     torch.logaddexp(log_sums, more, out=log_sums)
 
 
 class MetricLearningLoss:
-    """A pytorch-metric-learning loss and miner behind the same call as `ntxent`.
+    """A pytorch-metric-learning loss and miner, called with embeddings as `ntxent` is.
 
     Raises:
-        ValueError: the loss has weights of its own (it classifies into known classes), or refuses its arguments.
+        ValueError: the loss has trainable weights (it classifies into known classes), or rejects its arguments.
     """
 
     def __init__(self, config: MetricLearningConfig) -> None:
@@ -126,7 +127,10 @@ class MetricLearningLoss:
         except TypeError as error:
             raise ValueError(f"objective.loss {config.loss} / miner {config.miner}: {error}") from error
         if any(True for _ in self.loss.parameters()):
-            raise ValueError(f"objective.loss = {config.loss} learns class weights; documents have no classes")
+            raise ValueError(
+                f"objective.loss = {config.loss} learns class weights, but documents have no "
+                "classes; choose a loss without weights"
+            )
 
     def __call__(self, embeddings: Tensor) -> Tensor:
         """The loss of `(2M, D)` embeddings, where row i and row i + M share a label."""

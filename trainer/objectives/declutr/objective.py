@@ -1,6 +1,6 @@
-"""DeCLUTR: contrast spans of the same document against all others, and predict masked tokens of the anchors.
+"""DeCLUTR: contrasts spans of the same document with all others, and predicts masked tokens of the anchors.
 
-Legend: n documents on this rank, m their anchors (n * A, or fewer where documents are short), A anchors a document, P
+Legend: n documents on this rank, m their anchors (n * A, or fewer if documents are short), A anchors a document, P
 positives an anchor, M = anchors of the global batch, D size.
 """
 
@@ -26,7 +26,7 @@ class Declutr(Objective[DeclutrConfig]):
     """The contrastive loss over `(M, 2, D)` views, each an anchor and the mean of its positives.
 
     Raises:
-        ValueError: a loss of pytorch-metric-learning refuses its arguments.
+        ValueError: a loss of pytorch-metric-learning rejects its arguments.
     """
 
     def __init__(self, config: DeclutrConfig, run: RunContext, embedding_size: int) -> None:
@@ -36,7 +36,7 @@ class Declutr(Objective[DeclutrConfig]):
         self._metric_loss = MetricLearningLoss(config.loss) if isinstance(config.loss, MetricLearningConfig) else None
 
     def feed(self, vocabulary: Vocabulary, max_content: int) -> SpanFeed:
-        """Draws, masks and packs the spans of documents."""
+        """Builds the feed that draws, masks and packs the spans of documents."""
         return SpanFeed(
             spans=self.run.spans,
             masking=self.config.masking if self.config.mlm else None,
@@ -52,11 +52,11 @@ class Declutr(Objective[DeclutrConfig]):
         """`(m, 2, D)`: each anchor and its positives' mean (paper section 3.1), from `(S, D)` in the feed's order.
 
         Raises:
-            ValueError: the number of spans is not that of the anchors and their positives.
+            ValueError: the number of spans does not match the anchors and their positives.
         """
         rows, spans_a_row = batch.num_rows, 1 + self.config.unmasked_anchors + self.run.spans.num_positives
         if len(embeddings) != rows * spans_a_row:
-            raise ValueError(f"{len(embeddings)} spans are not {rows} anchors with {spans_a_row} spans each")
+            raise ValueError(f"{len(embeddings)} spans do not match {rows} anchors with {spans_a_row} spans each")
         masked, rest = embeddings[:rows], embeddings[rows:]
         anchors, rest = (rest[:rows], rest[rows:]) if self.config.unmasked_anchors else (masked, rest)
         positives = rest.reshape(rows, self.run.spans.num_positives, embeddings.shape[-1]).mean(dim=1)
@@ -75,7 +75,7 @@ class Declutr(Objective[DeclutrConfig]):
         return {"contrastive": value}
 
     def remember(self, batch: Gathered) -> None:
-        """Puts a finished step's `(2M, D)` embeddings into the queue, which drops its oldest ones."""
+        """Appends a finished step's `(2M, D)` embeddings to the queue, and drops the oldest ones."""
         embeddings = _anchors_first(batch.views)
         kept = embeddings if self.queue is None else torch.cat([self.queue, embeddings])
         self.queue = kept[-self.config.queue_size :].clone()
@@ -89,10 +89,10 @@ class Declutr(Objective[DeclutrConfig]):
         world: World,
         device: torch.device,
     ) -> SpanValidator:
-        """Retrieval of spans of the same document, whatever the objective trains: unmasked, with positives.
+        """Builds the validator: retrieval of unmasked spans of the same document, even if only MLM is trained.
 
-        The touching pair is an anchor and a positive that touches it, the distant pair two spans as `place_distant`
-        puts them. The spans of a pair do not overlap. At most `max_documents` documents are chosen by the run's seed.
+        The touching pair is an anchor and a positive that touches it. The distant pair comes from `place_distant`. The
+        spans of a pair do not overlap. At most `max_documents` documents are scored, chosen by the run's seed.
         """
         pair = SpanConfig(
             num_anchors=1,
@@ -120,7 +120,7 @@ class Declutr(Objective[DeclutrConfig]):
         return {} if self.queue is None else {"queue": self.queue}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Takes over the queue, unless it is longer than this run's: a fork may shorten or drop it."""
+        """Loads the queue unless it is longer than `queue_size`: a fork may shorten or drop it."""
         queue = state.get("queue")
         self.queue = queue if queue is not None and len(queue) <= self.config.queue_size else None
 

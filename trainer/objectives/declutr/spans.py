@@ -1,12 +1,12 @@
 """Anchor and positive spans of documents (DeCLUTR section 3.1, as the released sampler computes it). Numpy only.
 
-Sampling is split in two: `draw` turns keys into random numbers, `place` turns random numbers into spans and is free of
-randomness, so that recorded draws can be replayed. Legend: n documents, A anchors a document, P positives an anchor.
+Sampling has two parts. `draw` turns keys into random numbers. `place` turns random numbers into spans and is
+deterministic, so that recorded draws can be replayed. Legend: n documents, A anchors a document, P positives an anchor.
 All spans are half-open [start, end) in tokens of the document, without special tokens.
 
-Windows may be longer than the longest span: an anchor then lies anywhere in its window.
-Short documents (prepare's `short_documents`) have fewer anchors, or windows and spans shorter than l_max; which and how
-short follows from the documents' windows alone. Whatever the mode, a document that is long enough has the same spans.
+If windows are longer than the longest span, an anchor may be anywhere in its window. Short documents (prepare's
+`short_documents`) have fewer anchors, or windows and spans shorter than l_max; this depends only on the documents'
+windows. A document that is long enough has the same spans in every mode.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from trainer.objectives.span_settings import SpanConfig
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-# A beta law with integer parameters a, b is the law of the a-th smallest of a+b-1 uniforms: anchors are Beta(4, 2),
-# positives Beta(2, 4), both out of five draws.
+# Beta(a, b) with integers a, b is the distribution of the a-th smallest of a+b-1 uniforms. Anchors have Beta(4, 2) and
+# positives Beta(2, 4), both from five draws.
 _ORDER_DRAWS = 5
 _ANCHOR_RANK, _POSITIVE_RANK = 3, 1
 _PER_ANCHOR = _ORDER_DRAWS + 2
@@ -36,7 +36,7 @@ class Spans:
     Attributes:
         anchors: `(n, A, 2)` starts and ends.
         positives: `(n, A, P, 2)` starts and ends.
-        present: `(n, A)` which anchors there are: all, or in short documents the first few. The others' spans are 0.
+        present: `(n, A)` true for anchors that exist: all, or the first few in short documents. Other spans are 0.
     """
 
     anchors: I64
@@ -64,7 +64,7 @@ class Draws:
 
 
 def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose: str = "spans") -> Draws:
-    """Draws for documents with these keys `(n,)` in these epochs `(n,)`; anchor a's draws do not depend on A."""
+    """Draws for documents with keys `(n,)` in epochs `(n,)`; the draws of anchor a do not depend on A."""
     num_documents, num_anchors, num_positives = len(keys), config.num_anchors, config.num_positives
     per_anchor = _PER_ANCHOR + num_positives * _PER_POSITIVE
     drawn = seeding.words(seed, purpose, keys, epochs.astype(np.uint64), num_anchors * per_anchor)
@@ -94,11 +94,11 @@ def place(
         draws: the random numbers.
         num_tokens: `(n,)` lengths of the documents.
         windows: the documents' window starts, one after the other (the shards' `windows` column).
-        window_offsets: `(n + 1,)` where each document's windows begin in `windows`.
+        window_offsets: `(n + 1,)` place in `windows` of each document's first window.
         short_documents: how the shards were prepared.
 
     Raises:
-        ValueError: a document is shorter than this mode keeps: than 2 * A * l_max tokens where short ones are dropped.
+        ValueError: a document is too short for this mode; for `drop`, shorter than 2 * A * l_max tokens.
     """
     counts = _count_anchors(config, num_tokens, np.diff(window_offsets), short_documents)
     room = _rooms(config, windows, window_offsets, short_documents)[:, None]
@@ -135,10 +135,10 @@ def place(
 def pair_lengths(
     config: SpanConfig, draws: Draws, windows: I64, window_offsets: I64, short_documents: ShortDocuments = "drop"
 ) -> tuple[I64, I64]:
-    """Tokens of each document's first anchor and of its first positive, `(n,)` each, by the laws of all spans.
+    """Tokens of each document's first anchor and first positive, `(n,)` each, distributed as for all spans.
 
     Raises:
-        ValueError: windows shorter than `min_tokens`.
+        ValueError: windows are shorter than `min_tokens`.
     """
     longest = np.minimum(_rooms(config, windows, window_offsets, short_documents), config.max_tokens)
     anchor = _scale(draws.anchor_lengths[:, 0], config.min_tokens, longest)
@@ -146,16 +146,16 @@ def pair_lengths(
 
 
 def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_documents: ShortDocuments) -> I64:
-    """Anchors of each document, `(n,)`: half its windows where those are fewer than 2 * A, else A.
+    """Number of anchors of each document, `(n,)`: half its windows if those are fewer than 2 * A, else A.
 
     Raises:
-        ValueError: a document has room for none, or for fewer than A where that is not `fewer_anchors`.
+        ValueError: a document has room for no anchor, or for fewer than A unless the mode is `fewer_anchors`.
     """
     wanted = config.num_anchors
     if short_documents == "drop" and len(num_tokens) and int(num_tokens.min()) < config.min_document_tokens:
         raise ValueError(
-            f"a document of {int(num_tokens.min())} tokens is too short: num_anchors = {wanted} anchors of "
-            f"up to max_tokens = {config.max_tokens} need {config.min_document_tokens} tokens"
+            f"a document of {int(num_tokens.min())} tokens is too short: num_anchors = {wanted} and max_tokens = "
+            f"{config.max_tokens} need {config.min_document_tokens} tokens"
         )
     counts: I64 = np.minimum(wanted, num_windows // 2)
     least = 1 if short_documents == "fewer_anchors" else wanted
@@ -172,7 +172,7 @@ def _rooms(config: SpanConfig, windows: I64, offsets: I64, short_documents: Shor
     """Length of each document's windows, `(n,)`, in tokens: the longest span that the shards have room for, or more.
 
     Raises:
-        ValueError: windows shorter than `min_tokens`.
+        ValueError: windows are shorter than `min_tokens`.
     """
     rooms: I64 = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
     least = config.min_tokens if short_documents == "shrink_spans" else config.max_tokens
@@ -198,8 +198,8 @@ def _pick(uniform: F64, count: I64) -> I64:
 def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) -> I64:
     """Start of each anchor's window, `(n, A)`; 0 beyond a document's `num_anchors`.
 
-    After each choice the window and its list neighbours are gone. When few are left for the anchors to come, only the
-    two ends of the list are eligible, which never strands a later anchor.
+    Each choice removes the window and its neighbours from the list. If few windows are left for the remaining anchors,
+    only the two ends of the list are eligible, so that every later anchor finds a window.
     """
     chosen = np.zeros(uniform.shape, np.int64)
     for document, (row, wanted) in enumerate(zip(uniform.tolist(), num_anchors.tolist(), strict=True)):
@@ -207,18 +207,18 @@ def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) 
         count = int(offsets[document + 1]) - first
         removed: list[int] = []  # sorted positions in the original list
         for anchor, u in enumerate(row[:wanted]):
-            left, to_come = count - len(removed), wanted - anchor
-            index = (0 if u < 0.5 else left - 1) if left // to_come < to_come else int(u * left)
-            gone = [_position(removed, k) for k in range(max(0, index - 1), min(left, index + 2))]
-            chosen[document, anchor] = windows[first + gone[index - max(0, index - 1)]]
-            removed = sorted(removed + gone)
+            left, remaining = count - len(removed), wanted - anchor
+            index = (0 if u < 0.5 else left - 1) if left // remaining < remaining else int(u * left)
+            taken = [_position(removed, k) for k in range(max(0, index - 1), min(left, index + 2))]
+            chosen[document, anchor] = windows[first + taken[index - max(0, index - 1)]]
+            removed = sorted(removed + taken)
     return chosen
 
 
 def _position(removed: list[int], index: int) -> int:
     """Original list position of the `index`-th element that is not removed."""
-    for gone in removed:
-        if gone > index:
+    for position in removed:
+        if position > index:
             break
         index += 1
     return index

@@ -30,11 +30,11 @@ class HeldOut(NamedTuple):
     """Embeddings of the held-out documents' spans, each `(N, H)` in float64 on the CPU.
 
     Attributes:
-        anchors: of one span of each document.
-        positives: of the span that touches it.
-        distant_anchors: of another span of each document.
-        distant_positives: of the span far from that one.
-        reached: `(N,)` 1 where the two are as far apart as they should be, 0 where the document is too short.
+        anchors: one span of each document.
+        positives: the span that touches it.
+        distant_anchors: another span of each document.
+        distant_positives: the span far from that one.
+        reached: `(N,)` 1 where the distant pair has the wanted distance, 0 where the document is too short for it.
     """
 
     anchors: Tensor
@@ -45,7 +45,7 @@ class HeldOut(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether all numbers are finite."""
+        """True if all numbers are finite."""
         return all(bool(numbers.isfinite().all()) for numbers in self)
 
     def scores(self) -> dict[str, float]:
@@ -66,12 +66,12 @@ class SpanValidator:
     """Scores an encoder on held-out documents, shared among the workers.
 
     Attributes:
-        feed: draws one anchor and one positive beside it from each document.
+        feed: draws one anchor and one touching positive from each document.
         shards: the held-out split.
-        rows: `(N,)` documents that are scored.
+        rows: `(N,)` rows of the documents to score.
         world: the workers.
-        device: where the encoder is.
-        chunk_documents: documents in one forward.
+        device: device of the encoder.
+        chunk_documents: number of documents in one forward.
     """
 
     feed: SpanFeed
@@ -82,7 +82,7 @@ class SpanValidator:
     chunk_documents: int = 64
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        """All held-out scores; None where embeddings are not finite."""
+        """All held-out scores; None if embeddings are not finite."""
         held_out = self.embed(encoder)
         return held_out.scores() if held_out.finite else None
 
@@ -94,7 +94,7 @@ class SpanValidator:
         start, end = total * self.world.rank // self.world.size, total * (self.world.rank + 1) // self.world.size
         parts = [torch.empty(0, 4 * encoder.hidden_size + 1, device=self.device)]
         forwards = -(-(end - start) // self.chunk_documents)
-        if encoder.sharded:  # an exchange each: as many on every worker, the last ones empty
+        if encoder.sharded:  # forwards gather weights, so every worker runs the same number
             forwards = self.world.largest(forwards)
         with torch.no_grad():
             for number in range(forwards):
@@ -107,7 +107,7 @@ class SpanValidator:
         return HeldOut._make([*pairs, reached.squeeze(1)])
 
     def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
-        """`(n, 4 H + 1)`: the rows of `HeldOut`. Two forwards, so that one alone decides the memory that is needed."""
+        """`(n, 4 H + 1)`: the rows of `HeldOut`. Two separate forwards need only the memory of one."""
         epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
         distant, reached = self.sample_distant(documents)
         batches = self.feed.batch(documents, epochs), self.feed.pack(documents, epochs, distant)
@@ -116,7 +116,7 @@ class SpanValidator:
         return torch.cat([*pairs[0], *pairs[1], far], dim=1)
 
     def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
-        """Distant spans of these documents; `(n,)` whether they are far enough apart."""
+        """Distant spans of these documents, and `(n,)` true where they are far enough apart."""
         feed = self.feed
         windows, offsets = ragged(documents.column("windows"))
         draws = draw(feed.spans, feed.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT)
