@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from tiny import contrastive, declutr, rows_of
 
 from trainer.objectives.base import Gathered
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.ntxent import MetricLearningConfig, MetricLearningLoss, ntxent
+from trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
+from trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
 
 
 def randn(*shape, seed=0):
@@ -119,7 +119,8 @@ def test_unknown_kind_lists_the_known():
 
 
 def metric_loss(**given):
-    return MetricLearningLoss(MetricLearningConfig(kind="pytorch_metric_learning", **given))
+    config = MetricLearningConfig(kind="pytorch_metric_learning", **given)
+    return MetricLearningLoss(**config.model_dump(exclude={"kind"}))
 
 
 def test_wrong_argument_is_named():

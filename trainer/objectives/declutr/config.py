@@ -131,7 +131,7 @@ class DeclutrConfig(ObjectiveConfig):
             from trainer.objectives.declutr.ntxent import MetricLearningLoss
 
             try:
-                MetricLearningLoss(self.loss)
+                MetricLearningLoss(**self.loss.model_dump(exclude={"kind"}))
             except ValueError as error:
                 return [str(error)]
         return []

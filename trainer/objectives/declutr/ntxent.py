@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.objectives.declutr.config import MetricLearningConfig as MetricLearningConfig
-
 # Rows and columns of the scores computed at a time: 4 MiB in float32. Larger products are hardly faster.
 TILE_ROWS = 1024
 
@@ -114,22 +112,30 @@ def _add_exp(log_sums: Tensor, more: Tensor) -> None:
 class MetricLearningLoss:
     """A pytorch-metric-learning loss and miner, called with embeddings as `ntxent` is.
 
+    Args:
+        loss: class name in pytorch_metric_learning.losses.
+        loss_arguments: arguments of the loss.
+        miner: class name in pytorch_metric_learning.miners, or None.
+        miner_arguments: arguments of the miner.
+
     Raises:
         ValueError: the loss has trainable weights (it classifies into known classes), or rejects its arguments.
     """
 
-    def __init__(self, config: MetricLearningConfig) -> None:
+    def __init__(
+        self, loss: str, loss_arguments: dict[str, Any], miner: str | None, miner_arguments: dict[str, Any]
+    ) -> None:
         from pytorch_metric_learning import losses, miners
 
         try:
-            self.loss = getattr(losses, config.loss)(**config.loss_arguments)
-            self.miner = getattr(miners, config.miner)(**config.miner_arguments) if config.miner else None
+            self.loss = getattr(losses, loss)(**loss_arguments)
+            self.miner = getattr(miners, miner)(**miner_arguments) if miner else None
         except TypeError as error:
-            raise ValueError(f"objective.loss {config.loss} / miner {config.miner}: {error}") from error
+            raise ValueError(f"objective.loss {loss} / miner {miner}: {error}") from error
         if any(True for _ in self.loss.parameters()):
             raise ValueError(
-                f"objective.loss = {config.loss} learns class weights, but documents have no "
-                "classes; choose a loss without weights"
+                f"objective.loss = {loss} learns class weights, but documents have no classes; choose a loss without "
+                "weights"
             )
 
     def __call__(self, embeddings: Tensor) -> Tensor:

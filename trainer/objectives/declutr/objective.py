@@ -33,7 +33,9 @@ class Declutr(Objective[DeclutrConfig]):
         super().__init__(config, run, embedding_size)
         self.queue: Tensor | None = None
         self.remembers = config.queue_size > 0
-        self._metric_loss = MetricLearningLoss(config.loss) if isinstance(config.loss, MetricLearningConfig) else None
+        self._metric_loss = None
+        if isinstance(config.loss, MetricLearningConfig):
+            self._metric_loss = MetricLearningLoss(**config.loss.model_dump(exclude={"kind"}))
 
     def feed(self, vocabulary: Vocabulary, max_content: int) -> SpanFeed:
         """Builds the feed that draws, masks and packs the spans of documents."""
