@@ -67,7 +67,7 @@ def _asked(address: str) -> str | None:
     def ask() -> None:
         try:
             _ = urlsplit(address).port  # raises ValueError for addresses that crash the client
-            session.head(address, timeout=PATIENCE_SECONDS)
+            session.head(address, timeout=2 * PATIENCE_SECONDS)  # the wait below ends first, with its own message
         except refused as error:
             found.append(f"{address} is not reached ({error or type(error).__name__})")
         else:

@@ -102,7 +102,7 @@ class RunLock(Watcher):
         except FileNotFoundError:
             pass
         except OSError as error:  # the storage does not answer: the next call may succeed
-            get_logger().debug("%s cannot be renewed: %s", self._path, error.strerror)
+            get_logger().debug("the heartbeat of %s could not be written: %s", self._path, error.strerror)
             return True
         self._lost()
         return False

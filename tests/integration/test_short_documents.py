@@ -71,7 +71,7 @@ def test_inspect_shows_the_spans_there_are(prepared):
             assert shown == (min(2, tokens // 32) if mode == "fewer_anchors" else 2)
         (said,) = [line for line in lines if "windows of 16 tokens" in line]
         assert ("fewer in short ones" in said) == (mode == "fewer_anchors")
-        assert ("of 6 and more in short documents" in said) == (mode == "shrink_spans")
+        assert ("6 or more in short documents" in said) == (mode == "shrink_spans")
 
 
 def test_spans_that_do_not_fit_the_shards_are_refused_where_they_do_not(prepared):
