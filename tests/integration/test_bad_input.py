@@ -112,7 +112,7 @@ def test_patience_without_scores_or_checkpoints_of_them(run_bad):
 def test_sharded_parameters_with_a_microbatch_found_by_running_out_of_memory(run_bad):
     (line,) = run_bad("microbatch_tokens=auto", "scaling.shard_parameters=true")
     assert "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto" in line
-    assert "give a number of tokens, or null" in line
+    assert "set a number of tokens, or null" in line
 
 
 def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, data):
