@@ -27,6 +27,10 @@ from trainer.parallel.world import World
 Config = TypeVar("Config", bound=ObjectiveConfig)
 
 
+class ObjectiveError(ValueError):
+    """An objective returned what it must not return; raised on every rank."""
+
+
 @dataclass(frozen=True)
 class Gathered:
     """The views of the global batch.
@@ -101,7 +105,14 @@ class Objective(nn.Module, ABC, Generic[Config]):
         """Views of a worker's rows, `(m, V, D)`, from its spans' embeddings `(S, D)`; no parameters may be used here.
 
         By default, a row's V spans are consecutive.
+
+        Raises:
+            ValueError: the number of spans does not match the rows and their views.
         """
+        if len(embeddings) != batch.num_rows * self.num_views:
+            raise ValueError(
+                f"{len(embeddings)} spans do not match {batch.num_rows} rows with {self.num_views} views each"
+            )
         return embeddings.reshape(batch.num_rows, self.num_views, embeddings.shape[-1])
 
     @abstractmethod
