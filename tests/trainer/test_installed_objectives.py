@@ -1,8 +1,14 @@
 """Objectives of installed packages that cannot be used: the message names the package and what is wrong."""
 
+from typing import ClassVar, Literal
+
 import pytest
+import tinyruns as runs
+from madeup import shards
 
 from common.config import ConfigError
+from trainer.driver.checks import problems
+from trainer.objectives.config import ObjectiveConfig
 from trainer.objectives.registry import load_kinds
 
 CLASS = """
@@ -64,3 +70,35 @@ def test_no_package_takes_the_kind_of_this_project(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "spoilt-objective", "spoilt_taken", source, kind="declutr")
     with pytest.raises(ConfigError, match="DeclutrConfig has the kind 'declutr' already"):
         load_kinds()
+
+
+class Unfit(ObjectiveConfig):
+    """Settings whose implementation cannot be used."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("one",)
+    method: ClassVar[str] = "a test"
+    kind: Literal["unfit"] = "unfit"
+
+
+@pytest.mark.parametrize(
+    ("implementation", "said"),
+    [
+        ("nowhere.objective:Nothing", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("trainer.objectives.base:Nothing", "AttributeError: "),
+        ("trainer.objectives.base", "AttributeError: "),
+        ("json:JSONDecoder", "is not a subclass of Objective"),
+        ("trainer.objectives.base:Objective", "does not define feed, loss"),
+    ],
+)
+def test_an_implementation_that_cannot_be_used_is_found_before_ray_starts(tmp_path, monkeypatch, implementation, said):
+    monkeypatch.setattr(Unfit, "implementation", implementation, raising=False)
+    config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
+    (problem,) = [line for line in problems(config) if line.startswith("objective.kind = unfit")]
+    assert f"implementation = {implementation!r}: {said}" in problem
+
+
+def test_mlm_without_its_metric_is_found_before_ray_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(Unfit, "implementation", "trainer.objectives.declutr.objective:Declutr", raising=False)
+    monkeypatch.setattr(Unfit, "mlm", True)
+    config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
+    assert any("metrics = ['one'] lacks 'mlm'" in line for line in problems(config))

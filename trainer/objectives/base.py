@@ -157,7 +157,26 @@ class Objective(nn.Module, ABC, Generic[Config]):
 
 
 def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
-    """The class that computes an objective; importing it imports torch."""
+    """The class that computes an objective; importing it imports torch.
+
+    Raises:
+        ObjectiveError: there is no such class.
+    """
     module, _, name = config.implementation.partition(":")
-    implementation: type[Objective[Any]] = getattr(import_module(module), name)
-    return implementation
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ObjectiveError(_not_usable(config, why)) from error
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ObjectiveError(_not_usable(config, "is not a subclass of Objective"))
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ObjectiveError(_not_usable(config, f"does not define {', '.join(missing)}"))
+    return found
+
+
+def _not_usable(config: ObjectiveConfig, why: str) -> str:
+    return (
+        f"objective.kind = {config.kind}: implementation = {config.implementation!r}: {why}; correct or reinstall the "
+        "package of this objective"
+    )

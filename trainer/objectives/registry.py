@@ -69,9 +69,10 @@ def _load(point: EntryPoint, kinds: Mapping[str, type[ObjectiveConfig]]) -> type
         raise TypeError(f"{other.__module__}:{other.__qualname__} has the kind {point.name!r} already")
     if missing := [name for name in ("implementation", "metrics", "method") if not hasattr(loaded, name)]:
         raise TypeError(f"its class does not define {', '.join(missing)}")
-    if isinstance(loaded.metrics, str):
-        raise TypeError(f"metrics = {loaded.metrics!r} must be a tuple of names")
-    if taken := RESERVED & set(loaded.metrics):
+    metrics: Any = loaded.metrics
+    if isinstance(metrics, str):
+        raise TypeError(f"metrics = {metrics!r} must be a tuple of names")
+    if taken := RESERVED & set(metrics):
         raise TypeError(f"metrics may not have the names {sorted(taken)}; rename these terms")
     return loaded
 
