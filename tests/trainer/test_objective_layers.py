@@ -12,6 +12,7 @@ from measures import deviation
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 from torch import nn
 
+from trainer import verify
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
 from trainer.data.plan import Plan
@@ -22,6 +23,7 @@ from trainer.objectives.declutr.ntxent import ntxent
 from trainer.objectives.declutr.objective import Declutr
 from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
+from trainer.setup.config import TrainConfig
 from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
@@ -215,3 +217,12 @@ def test_facts_of_one_worker_only_are_refused_on_all():
     first, second = run_group(2, facts_on_one_rank)
     assert "the facts of the feed differ between workers; worker 0 has none" in first
     assert "the facts of the feed differ between workers; worker 1 has label" in second
+
+
+def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
+    gradients = {"loss": torch.zeros(1), "weight": torch.full((2,), float("nan")), "bias": torch.ones(2)}
+    monkeypatch.setattr(verify, "_single", lambda *_: (gradients, 14))
+    config = TrainConfig(run="r", data="d", encoder={"scratch": {"model_type": "roberta"}})
+    found = list(verify.verify(config, 4, []))
+    assert found
+    assert not any(row.within for row in found)
