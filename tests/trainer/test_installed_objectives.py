@@ -8,6 +8,7 @@ from madeup import shards
 
 from common.config import ConfigError
 from trainer.driver.checks import problems
+from trainer.driver.places import place_problems
 from trainer.objectives.config import ObjectiveConfig
 from trainer.objectives.registry import load_kinds
 
@@ -102,3 +103,10 @@ def test_mlm_without_its_metric_is_found_before_ray_starts(tmp_path, monkeypatch
     monkeypatch.setattr(Unfit, "mlm", True)
     config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
     assert any("metrics = ['one'] lacks 'mlm'" in line for line in problems(config))
+
+
+def test_an_objective_whose_package_is_not_installed():
+    (problem,) = place_problems({"objective": {"kind": "spoilt"}})
+    assert problem.startswith("objective spoilt: no package installed here defines it")
+    assert place_problems({"objective": {"kind": "DeCLUTR"}}) == []
+    assert place_problems({"objective": None}) == []

@@ -82,10 +82,11 @@ def _with_kind(value: Any) -> Any:
     return {"kind": DEFAULT.kind, **value} if isinstance(value, dict) else value
 
 
+KINDS = load_kinds()
+"""The objectives that can be named."""
 if TYPE_CHECKING:
     AnyObjectiveConfig = ObjectiveConfig
 else:
-    KINDS = load_kinds()
     AnyObjectiveConfig = (
         Annotated[Union[tuple(KINDS.values())], Field(discriminator="kind"), BeforeValidator(_with_kind)]  # noqa: UP007
         if len(KINDS) > 1
