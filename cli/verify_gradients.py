@@ -24,6 +24,7 @@ def run(arguments: list[str]) -> int:
     try:
         config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
         from trainer.driver.checks import problems, refuse
+        from trainer.objectives.base import ObjectiveError
         from trainer.setup.cache import run_folder
         from trainer.setup.geometry import with_geometry
         from trainer.verify import verify
@@ -37,12 +38,15 @@ def run(arguments: list[str]) -> int:
     heads = ("precision", "processes", "microbatch", "loss diff", "largest", "relative")
     print("".join(f"{head:>11s}" for head in heads))
     apart = 0
-    for row in verify(config, given.documents, given.processes):
-        case, cut = row.case, row.case.microbatch_tokens or "whole"
-        numbers = f"{row.loss:10.1e} {row.absolute:10.1e} {row.relative:10.1e}"
-        print(
-            f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{'' if row.within else '  APART'}", flush=True
-        )
-        apart += not row.within
+    try:
+        for row in verify(config, given.documents, given.processes):
+            case, cut = row.case, row.case.microbatch_tokens or "whole"
+            numbers = f"{row.loss:10.1e} {row.absolute:10.1e} {row.relative:10.1e}"
+            within = "" if row.within else "  APART"
+            print(f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{within}", flush=True)
+            apart += not row.within
+    except ObjectiveError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     print("all equal up to rounding" if not apart else f"{apart} cases differ by more than rounding")
     return int(apart > 0)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from common.config import first_problem
 from common.yamlfile import read_yaml_file
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
@@ -64,7 +65,8 @@ def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:
     try:
         config = TrainConfig.model_validate(read_yaml_file(run / "config.yaml"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointsError(f"{run}: its config.yaml cannot be read ({error})") from error
+        reason = first_problem(error, TrainConfig) if isinstance(error, ValueError) else error
+        raise CheckpointsError(f"{run}: its config.yaml cannot be read ({reason})") from error
     now = time.time() if now is None else now
     score = config.validation.score
     rate = rating(folder, score)

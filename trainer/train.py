@@ -19,13 +19,14 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed 
 from common.commandline import config_parser
 from common.config import ConfigError, load_config
 from common.console.logs import get_logger, setup_logging
+from common.credentials import redact
 from common.meanings import annotated_yaml
 from common.paths import expand
 from common.stores.address import is_remote
 from trainer.driver.places import fork_problem, place_problems
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import with_geometry
+from trainer.setup.geometry import unknown, with_geometry
 from trainer.setup.scaling import ScalingConfig
 
 
@@ -109,6 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             shown = config if is_remote(config.data) else with_geometry(config, run_folder(config.run, config.cache))
             sys.stdout.write(annotated_yaml(shown))
+            if left := unknown(shown):
+                get_logger().warning(
+                    "data = %s: its shards cannot be read now. A run takes %s from them; the values shown are "
+                    "defaults, so remove them before you use this output as a config file",
+                    redact(config.data),
+                    ", ".join(left),
+                )
             return 0
         wrong = place_problems(config.model_dump())
         if arguments.fork is not None and (problem := fork_problem(arguments.fork, config.run)):

@@ -111,12 +111,18 @@ def _distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[f
     """
     own = [name for name in reference if name.startswith("objective.")]
     encoder = [name for name in reference if name != "loss" and name not in own]
-    absolute, relative = 0.0, 0.0
+    absolute, relative = [0.0], [0.0]
     for names in filter(None, (encoder, own)):
-        difference = max(float((found[name] - reference[name]).abs().max()) for name in names)
-        largest = max(float(reference[name].abs().max()) for name in names)
-        absolute, relative = max(absolute, difference), max(relative, difference / largest if largest else difference)
-    return absolute, relative
+        difference = _largest([float((found[name] - reference[name]).abs().max()) for name in names])
+        largest = _largest([float(reference[name].abs().max()) for name in names])
+        absolute.append(difference)
+        relative.append(difference / largest if largest else difference)
+    return _largest(absolute), _largest(relative)
+
+
+def _largest(values: list[float]) -> float:
+    """The maximum, or NaN if any value is NaN, which Python's `max` may ignore."""
+    return float(torch.tensor(values, dtype=torch.float64).max())
 
 
 def _single(config: TrainConfig, size: int, case: Case) -> tuple[dict[str, Tensor], int]:

@@ -75,6 +75,16 @@ def test_print_config_shows_the_values_of_the_shards(data, tmp_path):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": str(data), **ENCODER})
     shown = runs.run_command("trainer.train", path, "--print-config")
     assert shown.returncode == 0, shown.stderr
+    assert "cannot be read now" not in shown.stderr
     printed = TrainConfig.model_validate(yaml.safe_load(shown.stdout))
     assert geometry(printed) == prepared(data)
     assert config_yaml(with_geometry(printed, tmp_path)) == config_yaml(printed)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "s3://bucket/shards"])
+def test_print_config_says_which_values_it_could_not_find(tmp_path, place):
+    path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": place, **ENCODER})
+    shown = runs.run_command("trainer.train", path, "spans.max_tokens=64", "--print-config")
+    assert shown.returncode == 0, shown.stderr
+    assert f"data = {place}: its shards cannot be read now" in shown.stderr
+    assert "takes spans.num_anchors, spans.min_tokens from them" in shown.stderr

@@ -3,6 +3,8 @@
 The objective is DeCLUTR with a projector and BatchNorm in the loss, as SCD has them.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from groups import run_group
@@ -10,16 +12,18 @@ from measures import deviation
 from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
 from torch import nn
 
+from trainer import verify
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
 from trainer.data.plan import Plan
-from trainer.objectives.base import Gathered, Objective
+from trainer.objectives.base import Gathered, Objective, ObjectiveError
 from trainer.objectives.config import RunContext
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.ntxent import ntxent
 from trainer.objectives.declutr.objective import Declutr
 from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
+from trainer.setup.config import TrainConfig
 from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
@@ -144,3 +148,81 @@ def test_an_unknown_term_is_refused():
     stepper.objective.loss = lambda batch: {"other": batch.views.sum()}
     with pytest.raises(ValueError, match=r"terms \['other'\]; add them to its config\.metrics"):
         stepper.step(batch, 1)
+
+
+WRONG_TERMS = [
+    (lambda _: {}, "returned {}; it must return a dict of one term or more"),
+    (lambda views: views.sum(), "it must return a dict"),
+    (lambda _: {"contrastive": 1.0}, "returned the term 'contrastive' as 1.0; it must be a scalar tensor"),
+    (lambda views: {"contrastive": views.sum(dim=(1, 2))}, r"torch.float64 of shape \[10\]; it must be a scalar"),
+    (lambda _: {"contrastive": torch.tensor(1)}, r"a torch.int64 of shape \[\]"),
+    (lambda views: {"contrastive": views.detach().sum()}, "has no gradient .* do not detach them"),
+    (lambda views: {"mlm": views.sum()}, "has the term 'mlm', which the trainer computes"),
+]
+
+
+@pytest.mark.parametrize("tokens", [None, 60])
+@pytest.mark.parametrize(("terms", "said"), WRONG_TERMS)
+def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
+    stepper, batch = setup(World(), tokens)
+    stepper.objective.loss = lambda gathered: terms(gathered.views)
+    with pytest.raises(ObjectiveError, match=said) as raised:
+        stepper.step(batch, 1)
+    assert "objective declutr: `loss` " in str(raised.value)
+
+
+def test_a_term_of_one_entry_is_a_scalar():
+    stepper, batch = setup(World())
+    stepper.objective.loss = lambda gathered: {"contrastive": gathered.views.square().sum().reshape(1)}
+    assert stepper.step(batch, 1).grad_norm > 0
+
+
+def test_views_of_another_shape_are_refused():
+    stepper, batch = setup(World())
+    rows = batch.num_rows
+    stepper.objective.views = lambda embeddings, _: embeddings
+    with pytest.raises(ValueError, match=rf"objective declutr: `views` returned the shape .*, not \[{rows}, 2, D\]"):
+        stepper.step(batch, 1)
+    stepper.objective.views = lambda embeddings, given: Objective.views(stepper.objective, embeddings, given)
+    with pytest.raises(ValueError, match=rf"spans do not match {rows} rows with 2 views each"):
+        stepper.step(batch, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (torch.zeros(3, dtype=torch.int64), r"'label' is torch.int64 of shape \[3\]; it must be .* shape \[10\]"),
+        (torch.zeros(10, dtype=torch.bool), "'label' is torch.bool"),
+    ],
+)
+def test_facts_that_do_not_fit_the_rows_are_refused(values, said):
+    stepper, batch = setup(World())
+    with pytest.raises(ObjectiveError, match=f"objective declutr: the fact {said}"):
+        stepper.step(replace(batch, facts={"label": values}), 1)
+
+
+def facts_on_one_rank(world):
+    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
+    stepper, batch = setup(world, start=start, end=end)
+    facts = {"label": torch.arange(batch.num_rows)} if world.rank else {}
+    try:
+        stepper.step(replace(batch, facts=facts), 1)
+    except ObjectiveError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_facts_of_one_worker_only_are_refused_on_all():
+    first, second = run_group(2, facts_on_one_rank)
+    assert "the facts of the feed differ between workers; worker 0 has none" in first
+    assert "the facts of the feed differ between workers; worker 1 has label" in second
+
+
+def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
+    gradients = {"loss": torch.zeros(1), "weight": torch.full((2,), float("nan")), "bias": torch.ones(2)}
+    monkeypatch.setattr(verify, "_single", lambda *_: (gradients, 14))
+    config = TrainConfig(run="r", data="d", encoder={"scratch": {"model_type": "roberta"}})
+    found = list(verify.verify(config, 4, []))
+    assert found
+    assert not any(row.within for row in found)

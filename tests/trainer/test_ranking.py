@@ -116,3 +116,11 @@ def test_a_follower_needs_no_validation_of_ours():
 def test_who_follows_reads_a_folder():
     with pytest.raises(ValueError, match="followed needs a folder as run, not s3://bucket/run"):
         config_of(run="s3://bucket/run", validation={"score": "followed"})
+
+
+def test_an_objective_without_scores_needs_a_folder_only_if_scores_choose(monkeypatch):
+    monkeypatch.setattr(type(config_of().objective), "scores", ())
+    remote = {"run": "s3://bucket/run", "validation": {"every_steps": 0}}
+    assert not config_of(**remote, export="last").awaits_follower
+    with pytest.raises(ValueError, match=r"needs a folder as run, not s3://bucket/run: .* Set run to a folder \["):
+        config_of(**remote)

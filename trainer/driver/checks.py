@@ -18,6 +18,7 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import read_origin
 from trainer.driver.encoder_checks import encoder_problems
 from trainer.driver.places import place_problems
+from trainer.objectives.base import ObjectiveError, implementation_of
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE
@@ -161,8 +162,24 @@ def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[st
     return []
 
 
+def _objective_problems(config: TrainConfig) -> list[str]:
+    """Problems of the objective's package."""
+    objective = config.objective
+    try:
+        implementation_of(objective)
+    except ObjectiveError as error:
+        return [str(error)]
+    if objective.mlm and "mlm" not in objective.metrics:
+        return [
+            f"objective.kind = {objective.kind}: mlm is true, but metrics = {list(objective.metrics)} lacks 'mlm', so "
+            "the MLM loss would not be recorded; add it"
+        ]
+    return []
+
+
 def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    found = config.objective.problems(config.context(manifest.short_documents), manifest)
+    found = _objective_problems(config)
+    found += config.objective.problems(config.context(manifest.short_documents), manifest)
     if config.batch_documents > manifest.totals["kept_train"]:
         found.append(
             f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "

@@ -7,7 +7,9 @@ from typing import Any
 from common.hub import looks_like_a_path
 from common.paths import PathError, expand, folder_problem
 from common.stores.address import is_remote
+from common.suggestions import meant
 from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from trainer.objectives.registry import KINDS
 
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
 # Files and folders that a run writes. A folder in place of a file, or the reverse, would end it hours later.
@@ -19,7 +21,7 @@ _FOLDERS = ("checkpoints", "export", "tensorboard")
 
 
 def place_problems(values: Mapping[str, Any]) -> list[str]:
-    """Problems of `run`, `data` and `encoder.pretrained`, one line each, which starts with the key.
+    """Problems of `run`, `data`, `encoder.pretrained` and `objective.kind`, one line each, which starts with the key.
 
     Args:
         values: settings of the configuration; the others may be invalid.
@@ -39,7 +41,15 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
             except PathError as error:
                 problem = str(error)
             found += [f"{key} = {value}: {problem}"] if problem else []
-    return [*found, *_same_problem(values.get("run"), values.get("data"))]
+    return [*found, *_same_problem(values.get("run"), values.get("data")), *_objective_problem(values.get("objective"))]
+
+
+def _objective_problem(objective: Any) -> list[str]:
+    """A problem if no package defines the objective, unless its name looks mistyped, which is reported elsewhere."""
+    kind = objective.get("kind") if isinstance(objective, Mapping) else None
+    if not isinstance(kind, str) or kind in KINDS or meant(kind, list(KINDS)):
+        return []
+    return [f"objective {kind}: no package installed here defines it; install its package, on all hosts of the run"]
 
 
 def _same_problem(run: Any, data: Any) -> list[str]:

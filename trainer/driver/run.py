@@ -33,7 +33,6 @@ from trainer.driver.signals import Signals
 from trainer.driver.supervisor import Supervisor
 from trainer.driver.waiting import oversubscribed
 from trainer.metrics.metrics import read_metrics
-from trainer.metrics.settings import FOLLOWED
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
@@ -136,7 +135,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         get_logger().info("%s: %s", config.run, message)
     if done < steps and early is None:
         (run / SUMMARY).unlink(missing_ok=True)  # describes an earlier end
-        if config.validation.score == FOLLOWED and not (run / SCORES).is_file():
+        if config.awaits_follower and not (run / SCORES).is_file():
             get_logger().info("no scores yet: run `declutr evaluate --follow %s` alongside the training", config.run)
         if store is not None:
             store.send(*_FILES)

@@ -27,6 +27,10 @@ from trainer.parallel.world import World
 Config = TypeVar("Config", bound=ObjectiveConfig)
 
 
+class ObjectiveError(ValueError):
+    """An objective returned what it must not return; raised on every rank."""
+
+
 @dataclass(frozen=True)
 class Gathered:
     """The views of the global batch.
@@ -101,7 +105,14 @@ class Objective(nn.Module, ABC, Generic[Config]):
         """Views of a worker's rows, `(m, V, D)`, from its spans' embeddings `(S, D)`; no parameters may be used here.
 
         By default, a row's V spans are consecutive.
+
+        Raises:
+            ValueError: the number of spans does not match the rows and their views.
         """
+        if len(embeddings) != batch.num_rows * self.num_views:
+            raise ValueError(
+                f"{len(embeddings)} spans do not match {batch.num_rows} rows with {self.num_views} views each"
+            )
         return embeddings.reshape(batch.num_rows, self.num_views, embeddings.shape[-1])
 
     @abstractmethod
@@ -146,7 +157,26 @@ class Objective(nn.Module, ABC, Generic[Config]):
 
 
 def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
-    """The class that computes an objective; importing it imports torch."""
+    """The class that computes an objective; importing it imports torch.
+
+    Raises:
+        ObjectiveError: there is no such class.
+    """
     module, _, name = config.implementation.partition(":")
-    implementation: type[Objective[Any]] = getattr(import_module(module), name)
-    return implementation
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ObjectiveError(_not_usable(config, why)) from error
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ObjectiveError(_not_usable(config, "is not a subclass of Objective"))
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ObjectiveError(_not_usable(config, f"does not define {', '.join(missing)}"))
+    return found
+
+
+def _not_usable(config: ObjectiveConfig, why: str) -> str:
+    return (
+        f"objective.kind = {config.kind}: implementation = {config.implementation!r}: {why}; correct or reinstall the "
+        "package of this objective"
+    )

@@ -1,10 +1,12 @@
 """Objectives by the `kind` of their settings: those of this project and those of installed packages."""
 
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args
 
 from pydantic import BeforeValidator, Field
 
+from common.config import ConfigError
 from trainer.objectives.config import ObjectiveConfig
 from trainer.objectives.declutr.config import DeclutrConfig
 
@@ -31,24 +33,48 @@ def load_kinds() -> dict[str, type[ObjectiveConfig]]:
     """Settings classes by kind; importing one must not import torch.
 
     Raises:
-        TypeError: an installed package's entry point is not an objective of that kind.
+        ConfigError: an installed package's entry point is not an objective of that kind; it names the package.
     """
     kinds: dict[str, type[ObjectiveConfig]] = {DEFAULT.kind: type(DEFAULT)}
+    problems = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        loaded = point.load()
-        is_config = isinstance(loaded, type) and issubclass(loaded, ObjectiveConfig)
-        if not is_config or loaded.model_fields["kind"].default != point.name or point.name in kinds:
-            raise TypeError(
-                f"entry point {point.name} = {point.value} ({GROUP}): must name a subclass of ObjectiveConfig with "
-                f"the kind {point.name!r}, which no other objective may have; correct or uninstall the package"
+        try:
+            kinds[point.name] = _load(point, kinds)
+        except Exception as error:  # noqa: BLE001 - a module of the package may raise anything
+            package = point.dist.name if point.dist else "of unknown name"
+            said = str(error) if type(error) is TypeError else f"{type(error).__name__}: {error}"
+            problems.append(
+                f"package {package}: entry point {point.name} = {point.value} ({GROUP}): {said}; correct or uninstall "
+                "the package"
             )
-        if taken := RESERVED & set(loaded.metrics):
-            raise TypeError(
-                f"entry point {point.name} = {point.value} ({GROUP}): metrics may not have the names {sorted(taken)}; "
-                "rename these terms"
-            )
-        kinds[point.name] = loaded
+    if problems:
+        raise ConfigError("objectives of installed packages", problems)
     return kinds
+
+
+def _load(point: EntryPoint, kinds: Mapping[str, type[ObjectiveConfig]]) -> type[ObjectiveConfig]:
+    """The settings class of an entry point.
+
+    Raises:
+        TypeError: it is no objective of that kind.
+    """
+    loaded = point.load()
+    if not (isinstance(loaded, type) and issubclass(loaded, ObjectiveConfig)):
+        raise TypeError("must name a subclass of ObjectiveConfig")
+    kind = loaded.model_fields["kind"]
+    if kind.default != point.name or get_args(kind.annotation) != (point.name,):
+        raise TypeError(f'its class must define `kind: Literal["{point.name}"] = "{point.name}"`')
+    if point.name in kinds:
+        other = kinds[point.name]
+        raise TypeError(f"{other.__module__}:{other.__qualname__} has the kind {point.name!r} already")
+    if missing := [name for name in ("implementation", "metrics", "method") if not hasattr(loaded, name)]:
+        raise TypeError(f"its class does not define {', '.join(missing)}")
+    metrics: Any = loaded.metrics
+    if isinstance(metrics, str):
+        raise TypeError(f"metrics = {metrics!r} must be a tuple of names")
+    if taken := RESERVED & set(metrics):
+        raise TypeError(f"metrics may not have the names {sorted(taken)}; rename these terms")
+    return loaded
 
 
 def _with_kind(value: Any) -> Any:
@@ -56,10 +82,11 @@ def _with_kind(value: Any) -> Any:
     return {"kind": DEFAULT.kind, **value} if isinstance(value, dict) else value
 
 
+KINDS = load_kinds()
+"""The objectives that can be named."""
 if TYPE_CHECKING:
     AnyObjectiveConfig = ObjectiveConfig
 else:
-    KINDS = load_kinds()
     AnyObjectiveConfig = (
         Annotated[Union[tuple(KINDS.values())], Field(discriminator="kind"), BeforeValidator(_with_kind)]  # noqa: UP007
         if len(KINDS) > 1

@@ -87,14 +87,25 @@ class TrainConfig(Strict):
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
-        if self.validation.score == FOLLOWED and is_remote(self.run):
+        if self.awaits_follower and is_remote(self.run):
+            held_out = self.objective.scores[:2]
+            others = f", or score on held-out documents ({', '.join(held_out)})" if held_out else ""
             problems.append(
                 f"validation.score = followed needs a folder as run, not {self.run}: `declutr evaluate --follow` reads "
-                f"it. Set run to a folder, or score on held-out documents ({', '.join(self.objective.scores[:2])})"
+                f"it. Set run to a folder{others}"
             )
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def awaits_follower(self) -> bool:
+        """True if the run needs the scores of `declutr evaluate --follow`.
+
+        An objective without scores has no other score, which it needs only to choose a checkpoint.
+        """
+        chooses = self.export == "best" or self.validation.patience is not None
+        return self.validation.score == FOLLOWED and (bool(self.objective.scores) or chooses)
 
     def _best_problems(self) -> list[str]:
         """Reasons why no best checkpoint can be chosen, which `export: best` and patience need."""

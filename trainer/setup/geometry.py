@@ -35,6 +35,11 @@ def with_geometry(config: TrainConfig, run: Path) -> TrainConfig:
     return config.model_copy(update={"spans": config.spans.model_copy(update=found)})
 
 
+def unknown(config: TrainConfig) -> list[str]:
+    """Names of the settings that `with_geometry` could not find, as dotted keys."""
+    return [f"spans.{key}" for key in _KEYS if key not in config.spans.model_fields_set]
+
+
 def _started_with(run: Path) -> dict[str, Any]:
     """The spans of the run's settings; empty where there are none."""
     try:

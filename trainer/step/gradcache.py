@@ -6,6 +6,7 @@ each piece with its graph and the same dropout, and applies the gradient of the 
 Legend: M rows of views of the global batch, D embedding size.
 """
 
+import zlib
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -17,7 +18,7 @@ from torch import Tensor
 from common import seeding
 from trainer.data.batches import RankBatch, SpanBatch
 from trainer.model.encoder import Encoder
-from trainer.objectives.base import Gathered, Objective
+from trainer.objectives.base import Gathered, Objective, ObjectiveError
 from trainer.parallel.world import World
 
 
@@ -74,12 +75,26 @@ class GradCache:
     autocast: torch.dtype | None = None
 
     def count(self, batch: RankBatch) -> Counts:
-        """Totals over all ranks, by one all-reduce."""
-        own = [0] * self.world.size
-        own[self.world.rank] = batch.num_rows
+        """Totals over all ranks, by one all-reduce.
+
+        Raises:
+            ObjectiveError: the feed's facts do not fit its rows, or their names differ between ranks.
+        """
+        size, rank = self.world.size, self.world.rank
+        own = [0] * 2 * size
+        problem = _facts_problem(batch)
+        own[rank], own[size + rank] = batch.num_rows, -1 if problem else _facts_code(batch)
         labels = batch.spans.labels
-        selected, *rows = self.world.sum(labels.new_tensor([len(labels), *own])).tolist()
-        return Counts(selected, sum(rows[: self.world.rank]), sum(rows))
+        selected, *found = self.world.sum(labels.new_tensor([len(labels), *own])).tolist()
+        rows, codes = found[:size], found[size:]
+        if problem or len(set(codes)) > 1:
+            given = ", ".join(batch.facts) or "none"
+            raise ObjectiveError(
+                f"objective {self.objective.config.kind}: "
+                f"{problem or f'the facts of the feed differ between workers; worker {rank} has {given}'}. "
+                "Correct `feed`, which must give the same facts for any number of rows, also 0"
+            )
+        return Counts(selected, sum(rows[:rank]), sum(rows))
 
     def embed(self, pieces: list[SpanBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
@@ -143,6 +158,12 @@ class GradCache:
         if not self.objective.config.embeds:
             return {}, None
         views, total = self.objective.views(spans, batch), counts.num_rows
+        wanted = (batch.num_rows, self.objective.num_views)
+        if views.dim() != 3 or views.shape[:2] != wanted:
+            raise ValueError(
+                f"objective {self.objective.config.kind}: `views` returned the shape {list(views.shape)}, not "
+                f"[{wanted[0]}, {wanted[1]}, D]: `num_rows` of the batch, `num_views` of the objective, and the size"
+            )
         gathered = Gathered(
             self.world.gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:]),
             {name: self.world.gather(values, counts.first_row, total) for name, values in batch.facts.items()},
@@ -151,8 +172,8 @@ class GradCache:
             self.world.size,
         )
         terms = self.objective.loss(gathered)
-        if unknown := set(terms) - set(self.objective.config.metrics):
-            raise ValueError(f"the objective's loss has terms {sorted(unknown)}; add them to its config.metrics")
+        if problem := _terms_problem(terms, self.objective.config.metrics, gathered.views):
+            raise ObjectiveError(f"objective {self.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.objective.remembers else None
 
     def _forward(self, piece: SpanBatch, number: int) -> tuple[Tensor, Tensor]:
@@ -170,6 +191,39 @@ class GradCache:
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+
+def _facts_problem(batch: RankBatch) -> str | None:
+    """The reason why facts cannot be gathered with the rows of this rank, or None."""
+    for name, values in batch.facts.items():
+        if values.dtype != torch.int64 or values.shape != (batch.num_rows,):
+            return (
+                f"the fact {name!r} is {values.dtype} of shape {list(values.shape)}; it must be torch.int64 of shape "
+                f"[{batch.num_rows}], one number for each row"
+            )
+    return None
+
+
+def _facts_code(batch: RankBatch) -> int:
+    """A number of 31 bits for the names of a batch's facts and their order."""
+    return zlib.crc32(repr(list(batch.facts)).encode()) & 0x7FFF_FFFF
+
+
+def _terms_problem(terms: Any, metrics: tuple[str, ...], views: Tensor) -> str | None:
+    """The reason why an objective's terms cannot be trained or recorded, or None."""
+    if not isinstance(terms, dict) or not terms:
+        return f"returned {terms!r}; it must return a dict of one term or more"
+    for name, value in terms.items():
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            shown = f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            return f"returned the term {name!r} as {shown}; it must be a scalar tensor of floats"
+    if unknown := set(terms) - set(metrics):
+        return f"has terms {sorted(unknown)}; add them to its config.metrics"
+    if "mlm" in terms:
+        return "has the term 'mlm', which the trainer computes; rename it"
+    if views.requires_grad and not any(value.requires_grad for value in terms.values()):
+        return f"has no gradient with respect to the views in any of its terms {sorted(terms)}; do not detach them"
+    return None
 
 
 def _total(terms: dict[str, Tensor], like: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
 from trainer.data.stream import Ahead, batches
 from trainer.model.language_model import UnfitEncoderError
+from trainer.objectives.base import ObjectiveError
 from trainer.setup.build import (
     build_encoder,
     build_feed,
@@ -115,7 +116,7 @@ def _train(
     )
     try:
         step = loop.train()
-    except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError) as error:
+    except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
     if step == stepper.total_steps:
         return None

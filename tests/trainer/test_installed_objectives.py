@@ -1,0 +1,112 @@
+"""Objectives of installed packages that cannot be used: the message names the package and what is wrong."""
+
+from typing import ClassVar, Literal
+
+import pytest
+import tinyruns as runs
+from madeup import shards
+
+from common.config import ConfigError
+from trainer.driver.checks import problems
+from trainer.driver.places import place_problems
+from trainer.objectives.config import ObjectiveConfig
+from trainer.objectives.registry import load_kinds
+
+CLASS = """
+from typing import ClassVar, Literal
+from trainer.objectives.config import ObjectiveConfig
+class Config(ObjectiveConfig):
+    implementation: ClassVar = "nowhere:Nothing"
+    metrics: ClassVar = ("one",)
+    method: ClassVar = "a test"
+    kind: Literal["spoilt"] = "spoilt"
+"""
+
+
+def install(folder, monkeypatch, package, module, source, kind="spoilt"):
+    """A package of one module with an entry point, on the path of this process."""
+    info = folder / f"{package}-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(f"[declutr.objectives]\n{kind} = {module}:Config\n")
+    if source is not None:
+        (folder / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "said"),
+    [
+        ("spoilt_absent", None, "ModuleNotFoundError: No module named 'spoilt_absent'"),
+        ("spoilt_raises", "raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("spoilt_empty", "", "AttributeError: module 'spoilt_empty' has no attribute 'Config'"),
+        ("spoilt_other", "Config = dict", "must name a subclass of ObjectiveConfig"),
+        ("spoilt_kind", CLASS.replace('    kind: Literal["spoilt"] = "spoilt"', ""), "its class must define `kind: "),
+        ("spoilt_string", CLASS.replace('Literal["spoilt"]', "str"), "its class must define `kind: Literal"),
+        ("spoilt_names", CLASS.replace("metrics: ", "names: ").replace("method: ", "way: "), "metrics, method"),
+        ("spoilt_text", CLASS.replace('("one",)', '"one"'), "metrics = 'one' must be a tuple of names"),
+        ("spoilt_loss", CLASS.replace('"one"', '"loss"'), "metrics may not have the names ['loss']"),
+    ],
+)
+def test_the_message_names_package_entry_point_and_cause(tmp_path, monkeypatch, module, source, said):
+    install(tmp_path, monkeypatch, "spoilt-objective", module, source)
+    with pytest.raises(ConfigError) as raised:
+        load_kinds()
+    (problem,) = raised.value.problems
+    assert f"package spoilt-objective: entry point spoilt = {module}:Config (declutr.objectives)" in problem
+    assert said in problem
+    assert problem.endswith("correct or uninstall the package")
+
+
+def test_two_packages_with_the_same_kind(tmp_path, monkeypatch):
+    install(tmp_path / "one", monkeypatch, "first-objective", "spoilt_first", CLASS)
+    assert "spoilt" in load_kinds()
+    install(tmp_path / "two", monkeypatch, "second-objective", "spoilt_second", CLASS)
+    with pytest.raises(ConfigError, match=r"package (first|second)-objective: .* has the kind 'spoilt' already"):
+        load_kinds()
+
+
+def test_no_package_takes_the_kind_of_this_project(tmp_path, monkeypatch):
+    source = CLASS.replace("spoilt", "declutr")
+    install(tmp_path, monkeypatch, "spoilt-objective", "spoilt_taken", source, kind="declutr")
+    with pytest.raises(ConfigError, match="DeclutrConfig has the kind 'declutr' already"):
+        load_kinds()
+
+
+class Unfit(ObjectiveConfig):
+    """Settings whose implementation cannot be used."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("one",)
+    method: ClassVar[str] = "a test"
+    kind: Literal["unfit"] = "unfit"
+
+
+@pytest.mark.parametrize(
+    ("implementation", "said"),
+    [
+        ("nowhere.objective:Nothing", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("trainer.objectives.base:Nothing", "AttributeError: "),
+        ("trainer.objectives.base", "AttributeError: "),
+        ("json:JSONDecoder", "is not a subclass of Objective"),
+        ("trainer.objectives.base:Objective", "does not define feed, loss"),
+    ],
+)
+def test_an_implementation_that_cannot_be_used_is_found_before_ray_starts(tmp_path, monkeypatch, implementation, said):
+    monkeypatch.setattr(Unfit, "implementation", implementation, raising=False)
+    config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
+    (problem,) = [line for line in problems(config) if line.startswith("objective.kind = unfit")]
+    assert f"implementation = {implementation!r}: {said}" in problem
+
+
+def test_mlm_without_its_metric_is_found_before_ray_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(Unfit, "implementation", "trainer.objectives.declutr.objective:Declutr", raising=False)
+    monkeypatch.setattr(Unfit, "mlm", True)
+    config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
+    assert any("metrics = ['one'] lacks 'mlm'" in line for line in problems(config))
+
+
+def test_an_objective_whose_package_is_not_installed():
+    (problem,) = place_problems({"objective": {"kind": "spoilt"}})
+    assert problem.startswith("objective spoilt: no package installed here defines it")
+    assert place_problems({"objective": {"kind": "DeCLUTR"}}) == []
+    assert place_problems({"objective": None}) == []
