@@ -93,6 +93,13 @@ def test_steps_and_epochs_both(run_bad):
     assert "give steps = 6 or epochs = 2.0, not both" in line
 
 
+def test_an_unknown_score_is_reported_with_the_errors_of_other_settings(run_bad):
+    first, second = run_bad("validation.score=recal_at_1", "optim.lr=fast")
+    assert "optim.lr = 'fast'" in first
+    assert "score = 'recal_at_1': must be one of distant_recall_at_1, " in second
+    assert second.endswith("did you mean `recall_at_1`?")
+
+
 def test_best_export_without_validation(run_bad):
     (line,) = run_bad("export=best")
     assert "export = best needs validation.every_steps above 0" in line
@@ -112,7 +119,7 @@ def test_patience_without_scores_or_checkpoints_of_them(run_bad):
 def test_sharded_parameters_with_a_microbatch_found_by_running_out_of_memory(run_bad):
     (line,) = run_bad("microbatch_tokens=auto", "scaling.shard_parameters=true")
     assert "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto" in line
-    assert "give a number of tokens, or null" in line
+    assert "set a number of tokens, or null" in line
 
 
 def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, data):
