@@ -22,7 +22,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("model", help="folder, name, file of word vectors, hashed-words:SIZE or untrained:NAME")
     parser.add_argument("inputs", nargs="+", help="files, folders, globs: text lines, JSONL, Parquet, ..., compressed")
     parser.add_argument(
-        "--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written to OUT.json"
+        "--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written to OUTPUT.json"
     )
     parser.add_argument("--text-field", default="text", help="field or column with the text (text)")
     parser.add_argument("--id-field", help="field or column with an id to write next to each embedding (.parquet)")

@@ -1,4 +1,4 @@
-"""A check that the Ray cluster which a setting names answers, made before Ray is imported."""
+"""Checks that the Ray cluster named by a setting answers, before Ray is imported."""
 
 import os
 import socket

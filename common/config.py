@@ -210,7 +210,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
             given = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
             choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", "")) or choices_of([*path, kind], model)
             said = f"{key}.{kind} = {_shown(given)}: "
-            message = f"it is one of {', '.join(choices)}{meant(str(given), choices)}" if choices else "missing"
+            message = f"must be one of {', '.join(choices)}{meant(str(given), choices)}" if choices else "missing"
         elif not item["loc"]:
             lines |= {line: [] for line in item["msg"].removeprefix("Value error, ").splitlines()}
             continue

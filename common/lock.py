@@ -1,4 +1,4 @@
-"""A lock that allows one command a run folder and is free again after a kill -9 of its holder.
+"""Lock of a run or output folder: one command at a time holds it, and kill -9 of the holder releases it.
 
 On the holder's host, the lock is held while the process exists; on another host, while its heartbeat is recent. The
 check and the write happen under flock, so of two simultaneous commands one is refused.

@@ -76,7 +76,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _kind(model: type[BaseModel]) -> str | None:
-    """The one value of a model's `kind`, by which a configuration selects it; None where it has several or none."""
+    """The value of `kind` that selects this model; None if it has no `kind` or allows several values."""
     field = model.model_fields.get("kind")
     kinds = get_args(field.annotation) if field else ()
     return str(kinds[0]) if len(kinds) == 1 else None

@@ -38,7 +38,7 @@ def folder_aside(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yields an empty temporary sibling folder of `path`; it takes the name `path` only if the block succeeds.
 
     Args:
-        path: what the folder will be called.
+        path: final name of the folder.
         replace: replaces an existing folder of that name when the new one is whole. A kill between the two renames
             leaves the old one as a hidden sibling, which the next call restores.
 

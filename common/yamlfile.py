@@ -64,7 +64,7 @@ _Strict.add_constructor("tag:yaml.org,2002:map", _Strict.construct_unique)
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML document: plain data, without tags, repeated keys, loops, and at most `MAX_VALUES` values.
+    """Reads a YAML document of plain data with at most `MAX_VALUES` values; refuses tags, repeated keys and loops.
 
     Raises:
         YamlError: the text is not exactly one such document.

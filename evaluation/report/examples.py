@@ -88,7 +88,7 @@ def entries_at(folder: Path, places: Iterable[tuple[int, int]]) -> dict[tuple[in
 
 
 def _rejected_texts(folder: Path, lines: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
-    """The beginnings of rejected documents by unit number and line of their files; absent where there is no file."""
+    """Reads the first characters of rejected documents, by (unit, line); units without a file are left out."""
     texts = {}
     for unit in sorted({unit for unit, _ in lines}):
         path = folder / REJECTED / f"{unit:05d}.jsonl.gz"

@@ -1,4 +1,4 @@
-"""A few groups of sources, one for each colour of the map, for any number of sources."""
+"""Divides any number of sources into a few groups, one for each colour of the map."""
 
 import re
 from collections import Counter
@@ -12,13 +12,13 @@ _STEP = re.compile(r"[/!]")
 
 
 class Grouping:
-    """Groups of sources by what their names begin with.
+    """Groups sources by the beginnings of their names.
 
-    Names are cut after as many steps (`/`, `!`) as leave at most `MAX_GROUPS` different beginnings. Where already the
-    first step leaves more, the most frequent ones are groups and all others are one.
+    Names are cut at a separator (`/`, `!`), as late as possible with at most `MAX_GROUPS` different beginnings. If the
+    cut at the first separator already gives more, the most frequent beginnings are groups and the others share one.
 
     Args:
-        sources: of some texts, as they come.
+        sources: source of each text, with repetitions.
     """
 
     def __init__(self, sources: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""A stratified sample of a corpus: parts of each folder and each format, read in bites of known size."""
+"""A stratified sample of a corpus: parts of each folder and each format.
+
+A part is read in bites: a few records with the number of their input bytes.
+"""
 
 import math
 from collections import Counter, defaultdict

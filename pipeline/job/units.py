@@ -122,7 +122,7 @@ def mark_units(units: Sequence[Unit]) -> list[Unit]:
 
 
 def stamp_read(unit: Unit) -> Stamp | None:
-    """The stamp of a unit that was just read; None for one without marks.
+    """The stamp of a unit that was just read; None if `mark_units` has not recorded the state of its files.
 
     Raises:
         OSError: a file was changed after planning. (A missing file is already counted as a failure.)

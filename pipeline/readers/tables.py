@@ -46,7 +46,7 @@ class Rows:
 def read_parquet(
     file: str | BinaryIO | pa.NativeFile, source: str, text_field: str, max_bytes: int, groups: range | None, rows: Rows
 ) -> Iterator[Record]:
-    """The rows of some row groups, or of all. If one breaks off, each of its remaining rows gives a failure.
+    """Reads these row groups, or all. If a group cannot be read to its end, each remaining row gives a failure.
 
     Texts are decoded one by one, because sizes in the file are not trusted: memory holds a page and a text, or a
     dictionary and a few texts.

@@ -120,8 +120,8 @@ def _drawn(alphabet: str, count: int, length: int) -> Iterator[str]:
 def disagreement_of_patterns() -> str | None:
     """Names characters that the installed libraries classify differently (letter, number, whitespace or other).
 
-    Their tables come from different versions of Unicode. A vocabulary with a token for each byte after an "a" and
-    before a "1" or "!" shows which of these share a word with a character.
+    Their tables come from different versions of Unicode. The test vocabulary has a token for "a" followed by each byte,
+    and for each byte followed by "1" or "!". In "aX1" the tokens then show in which word a library puts X.
     """
     letters = byte_letters()
     vocab = {letter: index for index, letter in enumerate(letters)}

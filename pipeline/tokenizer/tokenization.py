@@ -23,7 +23,8 @@ class _AnyTokenizer(Strict):
 
     engine: EngineSetting = "auto"
     """Library that turns text into ids. All give the same ids, so this has no influence on the shards. tiktoken
-    (byte-level BPE) and wordpiece (as in BERT) are several times faster; auto uses one if it agrees (engine.py)."""
+    (byte-level BPE) and wordpiece (as in BERT) are several times faster. auto uses one of them if it gives the ids of
+    `tokenizers` on test texts (pipeline/tokenizer/engine.py)."""
 
 
 class PretrainedTokenizer(_AnyTokenizer):

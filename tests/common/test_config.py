@@ -124,8 +124,8 @@ def test_unknown_key_without_a_near_one(load):
         ("inputs=a.txt", "write [a.txt]"),
         ("name=12", "put it into quotes within quotes"),
         ("name=", "name = None: is empty"),
-        ("animal={legs: 4}", "animal.kind = None: it is one of sheep, horse, pony"),
-        ("animal.kind=hors", "animal.kind = 'hors': it is one of sheep, horse, pony; did you mean `horse`?"),
+        ("animal={legs: 4}", "animal.kind = None: must be one of sheep, horse, pony"),
+        ("animal.kind=hors", "animal.kind = 'hors': must be one of sheep, horse, pony; did you mean `horse`?"),
         ("name=!!python/name:os.system", "is refused"),
     ],
 )

@@ -62,7 +62,7 @@ def command(capsys, *arguments: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(prepared):
-    """The folder after `--plan` and the run itself, with what both printed."""
+    """The output folder of a finished `prepare` that `--plan` preceded."""
     config = str(prepared / "config.yaml")
     assert main([config, "--plan"]) == 0
     assert not (prepared / "out" / "manifest.json").exists()

@@ -93,6 +93,13 @@ def test_steps_and_epochs_both(run_bad):
     assert "give steps = 6 or epochs = 2.0, not both" in line
 
 
+def test_an_unknown_score_is_reported_with_the_errors_of_other_settings(run_bad):
+    first, second = run_bad("validation.score=recal_at_1", "optim.lr=fast")
+    assert "optim.lr = 'fast'" in first
+    assert "score = 'recal_at_1': must be one of distant_recall_at_1, " in second
+    assert second.endswith("did you mean `recall_at_1`?")
+
+
 def test_best_export_without_validation(run_bad):
     (line,) = run_bad("export=best")
     assert "export = best needs validation.every_steps above 0" in line

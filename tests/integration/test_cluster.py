@@ -49,7 +49,7 @@ def local_copy(cluster):
 
 
 class Diary:
-    """What a user would have seen, with the time."""
+    """Log of the output that a user would have seen, with the time."""
 
     def __init__(self, path):
         self.path, self.began = path, time.monotonic()

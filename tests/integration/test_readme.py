@@ -1,4 +1,4 @@
-"""What the README tells a user to type for a corpus of their own, typed: each command as it stands there."""
+"""Runs the commands of the README for a user's own corpus, exactly as they are written there."""
 
 import os
 import shlex

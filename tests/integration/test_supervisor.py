@@ -1,4 +1,4 @@
-"""What the driver survives, refuses, and says."""
+"""Failures that the driver survives or refuses, and its messages."""
 
 import os
 import shutil

@@ -1,7 +1,6 @@
 """A real browser for tests of pages: Debian's Chromium, headless, driven by Selenium without any download.
 
-A page is opened from its file or its address. The browser's own logs tell what a test wants to know: console messages,
-requests.
+A page is opened from its file or its address. Tests read the console messages and requests from the browser's own logs.
 """
 
 import json

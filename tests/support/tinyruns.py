@@ -176,11 +176,6 @@ def descendants(pid):
     return found
 
 
-def train_workers(pid):
-    """pids of the Ray Train workers of a driver."""
-    return sorted(child for child, title in descendants(pid).items() if "RayTrainWorker" in title)
-
-
 def wait_gone(titles, timeout=60):
     """Waits until none of these processes (pid -> title) is left; returns those that are."""
     deadline = time.monotonic() + timeout

@@ -1,6 +1,6 @@
 """The masked language model of transformers that is trained: its configuration, weights, head and token ids.
 
-Functions import transformers, because the import takes seconds and a command that continues a run builds no encoder.
+transformers is imported inside functions: the import takes seconds, and a command that resumes a run needs no encoder.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config import Strict
 from common.storage import hash_json
@@ -59,19 +59,25 @@ class TrainConfig(Strict):
     export: Literal["last", "best"] = "last"
     """Checkpoint that becomes the exported encoder: the last, or the best by `validation.score`."""
 
+    @field_validator("validation")
+    @classmethod
+    def _known_score(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
+        """Refuses a score that the objective does not have. Errors of other settings do not hide this one."""
+        if "objective" in info.data:  # absent if it has errors
+            known = (*info.data["objective"].scores, FOLLOWED)
+            if validation.score and validation.score not in known:
+                hint = meant(validation.score, known)
+                raise ValueError(f"score = {validation.score!r}: must be one of {', '.join(known)}{hint}")
+        return validation
+
     @model_validator(mode="after")
     def _complete_score(self) -> "TrainConfig":
         """Sets the objective's default score, which does not count as a setting given by the user."""
-        known = (*self.objective.scores, FOLLOWED)
         if not self.validation.score:
-            completed = self.validation.model_copy(update={"score": known[0]})
+            default = (*self.objective.scores, FOLLOWED)[0]
+            completed = self.validation.model_copy(update={"score": default})
             completed.model_fields_set.discard("score")
             self.__dict__["validation"] = completed
-        elif self.validation.score not in known:
-            raise ValueError(
-                f"validation.score = {self.validation.score!r}: it is one of {', '.join(known)}"
-                f"{meant(self.validation.score, known)}"
-            )
         return self
 
     @model_validator(mode="after")
