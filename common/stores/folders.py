@@ -129,7 +129,7 @@ def _is_left_out(path: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `push FOLDER ADDRESS` or `pull ADDRESS FOLDER`; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="remote", description="Send and fetch whole folders to and from object stores, with checksums."
+        prog="declutr", description="Send and fetch whole folders to and from object stores, with checksums."
     )
     parser.add_argument("direction", choices=("push", "pull"))
     parser.add_argument("source", help="push: a folder; pull: s3://..., gs://... or any address that fsspec supports")
