@@ -21,7 +21,7 @@ import torch
 from benchmarks import documents, memory, models, packed, record
 from trainer.data.batches import RankBatch
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 from trainer.step.step import Stepper
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks import documents, models, record
-from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 
 _TABLES = 8  # tables of documents, used in turns, so that they do not all stay in the processor's cache

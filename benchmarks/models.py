@@ -9,7 +9,7 @@ from trainer.model.encoder import Encoder
 from trainer.model.language_model import build_model, load_hf_config
 from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.feed import SpanFeed
-from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 
 _POSITIONS = 514  # RoBERTa's first two are never used

@@ -38,7 +38,7 @@ from trainer.checkpoints.state import RunState
 from trainer.checkpoints.tensorfile import num_bytes
 from trainer.data.batches import RankBatch
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import Request, World
 from trainer.step.step import Stepper

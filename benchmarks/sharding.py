@@ -25,7 +25,7 @@ from benchmarks import documents, memory, models, packed, record
 from common.storage import write_text
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World

@@ -26,7 +26,7 @@ from trainer.data.batches import RankBatch, SpanBatch
 from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.feed import SpanFeed
-from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 
 TEMPERATURE = 0.05

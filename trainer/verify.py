@@ -181,6 +181,7 @@ def _gradients(stepper: Stepper, batch: RankBatch) -> dict[str, Tensor]:
     parameters = trained_parameters(stepper.encoder, stepper.objective)
     named = {name: p for name, p in parameters.items() if p.requires_grad}
     stepper.world.sum_gradients(list(named.values()))
-    loss = sum(found.terms.values()) + stepper.world.sum(found.mlm_sum) / max(1, found.num_selected)
+    mlm = stepper.world.sum(found.mlm_sum) / max(1, found.num_selected)
+    loss = sum(found.terms.values()) + stepper.objective.config.mlm_weight * mlm
     gradients = {name: whole(p.grad).contiguous() for name, p in named.items() if p.grad is not None}
     return {"loss": loss.detach().reshape(1), **gradients}

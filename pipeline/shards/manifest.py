@@ -6,13 +6,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from common.config import Strict, describe
 from common.storage import hash_json
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.skipped import Skip
 from pipeline.readers.stamp import Stamp
+from pipeline.shards.content import AnyContent
 from pipeline.shards.ledger import LedgerFile
 from pipeline.shards.schema import SCHEMA_VERSION
 from pipeline.shards.windows import Geometry, ShortDocuments
@@ -23,6 +24,8 @@ TOKENIZER = "tokenizer"
 """Folder of the tokenizer in the output folder."""
 MAX_EXAMPLES = 100
 """Failures listed in a manifest and in each sidecar; all failures are counted."""
+
+_CONTENT: TypeAdapter[AnyContent] = TypeAdapter(AnyContent)
 
 Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = ("train", "held-out")
@@ -112,6 +115,11 @@ class Manifest(Strict):
         """Treatment of documents too short for `geometry`."""
         found: ShortDocuments = self.config.get("short_documents", "drop")
         return found
+
+    @property
+    def content(self) -> AnyContent:
+        """Kind of the rows."""
+        return _CONTENT.validate_python(self.config.get("content", "documents"))
 
     def of_split(self, split: str) -> list[Shard]:
         """Shards of a split, in the order by which documents are numbered."""

@@ -20,7 +20,7 @@ from pipeline.shards.windows import Geometry, window_starts
 from pipeline.tokenizer.tokenization import train_tokenizer
 from trainer.data.plan import permute
 from trainer.model import flops
-from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[2]

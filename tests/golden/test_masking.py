@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from trainer.objectives.declutr.masking import MaskingConfig, mask_tokens
+from trainer.objectives.masking import MaskingConfig, mask_tokens
 
 pytestmark = pytest.mark.golden
 

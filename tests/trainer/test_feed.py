@@ -14,7 +14,7 @@ from tiny import VOCABULARY, documents, rank_batch, tiny_feed
 from trainer.data.batches import DIGEST
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.masking import mask_tokens
+from trainer.objectives.masking import mask_tokens
 from trainer.objectives.span_settings import SpanConfig
 
 LENGTHS = [48, 70, 49, 131, 60]

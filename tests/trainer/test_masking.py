@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tiny import VOCABULARY
 
-from trainer.objectives.declutr.masking import MaskingConfig, mask_tokens
+from trainer.objectives.masking import MaskingConfig, mask_tokens
 
 COLUMNS = ("ids", "key", "epoch", "anchor", "place")
 

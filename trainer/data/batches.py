@@ -3,7 +3,7 @@
 Legend: S spans, T tokens of all spans together (specials included), K tokens that are selected for MLM.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,6 +26,8 @@ class SpanBatch:
         selected: `(K,)` places in `input_ids`, ascending, whose original token is to be predicted.
         labels: `(K,)` the original tokens.
         keys: `(S,)` int32 keys of each span's dropout; None if nothing is dropped.
+        rates: `(S, 2)` float64 dropout rates of each span's hidden states and attention weights, instead of those of
+            the encoder's layers; on the CPU. None: the layers' rates.
     """
 
     input_ids: Tensor
@@ -33,6 +35,7 @@ class SpanBatch:
     selected: Tensor
     labels: Tensor
     keys: Tensor | None = None
+    rates: Tensor | None = None
 
     @property
     def num_spans(self) -> int:
@@ -46,22 +49,16 @@ class SpanBatch:
 
     def to(self, device: torch.device) -> "SpanBatch":
         """The batch on another device."""
-        return SpanBatch(
-            self.input_ids.to(device, non_blocking=True),
-            self.lengths,
-            self.selected.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            None if self.keys is None else self.keys.to(device, non_blocking=True),
-        )
+        return self._moved(lambda each: each.to(device, non_blocking=True))
 
     def pin_memory(self) -> "SpanBatch":
         """The batch in page-locked memory, from which copies to a GPU overlap with its work."""
-        return SpanBatch(
-            self.input_ids.pin_memory(),
-            self.lengths,
-            self.selected.pin_memory(),
-            self.labels.pin_memory(),
-            None if self.keys is None else self.keys.pin_memory(),
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> "SpanBatch":
+        keys = None if self.keys is None else move(self.keys)
+        return replace(
+            self, input_ids=move(self.input_ids), selected=move(self.selected), labels=move(self.labels), keys=keys
         )
 
     def digest(self) -> int:
@@ -99,6 +96,7 @@ class SpanBatch:
             F.pad(self.selected, (0, 1), value=self.num_tokens),
             F.pad(self.labels, (0, 1), value=IGNORED),
             None if self.keys is None else F.pad(self.keys, (0, 1)),
+            None if self.rates is None else F.pad(self.rates, (0, 0, 0, 1)),
         )
 
     def span_slice(self, start: int, end: int) -> "SpanBatch":
@@ -118,6 +116,7 @@ class SpanBatch:
                 self.selected[places[start] : places[end]] - starts[start],
                 self.labels[places[start] : places[end]],
                 None if self.keys is None else self.keys[start:end],
+                None if self.rates is None else self.rates[start:end],
             )
             for start, end in cuts
         ]
@@ -131,6 +130,7 @@ class RankBatch:
         spans: packed spans of its documents.
         num_documents: rows of the shards; 0 when there are more ranks than documents.
         num_rows: m, rows of views that the objective makes from the spans; 0 if the loss uses no embeddings.
+        views: `(m, V)` int64, number of the span of each view. None: the objective knows the order.
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
     """
@@ -140,12 +140,14 @@ class RankBatch:
     num_rows: int
     facts: dict[str, Tensor] = field(default_factory=dict)
     digest: int = 0
+    views: Tensor | None = None
 
     def to(self, device: torch.device) -> "RankBatch":
         """The batch on another device; copies to a GPU overlap with its work."""
         spans = self.spans.pin_memory() if device.type == "cuda" else self.spans
         facts = {name: values.to(device) for name, values in self.facts.items()}
-        return replace(self, spans=spans.to(device), facts=facts)
+        views = None if self.views is None else self.views.to(device)
+        return replace(self, spans=spans.to(device), facts=facts, views=views)
 
 
 def _pieces(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Attention over packed spans: one row of tokens, in which no span attends to another.
+"""Attention over packed spans: one row of tokens, in which no span attends to another; and over padded ones.
 
 It is registered with transformers' attention interface, so encoder families work unchanged. Linear layers process each
 real token once and no padding; only attention groups spans of similar length.
@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.model.dropout import AttentionDropout
+from trainer.model.dropout import DropoutKeys, TokenRates, drop_attention
 
 PACKED = "declutr_packed"
+PADDED = "declutr_padded"
 # A group of spans is one attention call, padded to its longest span. Merging saves calls but wastes multiplications. A
 # span joins a group if its length is at least this share of the group's longest, or if the group's longest is short.
 _MIN_FILL = 0.75
@@ -41,12 +42,20 @@ class AttentionLayout:
         lengths: `(S,)` number of tokens of each span in packed order, on the CPU.
         device: device of the row.
         token_keys: `(T,)` keys of the tokens, for attention dropout; None without dropout.
+        rates: `(T,)` rates of attention dropout; None: every layer has its own rate.
     """
 
-    def __init__(self, lengths: Tensor, device: torch.device, token_keys: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        lengths: Tensor,
+        device: torch.device,
+        token_keys: Tensor | None = None,
+        rates: TokenRates | None = None,
+    ) -> None:
         self.lengths = lengths
         self.device = device
         self.token_keys = token_keys
+        self.rates = rates
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -127,7 +136,8 @@ def packed_attention(
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
     window = kwargs.get("sliding_window")
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
+    drop = _drops(module, dropout, packed_layout.rates)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not drop:
         return _attend_by_kernel(query, key, value, packed_layout, scaling, window), None
     # not in training: some steps have one span, or spans of one length, and would cause a second compilation
     table = packed_layout.is_table and not torch.is_grad_enabled()
@@ -145,8 +155,11 @@ def packed_attention(
             place = torch.arange(longest, device=query.device)
             near = (place[:, None] - place[None, :]).abs() < window
             mask = near if mask is None else mask & near
-        if dropout:
-            attended = _attend_with_dropout(module, q, k, v, mask, scaling, dropout, packed_layout.token_keys, group)
+        if drop:
+            keys, rates = packed_layout.token_keys, packed_layout.rates
+            keys = None if keys is None else keys[group.tokens]
+            rates = None if rates is None else rates.rearranged(lambda each, places=group.tokens: each[places])  # type: ignore[misc]
+            attended = _attend_with_dropout(module, q, k, v, mask, scaling, dropout, keys, rates)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         attended = attended.transpose(1, 2)
@@ -177,6 +190,48 @@ def _attend_by_kernel(
     return attended[None]
 
 
+def padded_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes attention over padded spans in transformers' interface, with dropout keyed by token.
+
+    Args:
+        module: the attention layer, of a model that `prepare_modules` has prepared.
+        query: `(S, heads, longest, head_dim)`.
+        key: keys of the same shape.
+        value: values of the same shape.
+        attention_mask: boolean, True where a key may be attended to, or numbers that are added to the scores.
+        scaling: factor of the scores; None means 1 / sqrt(head_dim).
+        dropout: probability of dropping an attention weight.
+        kwargs: arguments of torch's attention.
+    """
+    batch = module.declutr_keys
+    assert isinstance(batch, DropoutKeys)
+    if _drops(module, dropout, batch.attention):
+        attended = _attend_with_dropout(
+            module, query, key, value, attention_mask, scaling, dropout, batch.tokens, batch.attention
+        )
+        return attended.transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    found: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs
+    )
+    return found
+
+
+def _drops(module: torch.nn.Module, dropout: float, rates: TokenRates | None) -> bool:
+    """True if attention weights are dropped; a layer's own rate may be 0 where the batch has rates."""
+    return dropout > 0 if rates is None else module.training and rates.any
+
+
 def _attend_with_dropout(
     module: torch.nn.Module,
     query: Tensor,
@@ -185,26 +240,27 @@ def _attend_with_dropout(
     mask: Tensor | None,
     scaling: float | None,
     dropout: float,
-    token_keys: Tensor | None,
-    group: AttentionGroup,
+    query_keys: Tensor | None,
+    rates: TokenRates | None,
 ) -> Tensor:
     """Computes attention with explicit weights, because their dropout is keyed by token and must be repeatable."""
-    if token_keys is None:
+    if query_keys is None:
         raise RuntimeError("attention dropout needs the keys of its tokens: SpanBatch.keys is missing")
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if mask is not None:
+    if mask is not None and mask.dtype == torch.bool:
         # not -inf: a position beyond its span may attend to no key, and its NaN would spread to every gradient
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
     weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
-    layer, heads, longest = _layer_number(module), scores.shape[1], scores.shape[2]
-    dropped = _DROPOUT.dropped(token_keys[group.tokens], layer, heads, longest, dropout)
-    return (weights.masked_fill(dropped, 0.0) * (1 / (1 - dropout))).to(value.dtype) @ value
+    return drop_attention(weights, query_keys, _layer_number(module), dropout, rates).to(value.dtype) @ value
 
 
-def number_modules(model: torch.nn.Module) -> None:
-    """Numbers every module of an encoder, for attention layers without `layer_idx`."""
+def prepare_modules(model: torch.nn.Module, keys: DropoutKeys) -> None:
+    """Gives every module of an encoder a number, for attention layers without `layer_idx`, and its tokens' keys."""
     for number, module in enumerate(model.modules()):
         module.declutr_number = number  # type: ignore[assignment]
+        module.declutr_keys = keys  # type: ignore[assignment]
 
 
 def _layer_number(module: torch.nn.Module) -> int:
@@ -214,12 +270,12 @@ def _layer_number(module: torch.nn.Module) -> int:
     return number
 
 
-_DROPOUT = AttentionDropout()
-
-
 def register() -> None:
-    """Registers packed attention with transformers as PACKED."""
-    from transformers import AttentionInterface
+    """Registers both layouts' attention with transformers, as PACKED and PADDED."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
     # The layout differs in every batch, so torch.compile skips attention and compiles the layers between.
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    AttentionInterface.register(PADDED, torch.compiler.disable(padded_attention))
+    AttentionMaskInterface.register(PADDED, sdpa_mask)

@@ -5,12 +5,57 @@ decides about an element, and the key comes from (seed, epoch, document, span, p
 token, in another microbatch or on another worker, drops the same elements.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import seeding
+
+
+@dataclass(frozen=True)
+class TokenRates:
+    """Dropout rates of tokens, instead of one rate of a layer.
+
+    Attributes:
+        limits: int32; an element is dropped if its mixed word is below the limit of its token.
+        factors: float64, 1 / (1 - p), by which kept elements are multiplied.
+        any: True if a rate is above 0.
+    """
+
+    limits: Tensor
+    factors: Tensor
+    any: bool
+
+    @staticmethod
+    def of(rates: Tensor, lengths: Tensor, device: torch.device) -> "TokenRates":
+        """Rates `(T,)` of the spans' tokens.
+
+        Args:
+            rates: `(S,)` float64 probability of each span, 0 to 1 (exclusive); on the CPU.
+            lengths: `(S,)` number of tokens of each span, on the CPU.
+            device: device of the result.
+        """
+        limits = ((rates * 2**32).long() - 2**31).to(torch.int32)
+        limits, factors = (torch.repeat_interleave(each, lengths).to(device) for each in (limits, 1 / (1 - rates)))
+        return TokenRates(limits, factors, bool((rates > 0).any()))
+
+    def rearranged(self, change: Callable[[Tensor], Tensor]) -> "TokenRates":
+        """The rates of the same tokens in another shape."""
+        return TokenRates(change(self.limits), change(self.factors), self.any)
+
+    def apply(self, values: Tensor, mixed: Tensor) -> Tensor:
+        """Drops elements of values `(..., H)`, whose leading shape is that of the rates, and scales the others.
+
+        Args:
+            values: hidden states or attention weights.
+            mixed: `(..., H)` int32 words of the elements, overwritten.
+        """
+        factors = self.factors.to(torch.promote_types(values.dtype, torch.float32))[..., None]
+        return (values.masked_fill(drops(mixed, self.limits[..., None]), 0.0) * factors).to(values.dtype)
 
 
 class DropoutKeys:
@@ -20,10 +65,18 @@ class DropoutKeys:
 
     Attributes:
         tokens: int32 keys with the leading shape of the hidden states; None for a batch without keys.
+        hidden: rates of the tokens' hidden states, with the same shape; None: every layer has its own rate.
+        attention: rates of the tokens' attention weights, as queries.
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the batch."""
         self.tokens: Tensor | None = None
+        self.hidden: TokenRates | None = None
+        self.attention: TokenRates | None = None
 
 
 class KeyedDropout(nn.Module):
@@ -53,34 +106,37 @@ class KeyedDropout(nn.Module):
         Raises:
             RuntimeError: the batch has no `SpanBatch.keys`, which training needs.
         """
-        if not self.training or self.p == 0:
+        if not self.training or (self.p == 0 and self.keys.hidden is None):
             return hidden
-        keys = self.keys.tokens
+        keys, rates = self.keys.tokens, self.keys.hidden
         if keys is None:
             raise RuntimeError("dropout needs the keys of its tokens: SpanBatch.keys is missing")
-        dropped = self._dropped(hidden, keys)
-        if dropped is None:
-            return F.dropout(hidden, self.p)
-        return hidden.masked_fill(dropped, 0.0) * (1 / (1 - self.p))
-
-    def _dropped(self, hidden: Tensor, keys: Tensor) -> Tensor | None:
-        """Mask of dropped elements; None for values that belong to no token, like DeBERTa's distance embeddings."""
         *rows, length = keys.shape
         if hidden.shape[:-1] != keys.shape:
             if hidden.ndim == 4 and [hidden.shape[0]] == rows and hidden.shape[2:] == (length, length):
-                return _ATTENTION.dropped(keys, self.layer, hidden.shape[1], length, self.p)
+                return drop_attention(hidden, keys, self.layer, self.p, self.keys.attention)
             if list(hidden.shape[:-2]) != rows or hidden.shape[-2] < length:
-                return None
-            keys = F.pad(keys, (0, hidden.shape[-2] - length))  # Longformer pads its input again
-        return drops(keys[..., None] + self.features[: hidden.shape[-1]], self.p)
+                return F.dropout(hidden, self.p)  # values that belong to no token, like DeBERTa's distance embeddings
+            missing = (0, hidden.shape[-2] - length)  # Longformer pads its input again
+            keys = F.pad(keys, missing)
+            rates = None if rates is None else rates.rearranged(lambda each: F.pad(each, missing))
+        mixed = keys[..., None] + self.features[: hidden.shape[-1]]
+        if rates is not None:
+            return rates.apply(hidden, mixed)
+        return hidden.masked_fill(drops(mixed, limit(self.p)), 0.0) * (1 / (1 - self.p))
 
     def extra_repr(self) -> str:
         """Parameters for printing the encoder."""
         return f"p={self.p}, layer={self.layer}"
 
 
-def drops(words_: Tensor, p: float) -> Tensor:
-    """Mask of dropped elements: a 32-bit mix of `words_` (int32, overwritten) falls into the lowest share p.
+def limit(p: float) -> int:
+    """The limit of `drops` for a probability."""
+    return int(p * 2**32) - 2**31
+
+
+def drops(words_: Tensor, limits: int | Tensor) -> Tensor:
+    """Mask of dropped elements: a 32-bit mix of `words_` (int32, overwritten) is below the limit.
 
     Two rounds of xor-shift and multiplication are enough, because the words are sums of uniform random words.
     """
@@ -88,7 +144,7 @@ def drops(words_: Tensor, p: float) -> Tensor:
     words_ *= 0x7FEB352D
     words_ ^= words_ >> 15
     words_ *= _signed(0x846CA68B)
-    return words_ < int(p * 2**32) - 2**31
+    return words_ < limits
 
 
 def words(stream: int, count: int, device: torch.device) -> Tensor:
@@ -98,32 +154,35 @@ def words(stream: int, count: int, device: torch.device) -> Tensor:
     return torch.from_numpy(drawn.view(np.int32).copy()).to(device)
 
 
-class AttentionDropout:
-    """Dropout of attention weights, with cached random words for each (layer, head, key position)."""
-
-    def __init__(self) -> None:
-        self._tables: dict[tuple[int, torch.device], Tensor] = {}
-
-    def dropped(self, query_keys: Tensor, layer: int, heads: int, longest: int, p: float) -> Tensor:
-        """Mask of dropped attention weights, `(spans, heads, longest, longest)`.
-
-        Args:
-            query_keys: `(spans, longest)` keys of the query tokens.
-            layer: number of the attention layer.
-            heads: number of its heads.
-            longest: tokens of the group's longest span.
-            p: probability.
-        """
-        table = self._tables.get((layer, query_keys.device))
-        if table is None or table.shape[0] < heads or table.shape[1] < longest:
-            rows = [
-                words((1 << 32) + layer * 4096 + head, max(512, longest), query_keys.device) for head in range(heads)
-            ]
-            table = self._tables[layer, query_keys.device] = torch.stack(rows)
-        return drops(query_keys[:, None, :, None] + table[None, :heads, None, :longest], p)
+_TABLES: dict[tuple[int, torch.device], Tensor] = {}
 
 
-_ATTENTION = AttentionDropout()
+def drop_attention(
+    weights: Tensor, query_keys: Tensor, layer: int, p: float, rates: TokenRates | None = None
+) -> Tensor:
+    """Drops attention weights `(spans, heads, longest, longest)` by (query token, head, key position).
+
+    Args:
+        weights: softmax over the last dimension.
+        query_keys: `(spans, longest)` keys of the query tokens.
+        layer: number of the attention layer.
+        p: probability.
+        rates: `(spans, longest)` rates of the query tokens, instead of `p`.
+    """
+    heads, longest = weights.shape[1], weights.shape[-1]
+    mixed = query_keys[:, None, :, None] + _table(layer, heads, longest, query_keys.device)
+    if rates is None:
+        return weights.masked_fill(drops(mixed, limit(p)), 0.0) * (1 / (1 - p))
+    return rates.rearranged(lambda each: each[:, None]).apply(weights, mixed)
+
+
+def _table(layer: int, heads: int, longest: int, device: torch.device) -> Tensor:
+    """Cached words of a layer for each head and key position, `(heads, 1, longest)`."""
+    table = _TABLES.get((layer, device))
+    if table is None or table.shape[0] < heads or table.shape[1] < longest:
+        rows = [words((1 << 32) + layer * 4096 + head, max(512, longest), device) for head in range(heads)]
+        table = _TABLES[layer, device] = torch.stack(rows)
+    return table[:heads, None, :longest]
 
 
 def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from common import seeding
 from trainer.data.batches import IGNORED, SpanBatch, pad_rows, position_ids
-from trainer.model.attention import PACKED, AttentionLayout, number_modules, register
-from trainer.model.dropout import DropoutKeys, key_dropout, token_keys
+from trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
+from trainer.model.dropout import DropoutKeys, TokenRates, key_dropout, token_keys
 from trainer.model.language_model import mlm_head, padding_index
 from trainer.model.settings import EncoderConfig
 from trainer.model.silence import silence
@@ -44,7 +45,7 @@ class Encoder(nn.Module):
         self.sharded = False  # set by trainer/parallel/sharding.py
         self.hidden_size = int(model.config.hidden_size)
         self.keys = DropoutKeys()
-        number_modules(model)
+        prepare_modules(model, self.keys)
         key_dropout(model, self.keys, max(self.hidden_size, getattr(model.config, "intermediate_size", 0)))
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -67,7 +68,7 @@ class Encoder(nn.Module):
         register()
         fused = getattr(self.model, "_supports_sdpa", True)
         with silence():  # transformers warns that families without its attention interface keep their attention
-            self.model.set_attn_implementation(PACKED if config.layout == "packed" else ("sdpa" if fused else "eager"))
+            self.model.set_attn_implementation(PACKED if config.layout == "packed" else (PADDED if fused else "eager"))
 
     def hidden(self, batch: SpanBatch) -> Tensor:
         """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order."""
@@ -77,20 +78,28 @@ class Encoder(nn.Module):
         tokens = token_keys(batch.keys, batch.lengths) if batch.keys is not None else None
         if self.config.layout == "padded":
             ids, mask = pad_rows(batch, int(self.model.config.pad_token_id or 0))
-            padded = None if tokens is None else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens)
-            self.keys.tokens = padded
+            self._set_keys(batch, tokens, lambda each: each.new_zeros(mask.shape).masked_scatter(mask, each))
             rows: Tensor = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
             return rows[mask]
         positions = position_ids(batch, self.padding_index)
         kinds = {"token_type_ids": torch.zeros_like(positions)} if self._has_token_types() else {}
-        self.keys.tokens = None if tokens is None else tokens[None]
+        self._set_keys(batch, tokens, lambda each: each[None])
+        rates = None if self.keys.attention is None else self.keys.attention.rearranged(lambda each: each[0])
         row: Tensor = self.model.base_model(
             input_ids=batch.input_ids[None],
             position_ids=positions,
-            packed_layout=AttentionLayout(batch.lengths, positions.device, tokens),
+            packed_layout=AttentionLayout(batch.lengths, positions.device, tokens, rates),
             **kinds,
         ).last_hidden_state
         return row[0]
+
+    def _set_keys(self, batch: SpanBatch, tokens: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> None:
+        """Gives the dropout layers the keys and rates of a batch's tokens, in the shape of its hidden states."""
+        self.keys.clear()
+        self.keys.tokens = None if tokens is None else arrange(tokens)
+        if batch.rates is not None:
+            hidden, attention = (TokenRates.of(rates, batch.lengths, batch.input_ids.device) for rates in batch.rates.T)
+            self.keys.hidden, self.keys.attention = hidden.rearranged(arrange), attention.rearranged(arrange)
 
     def token_places(self, batch: SpanBatch) -> int:
         """Token places that a forward computes: T when packed, padding included otherwise."""

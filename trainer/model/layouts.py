@@ -91,7 +91,7 @@ class _Trial:
     def __exit__(self, *_: Any) -> None:
         self.encoder.set_layout(self.before[0])
         self.encoder.train(self.before[1])
-        self.encoder.keys.tokens = None
+        self.encoder.keys.clear()
 
     def equals_alone(self, layout: Layout) -> bool:
         """True if the hidden states of all spans together equal those of each span alone."""

@@ -104,11 +104,13 @@ class Objective(nn.Module, ABC, Generic[Config]):
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
         """Views of a worker's rows, `(m, V, D)`, from its spans' embeddings `(S, D)`; no parameters may be used here.
 
-        By default, a row's V spans are consecutive.
+        By default, `batch.views` names the span of each view; without it, a row's V spans are consecutive.
 
         Raises:
             ValueError: the number of spans does not match the rows and their views.
         """
+        if batch.views is not None:
+            return embeddings[batch.views]
         if len(embeddings) != batch.num_rows * self.num_views:
             raise ValueError(
                 f"{len(embeddings)} spans do not match {batch.num_rows} rows with {self.num_views} views each"

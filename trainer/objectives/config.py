@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from common.config import Strict
+from pipeline.shards.content import ContentKind
 from pipeline.shards.manifest import Manifest
 from pipeline.shards.windows import ShortDocuments
 from trainer.objectives.span_settings import SpanConfig
@@ -39,6 +40,8 @@ class ObjectiveConfig(Strict):
     """`package.module:Class` of its `Objective`, imported when the run is built."""
     metrics: ClassVar[tuple[str, ...]]
     """Names of the loss terms in `metrics.jsonl`; the trainer computes `mlm`, masked language modelling."""
+    reads: ClassVar[tuple[ContentKind, ...]] = ("documents",)
+    """Kinds of content of the shards that it can read."""
     scores: ClassVar[tuple[str, ...]] = ()
     """Names of the held-out scores that its validator computes; `validation.score` is one of them, by default the
     first."""
@@ -54,6 +57,16 @@ class ObjectiveConfig(Strict):
     def mlm(self) -> bool:
         """True if the encoder's MLM head predicts selected tokens."""
         return False
+
+    @property
+    def needs_dropout(self) -> bool:
+        """True if views of a row differ by dropout alone, so that an encoder without dropout teaches nothing."""
+        return False
+
+    @property
+    def mlm_weight(self) -> float:
+        """Weight of the MLM loss, the mean cross entropy of the selected tokens."""
+        return 1.0
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reasons why these settings cannot train on these shards, one line each; checked before Ray starts."""

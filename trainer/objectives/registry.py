@@ -9,6 +9,9 @@ from pydantic import BeforeValidator, Field
 from common.config import ConfigError
 from trainer.objectives.config import ObjectiveConfig
 from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.scd.config import ScdConfig
+from trainer.objectives.scl.config import SclConfig
+from trainer.objectives.simcse.config import SimcseConfig
 
 GROUP = "declutr.objectives"
 """Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""
@@ -35,7 +38,8 @@ def load_kinds() -> dict[str, type[ObjectiveConfig]]:
     Raises:
         ConfigError: an installed package's entry point is not an objective of that kind; it names the package.
     """
-    kinds: dict[str, type[ObjectiveConfig]] = {DEFAULT.kind: type(DEFAULT)}
+    own: tuple[type[ObjectiveConfig], ...] = (DeclutrConfig, SimcseConfig, ScdConfig, SclConfig)
+    kinds = {config.model_fields["kind"].default: config for config in own}
     problems = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         try:
@@ -87,8 +91,8 @@ KINDS = load_kinds()
 if TYPE_CHECKING:
     AnyObjectiveConfig = ObjectiveConfig
 else:
-    AnyObjectiveConfig = (
-        Annotated[Union[tuple(KINDS.values())], Field(discriminator="kind"), BeforeValidator(_with_kind)]  # noqa: UP007
-        if len(KINDS) > 1
-        else DeclutrConfig
-    )
+    AnyObjectiveConfig = Annotated[
+        Union[tuple(KINDS.values())],  # noqa: UP007
+        Field(discriminator="kind"),
+        BeforeValidator(_with_kind),
+    ]

@@ -1,6 +1,6 @@
 """The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -17,6 +17,13 @@ from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
 from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.scaling import ScalingConfig
 from trainer.step.settings import OptimConfig
+
+# Settings that older runs lack. At these values nothing differs, so that such runs keep their hashes.
+_LATER = (
+    ("encoder", "new_mlm_head", False),
+    ("optim", "schedule", "slanted_triangular"),
+    ("optim", "warmup_fraction", 0.0),
+)
 
 
 class TrainConfig(Strict):
@@ -150,10 +157,11 @@ class TrainConfig(Strict):
         """
         places = ("run", "data", "cache")
         free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
-        excluded: dict[str, Any] = {**dict.fromkeys(free, True), "validation": {"patience"}}
-        if not self.encoder.new_mlm_head:  # off in runs that are older than this setting
-            excluded["encoder"] = {"new_mlm_head"}
-        return self.model_dump(mode="json", exclude=excluded)
+        found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
+        for section, name, default in _LATER:
+            if found[section][name] == default:
+                del found[section][name]
+        return found
 
     def hash(self) -> str:
         """Hash of the decisive settings."""

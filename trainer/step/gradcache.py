@@ -120,7 +120,7 @@ class GradCache:
     def _differentiate(
         self, batch: RankBatch, pieces: list[SpanBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
     ) -> Gradients:
-        share = 1.0 / max(1, counts.selected)
+        share = self.objective.config.mlm_weight / max(1, counts.selected)
         if len(pieces) == 1:
             spans, mlm_sum = embedded[0]
             terms, gathered = self._loss(spans, batch, counts)

@@ -13,14 +13,25 @@ from trainer.step.settings import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Slanted triangular rate of the 1-based optimizer step t of T (Howard and Ruder 2018, eq. 3).
+    """Learning rate of the 1-based optimizer step t of T.
 
-    cut = int(cut_fraction * T); p = t / cut before the cut, else 1 - (t - cut) / (T - cut);
-    rate = lr * (1 + (ratio - 1) * p) / ratio.
+    Slanted triangular (Howard and Ruder 2018, eq. 3): cut = int(cut_fraction * T); p = t / cut before the cut, else
+    1 - (t - cut) / (T - cut); rate = lr * (1 + (ratio - 1) * p) / ratio.
+
+    The others are those of transformers, whose steps s = t - 1 start at 0: W = ceil(warmup_fraction * T); rate =
+    lr * s / W for s < W, then with p = (s - W) / (T - W): linear lr * (1 - p), cosine lr * (1 + cos(pi p)) / 2,
+    constant lr.
     """
-    cut = int(config.cut_fraction * total_steps)
-    share = step / cut if step < cut else 1 - (step - cut) / max(1, total_steps - cut)
-    return config.lr * (1 + (config.ratio - 1) * share) / config.ratio
+    if config.schedule == "slanted_triangular":
+        cut = int(config.cut_fraction * total_steps)
+        share = step / cut if step < cut else 1 - (step - cut) / max(1, total_steps - cut)
+        return config.lr * (1 + (config.ratio - 1) * share) / config.ratio
+    done, warmup = step - 1, math.ceil(config.warmup_fraction * total_steps)
+    if done < warmup:
+        return config.lr * done / warmup
+    share = (done - warmup) / max(1, total_steps - warmup)
+    factors = {"linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share)), "constant": 1.0}
+    return config.lr * max(0.0, factors[config.schedule])
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -36,17 +47,19 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-    """Scales gradients down to a total norm of at most `max_norm`; returns the norm before.
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
+    """Scales gradients down to a total norm of at most `max_norm`, if it is given; returns the norm before.
 
     The norms of sharded and replicated parameters are summed separately, because torch cannot stack both kinds.
     """
     kinds = [[p for p in parameters if is_part(p) == sharded] for sharded in (True, False)]
     kinds = [kind for kind in kinds if kind]
     if len(kinds) == 1:
-        return float(whole(torch.nn.utils.clip_grad_norm_(kinds[0], max_norm)))
+        return float(whole(torch.nn.utils.clip_grad_norm_(kinds[0], math.inf if max_norm is None else max_norm)))
     gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
     norm = math.hypot(*(float(whole(torch.nn.utils.get_total_norm(some))) for some in gradients))
+    if max_norm is None:
+        return norm
     factor = max_norm / (norm + 1e-6)  # as torch clips
     for some in gradients:
         torch._foreach_mul_(some, min(1.0, factor))

@@ -28,7 +28,7 @@ class StepMetrics:
     """Metrics of one step over all ranks.
 
     Attributes:
-        loss: sum of the terms.
+        loss: sum of the terms; `mlm` counts with the objective's `mlm_weight`.
         terms: terms of the loss by name; `mlm` is the mean cross entropy over the global batch's selected tokens. A
             term that is not trained is 0.
         grad_norm: norm of the gradient before clipping.
@@ -140,7 +140,8 @@ class Stepper:
         values = {name: float(value) for name, value in found.terms.items()}
         values["mlm"] = totals[0] / max(1, found.num_selected)
         terms = {name: values.get(name, 0.0) for name in self.objective.config.metrics}
-        loss = sum(terms.values())
+        weights = {"mlm": self.objective.config.mlm_weight}
+        loss = sum(weights.get(name, 1.0) * value for name, value in terms.items())
         return StepMetrics(
             loss=loss,
             terms=terms,

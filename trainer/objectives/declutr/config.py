@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from common.config import Strict
 from pipeline.shards.manifest import Manifest
 from trainer.objectives.config import ObjectiveConfig, RunContext
-from trainer.objectives.declutr.masking import MaskingConfig
+from trainer.objectives.masking import MaskingConfig
 
 # Documents in the paper's batch. With fewer, distinguishing their spans soon becomes too easy (docs/decisions, 18).
 _FEW_DOCUMENTS = 16

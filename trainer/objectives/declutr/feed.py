@@ -4,28 +4,23 @@ Order of the spans of n documents: all anchors (document by document), then, if 
 (unless only MLM is trained) all positives, document by document, anchor by anchor.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from common import seeding
 from pipeline.shards.windows import ShortDocuments
 from trainer.data.batches import RankBatch, SpanBatch
 from trainer.data.packing import dropout_words, pack
 from trainer.data.rows import document_keys, ragged
 from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.declutr.masking import MaskingConfig, mask_tokens
 from trainer.objectives.declutr.spans import Spans, draw, place
+from trainer.objectives.masking import MaskingConfig, mask_spans, ranges
 from trainer.objectives.span_settings import SpanConfig
 
 I64 = NDArray[np.int64]
-
-_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ class SpanFeed:
         counts = [num_anchors] + [num_anchors] * self.unmasked_anchors
         counts += [num_anchors * self.spans.num_positives] * self.include_positives
         document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in counts])
-        number = np.concatenate([_ranges(count) for count in counts])  # within document and kind
+        number = np.concatenate([ranges(count) for count in counts])  # within document and kind
 
         content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
         packed = pack(tokens, offsets[document] + bounds[:, 0], content, self.vocabulary)
@@ -99,70 +94,9 @@ class SpanFeed:
         if self.masking is not None:
             first = slice(len(anchors))  # the anchors to be masked come first
             owners = keys[first], spans_epochs[first], number[first]
-            selected, labels = self._mask(self.masking, packed.ids, packed.places[first], content[first], *owners)
+            selected, labels = mask_spans(
+                self.masking, self.seed, self.vocabulary, packed.ids, packed.places[first], content[first], *owners
+            )
         kinds = np.repeat(np.arange(len(copies)), [len(part) for part in copies])
         words = dropout_words(self.seed, keys, spans_epochs, number + (kinds << 16))
         return SpanBatch(*(torch.from_numpy(array) for array in (packed.ids, packed.lengths, selected, labels, words)))
-
-    def _mask(
-        self,
-        masking: MaskingConfig,
-        ids: I64,
-        places: I64,
-        sizes: I64,
-        keys: seeding.U64,
-        epochs: seeding.U64,
-        numbers: I64,
-    ) -> tuple[I64, I64]:
-        """Masks the anchors in `ids`, a few at a time.
-
-        Args:
-            masking: shares of selected and replaced tokens.
-            ids: `(T,)` tokens, changed in place.
-            places: `(m,)` places of the anchors' first tokens in `ids`.
-            sizes: `(m,)` tokens of the anchors, without specials.
-            keys: `(m,)` keys of the anchors' documents.
-            epochs: `(m,)` epochs in which the documents are read.
-            numbers: `(m,)` numbers of the anchors in their documents.
-
-        Returns:
-            `(K,)` places to be predicted, ascending, and the `(K,)` original tokens.
-        """
-        vocabulary = self.vocabulary
-        special = np.array(vocabulary.special)
-        pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-        for some in _cuts(sizes, _MASKED_TOKENS):
-            within = _ranges(sizes[some])
-            place = np.repeat(places[some], sizes[some]) + within
-            span = np.repeat(np.arange(some.start, some.stop), sizes[some])
-            original = ids[place]
-            masked, chosen = mask_tokens(
-                masking,
-                self.seed,
-                original,
-                keys[span],
-                epochs[span],
-                numbers[span],
-                within,
-                vocabulary.size,
-                vocabulary.mask,
-                special,
-            )
-            ids[place] = masked
-            pieces.append((place[chosen], original[chosen]))
-        selected, labels = zip(*pieces, strict=True)
-        return np.concatenate(selected), np.concatenate(labels)
-
-
-def _ranges(sizes: I64) -> I64:
-    """0..size-1 for each size, one after the other."""
-    starts = np.cumsum(sizes) - sizes
-    return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
-
-
-def _cuts(sizes: I64, limit: int) -> Iterator[slice]:
-    """Slices of consecutive items whose first tokens are in the same block of `limit` tokens."""
-    piece = (np.cumsum(sizes) - sizes) // limit
-    edges = np.flatnonzero(np.diff(piece, prepend=-1, append=-1)).tolist()
-    for start, end in pairwise(edges):
-        yield slice(start, end)

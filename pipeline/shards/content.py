@@ -1,0 +1,75 @@
+"""Kinds of content of the shards, and the `content` section of `prepare`.
+
+A row of `documents` is a long text with windows for spans. A row of the other kinds is a group of short texts: a
+sentence; or a premise and its labelled hypotheses.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from common.config import Strict
+
+ContentKind = Literal["documents", "sentences", "pairs", "triples"]
+Label = Literal["entailment", "neutral", "contradiction"]
+LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
+"""Labels of hypotheses; a shard holds their places in this tuple."""
+NO_LABEL = -1
+"""Label of a text that is no hypothesis."""
+
+
+class DocumentsContent(Strict):
+    """Long documents, each with windows for spans (geometry, short_documents)."""
+
+    kind: Literal["documents"] = "documents"
+
+
+class SentencesContent(Strict):
+    """Sentences, one a row."""
+
+    kind: Literal["sentences"]
+    split: bool = False
+    """Split documents into sentences. false: every text of the corpus is one row."""
+
+
+class PairsContent(Strict):
+    """Premises with labelled hypotheses (natural language inference), from JSONL, CSV or TSV with a header.
+
+    The pairs of a file that have the same premise make one row.
+    """
+
+    kind: Literal["pairs"]
+    premise: str = "premise"
+    """Key or column of the premise; `sentence1` in SNLI's and MNLI's own files."""
+    hypothesis: str = "hypothesis"
+    """Key or column of the hypothesis; `sentence2` in SNLI's and MNLI's own files."""
+    label: str = "label"
+    """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2. Pairs with "-" or -1 are dropped.
+    `gold_label` in SNLI's and MNLI's own files."""
+    needs: list[Label] = Field(default_factory=list)
+    """Labels of which a premise must have a hypothesis each; others are dropped. [entailment, contradiction] for
+    supervised SimCSE."""
+
+
+class TriplesContent(Strict):
+    """A sentence, one that it entails and one that it contradicts, from CSV, TSV or JSONL (SimCSE's file)."""
+
+    kind: Literal["triples"]
+    premise: str = "sent0"
+    """Key or column of the sentence."""
+    entailment: str = "sent1"
+    """Key or column of the entailed sentence."""
+    contradiction: str = "hard_neg"
+    """Key or column of the contradicting sentence."""
+
+
+def _with_kind(value: object) -> object:
+    """Accepts a section that is a kind alone, such as `content: sentences`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+AnyContent = Annotated[
+    DocumentsContent | SentencesContent | PairsContent | TriplesContent,
+    Field(discriminator="kind"),
+    BeforeValidator(_with_kind),
+]

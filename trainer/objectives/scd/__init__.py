@@ -1,0 +1,1 @@
+"""SCD: self-contrast of two dropout rates and decorrelation of dimensions."""

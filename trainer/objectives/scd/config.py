@@ -1,0 +1,54 @@
+"""Settings of SCD and its checks before a run, readable without torch."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.shards.manifest import Manifest
+from trainer.objectives.config import RunContext
+from trainer.objectives.text_settings import TextObjectiveConfig
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ScdConfig(TextObjectiveConfig):
+    """SCD (Klein and Nabi 2022), as the released code computes it; defaults of its BERT run.
+
+    loss = alpha mean_i cos(z1_i, z2_i) / t + beta (sum_j (C_jj - 1)^2 + lambda sum_{j != k} C_jk^2), C the correlation
+    of the projected views over the global batch.
+    """
+
+    implementation: ClassVar[str] = "trainer.objectives.scd.objective:Scd"
+    metrics: ClassVar[tuple[str, ...]] = ("repulsion", "decorrelation")
+    method: ClassVar[str] = "SCD"
+
+    kind: Literal["scd"] = "scd"
+    rates: tuple[Rate, Rate] = (0.05, 0.155)
+    """Dropout rates of the two views' hidden states, instead of the encoder's."""
+    attention_rates: tuple[Rate, Rate] | None = None
+    """Dropout rates of the two views' attention weights; null: the same as `rates`, as released."""
+    repulsion_weight: float = Field(default=1.0, ge=0)
+    """alpha (task_alpha of the released code): weight of the mean cosine of the two views, which becomes small."""
+    decorrelation_weight: float = Field(default=0.005225, ge=0)
+    """beta (task_beta of the released code): weight of the decorrelation."""
+    off_diagonal_weight: float = Field(default=0.012, ge=0)
+    """lambda: weight of the correlations between different dimensions, relative to those of a dimension with itself."""
+    temperature: float = Field(default=0.05, gt=0)
+    """Divisor of the mean cosine."""
+    projector: list[Annotated[int, Field(ge=1)]] = Field(default=[4096, 4096, 4096], min_length=1)
+    """Widths of the projector's linear layers. It is not exported."""
+
+    @model_validator(mode="after")
+    def _views_differ(self) -> "ScdConfig":
+        if not any((*self.rates, *(self.attention_rates or ()))):
+            raise ValueError(f"rates = {list(self.rates)}: nothing is dropped, so both views would be equal; raise one")
+        return self
+
+    def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
+        """Reports batches without correlation."""
+        del manifest
+        if run.batch_documents > 1:
+            return []
+        return [
+            f"batch_documents = {run.batch_documents}: BatchNorm and the correlation of scd need at least 2 sentences"
+        ]

@@ -1,0 +1,82 @@
+"""SCD: pushes two dropout views of a sentence apart, and correlates their projections dimension by dimension.
+
+Legend: n rows on this worker, M rows of the global batch, D embedding size, P size of the projections.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainer.data.batches import RankBatch
+from trainer.data.vocabulary import Vocabulary
+from trainer.objectives.base import Gathered
+from trainer.objectives.config import RunContext
+from trainer.objectives.scd.config import ScdConfig
+from trainer.objectives.text_objective import TextObjective
+from trainer.objectives.texts import TextPacker, Texts
+
+
+@dataclass(frozen=True)
+class ScdFeed:
+    """Packs each sentence twice, with the two pairs of rates.
+
+    Attributes:
+        packer: packs texts.
+        rates: `(2, 2)` rates of each view's hidden states and attention weights.
+    """
+
+    packer: TextPacker
+    rates: NDArray[np.float64]
+
+    def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
+        """The spans of n rows."""
+        texts = Texts(rows)
+        numbers = np.tile([0, 1], len(rows))
+        spans = self.packer.pack(texts, np.repeat(texts.first, 2), numbers, epochs, self.rates[numbers])
+        return RankBatch(spans, len(rows), len(rows))
+
+
+class Scd(TextObjective[ScdConfig]):
+    """Repulsion and decorrelation over `(M, 2, D)` views."""
+
+    def __init__(self, config: ScdConfig, run: RunContext, embedding_size: int) -> None:
+        super().__init__(config, run, embedding_size)
+        layers: list[nn.Module] = []
+        width = embedding_size
+        for number, size in enumerate(config.projector):
+            if number:
+                layers += [nn.BatchNorm1d(width), nn.ReLU()]
+            layers.append(nn.Linear(width, size, bias=number == 0))
+            width = size
+        self.projector = nn.Sequential(*layers)
+        self.normalise = nn.BatchNorm1d(width, affine=False)
+
+    def feed(self, vocabulary: Vocabulary, max_content: int) -> ScdFeed:
+        """Builds the feed that packs two views of each sentence."""
+        rates = [self.config.rates, self.config.attention_rates or self.config.rates]
+        return ScdFeed(self.packer(vocabulary, max_content), np.array(rates, np.float64).T)
+
+    def loss(self, batch: Gathered) -> dict[str, Tensor]:
+        """The two terms (SCD eq. 1 to 4, as the released code computes them)."""
+        config = self.config
+        with torch.autocast(batch.views.device.type, enabled=False):
+            first, second = batch.views.unbind(1)
+            cosine = F.cosine_similarity(first, second, dim=-1).mean()
+            correlation = self._projected(first).T @ self._projected(second) / len(batch.views)
+            own = correlation.diagonal()
+            on = (own - 1).square().sum()
+            off = correlation.square().sum() - own.square().sum()
+            return {
+                "repulsion": config.repulsion_weight * cosine / config.temperature,
+                "decorrelation": config.decorrelation_weight * (on + config.off_diagonal_weight * off),
+            }
+
+    def _projected(self, views: Tensor) -> Tensor:
+        """`(M, P)` projections with mean 0 and variance 1 over the global batch, from `(M, D)`."""
+        projected: Tensor = self.normalise(self.projector(views.to(self.projector[0].weight.dtype)))
+        return projected

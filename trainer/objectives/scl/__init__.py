@@ -1,0 +1,1 @@
+"""SCL: classification of premise and hypothesis with a supervised contrastive loss."""

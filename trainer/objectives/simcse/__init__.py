@@ -1,0 +1,1 @@
+"""SimCSE: two forwards of a sentence, or entailed and contradicting sentences, against the batch."""

@@ -1,0 +1,82 @@
+"""Settings of SimCSE and its checks before a run, readable without torch."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.shards.content import ContentKind
+from pipeline.shards.manifest import Manifest
+from trainer.objectives.config import RunContext
+from trainer.objectives.masking import MaskingConfig
+from trainer.objectives.text_settings import TextObjectiveConfig
+
+_NEEDS = ("entailment", "contradiction")
+
+
+class SimcseConfig(TextObjectiveConfig):
+    """SimCSE (Gao et al. 2021): cross entropy of cosines over the batch; defaults of the unsupervised BERT run."""
+
+    implementation: ClassVar[str] = "trainer.objectives.simcse.objective:Simcse"
+    metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
+    reads: ClassVar[tuple[ContentKind, ...]] = ("sentences", "triples", "pairs")
+    method: ClassVar[str] = "SimCSE"
+
+    kind: Literal["simcse"] = "simcse"
+    supervised: bool = False
+    """false: two forwards of a sentence with different dropout (content sentences). true: a premise, an entailed and
+    a contradicting hypothesis (content triples, or pairs with `needs: [entailment, contradiction]`)."""
+    temperature: float = Field(default=0.05, gt=0)
+    """Divisor of the cosine similarities."""
+    hard_negative_weight: float = 0.0
+    """Number added to the logit of a row's own contradiction; supervised only."""
+    head: bool = True
+    """Train a linear layer with tanh behind the pooling. It is exported if `supervised`, else dropped, as released."""
+    mlm_loss_weight: float = Field(default=0.0, ge=0)
+    """Weight of an MLM loss on a third, masked copy of the sentence (0.1 in the paper); 0: no such copy."""
+    masking: MaskingConfig = MaskingConfig()
+    """Masking of that copy."""
+
+    @model_validator(mode="after")
+    def _fits_mode(self) -> "SimcseConfig":
+        if self.hard_negative_weight and not self.supervised:
+            raise ValueError(
+                f"hard_negative_weight = {self.hard_negative_weight} needs supervised = true: without hypotheses "
+                "no row has a hard negative"
+            )
+        return self
+
+    @property
+    def mlm(self) -> bool:
+        """True if a masked copy is predicted."""
+        return self.mlm_loss_weight > 0
+
+    @property
+    def mlm_weight(self) -> float:
+        """Weight of the MLM loss."""
+        return self.mlm_loss_weight
+
+    @property
+    def needs_dropout(self) -> bool:
+        """True if the two views differ by dropout alone."""
+        return not self.supervised
+
+    def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
+        """Reports shards that do not fit the mode."""
+        del run
+        kind = manifest.content.kind
+        if not self.supervised and kind in ("pairs", "triples"):
+            return [
+                f"objective.supervised = false: the shards hold {kind}; set it to true, or prepare sentences "
+                "(content.kind=sentences)"
+            ]
+        if self.supervised and kind == "sentences":
+            return [
+                "objective.supervised = true: the shards hold sentences; set it to false, or prepare triples or pairs "
+                "(content.kind)"
+            ]
+        if kind == "pairs" and not set(_NEEDS) <= set(getattr(manifest.content, "needs", ())):
+            return [
+                "objective.supervised = true: some premises of the shards may lack an entailment or a contradiction; "
+                f"prepare again with content.needs=[{', '.join(_NEEDS)}]"
+            ]
+        return []

@@ -1,0 +1,88 @@
+"""Cross entropy of one-directional scores, in tiles.
+
+Legend: N queries, C columns, D embedding size.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE_ROWS = 1024
+"""Rows and columns of a tile: 4 MiB of scores in float32."""
+
+
+def infonce(
+    queries: Tensor, columns: Tensor, temperature: float, own_weight: float = 0.0, tile_rows: int = TILE_ROWS
+) -> Tensor:
+    """Mean over i of -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = cos(q_i, c_j) / t + w [j = i + N].
+
+    SimCSE eq. 1 without, eq. 5 with a second block of N columns, the hard negatives. The loss and its gradient hold a
+    few tiles of the N x C scores at a time.
+
+    Args:
+        queries: `(N, D)`.
+        columns: `(N, D)` positives, or `(2N, D)` positives and hard negatives.
+        temperature: t.
+        own_weight: w, added to the logit of a query's own hard negative.
+        tile_rows: rows and columns of a tile; the result does not depend on it.
+    """
+    with torch.autocast(queries.device.type, enabled=False):
+        dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+        rows, others = (F.normalize(each.to(dtype), dim=-1) for each in (queries, columns))
+        value: Tensor = _TiledInfoNCE.apply(rows, others, temperature, own_weight, tile_rows)  # type: ignore[no-untyped-call]
+        return value
+
+
+class _TiledInfoNCE(torch.autograd.Function):
+    """The loss of unit rows, term i as log(1 + exp(l_i - s_ii)), l_i the logsumexp of i's negatives.
+
+    This form and its gradient keep their precision in float32 when the positive's score is by far the largest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, others: Tensor, temperature: float, own_weight: float, size: int) -> Tensor:
+        # The lowest finite number, not -inf: a single query has no negatives, and its gradient must be 0, not NaN.
+        log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
+        for first, _, scores in _tiles(rows, others, temperature, own_weight, size):
+            torch.logaddexp(log_sums[first], scores.logsumexp(dim=1), out=log_sums[first])
+        positive = (rows * others[: len(rows)]).sum(dim=1) / temperature
+        ctx.save_for_backward(rows, others, log_sums, positive)
+        ctx.settings = temperature, own_weight, size
+        return -F.logsigmoid(positive - log_sums).mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows, others, log_sums, positive = ctx.saved_tensors
+        temperature, own_weight, size = ctx.settings
+        with torch.autocast(rows.device.type, enabled=False):
+            weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * temperature))
+            to_rows = -weights[:, None] * others[: len(rows)]
+            to_others = torch.zeros_like(others)
+            to_others[: len(rows)] = -weights[:, None] * rows
+            for first, second, scores in _tiles(rows, others, temperature, own_weight, size):
+                pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
+                to_rows[first].addmm_(pushes, others[second])
+                to_others[second].addmm_(pushes.T, rows[first])
+        return to_rows, to_others, None, None, None
+
+
+def _tiles(
+    rows: Tensor, others: Tensor, temperature: float, own_weight: float, size: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Tiles of the scores; a query's score with its positive is the lowest number."""
+    for start in range(0, len(rows), size):
+        first = slice(start, min(start + size, len(rows)))
+        for begin in range(0, len(others), size):
+            second = slice(begin, min(begin + size, len(others)))
+            scores = (rows[first] @ others[second].T).div_(temperature)
+            for column, change in ((0, None), (len(rows), own_weight)):  # column - row
+                offset = column + first.start - second.start
+                if -scores.shape[0] < offset < scores.shape[1]:
+                    diagonal = scores.diagonal(offset)
+                    diagonal.fill_(torch.finfo(scores.dtype).min) if change is None else diagonal.add_(change)
+            yield first, second, scores

@@ -1,0 +1,86 @@
+"""SimCSE: a sentence must find its second view, or its entailed hypothesis, in the global batch.
+
+Legend: n rows on this worker, M rows of the global batch, V views of a row, D embedding size.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainer.data.batches import RankBatch
+from trainer.data.vocabulary import Vocabulary
+from trainer.objectives.base import Dense, Gathered
+from trainer.objectives.config import RunContext
+from trainer.objectives.simcse.config import SimcseConfig
+from trainer.objectives.simcse.infonce import infonce
+from trainer.objectives.text_objective import TextObjective
+from trainer.objectives.texts import TextPacker, Texts, draw_labelled
+
+_ENTAILMENT, _CONTRADICTION = 0, 2
+_MASKED = 9
+"""Number of the masked copy among the spans of its row."""
+
+
+@dataclass(frozen=True)
+class SimcseFeed:
+    """Packs the views of each row one after the other, and behind them all masked copies.
+
+    Attributes:
+        packer: packs texts.
+        config: settings of the objective.
+    """
+
+    packer: TextPacker
+    config: SimcseConfig
+
+    def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
+        """The spans of n rows."""
+        texts = Texts(rows)
+        if self.config.supervised:
+            hypotheses = [draw_labelled(texts, label, self.packer.seed, epochs) for label in (_ENTAILMENT, _CONTRADICTION)]
+            views = np.stack([texts.first, *hypotheses], axis=1)
+        else:
+            views = np.stack([texts.first, texts.first], axis=1)
+        chosen = views.reshape(-1)
+        numbers = np.tile(np.arange(views.shape[1]), len(rows))
+        places = torch.arange(len(chosen)).view(views.shape)
+        masking = None
+        if self.config.mlm:
+            masking = self.config.masking, slice(len(chosen), None)
+            chosen = np.concatenate([chosen, texts.first])
+            numbers = np.concatenate([numbers, np.full(len(rows), _MASKED)])
+        spans = self.packer.pack(texts, chosen, numbers, epochs, masking=masking)
+        return RankBatch(spans, len(rows), len(rows), views=places)
+
+
+class Simcse(TextObjective[SimcseConfig]):
+    """The cross entropy over `(M, 2, D)` views, or `(M, 3, D)` with hard negatives."""
+
+    def __init__(self, config: SimcseConfig, run: RunContext, embedding_size: int) -> None:
+        super().__init__(config, run, embedding_size)
+        self.num_views = 3 if config.supervised else 2
+        self.head: nn.Module = nn.Identity()
+        if config.head:
+            self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
+
+    def feed(self, vocabulary: Vocabulary, max_content: int) -> SimcseFeed:
+        """Builds the feed that packs views and masked copies."""
+        return SimcseFeed(self.packer(vocabulary, max_content), self.config)
+
+    def loss(self, batch: Gathered) -> dict[str, Tensor]:
+        """SimCSE eq. 1; with hard negatives eq. 5, whose weight is added to the logit of a row's own negative."""
+        first, *others = self.head(batch.views).unbind(1)
+        weight = self.config.hard_negative_weight
+        return {"contrastive": infonce(first, torch.cat(others), self.config.temperature, weight)}
+
+    def exported(self) -> list[Dense]:
+        """The head, if the run is supervised; SimCSE drops it after unsupervised training."""
+        if not (self.config.supervised and isinstance(self.head, nn.Sequential)):
+            return []
+        linear, activation = self.head
+        assert isinstance(linear, nn.Linear)
+        return [Dense(linear, activation)]

@@ -1,0 +1,36 @@
+"""Base of the objectives over short texts: how long a text may be, and how held-out texts are scored."""
+
+from typing import TypeVar
+
+import torch
+
+from pipeline.shards.shards import ShardSet
+from trainer.data.vocabulary import Vocabulary
+from trainer.objectives.base import Objective
+from trainer.objectives.text_settings import TextObjectiveConfig
+from trainer.objectives.text_validation import TextValidator, held_out_rows
+from trainer.objectives.texts import TextPacker
+from trainer.parallel.world import World
+
+TextConfig = TypeVar("TextConfig", bound=TextObjectiveConfig)
+
+
+class TextObjective(Objective[TextConfig]):
+    """A loss over sentences, pairs or triples."""
+
+    def packer(self, vocabulary: Vocabulary, max_content: int) -> TextPacker:
+        """Builds the packer of texts of at most `max_tokens` tokens, specials included."""
+        return TextPacker(vocabulary, min(max_content, self.config.max_tokens - vocabulary.num_specials), self.run.seed)
+
+    def validator(
+        self,
+        held_out: ShardSet,
+        vocabulary: Vocabulary,
+        max_content: int,
+        max_documents: int,
+        world: World,
+        device: torch.device,
+    ) -> TextValidator:
+        """Builds the validator of held-out texts: retrieval for pairs and triples, and the spread of embeddings."""
+        rows = held_out_rows(held_out.num_documents, max_documents, self.run.seed)
+        return TextValidator(self.packer(vocabulary, max_content), held_out, rows, self.exported(), world, device)

@@ -1,0 +1,18 @@
+"""Settings and checks that objectives over short texts share, readable without torch."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from pipeline.shards.content import ContentKind
+from trainer.objectives.config import ObjectiveConfig
+
+
+class TextObjectiveConfig(ObjectiveConfig):
+    """Base of the settings of objectives over sentences, pairs and triples."""
+
+    reads: ClassVar[tuple[ContentKind, ...]] = ("sentences",)
+    scores: ClassVar[tuple[str, ...]] = ("recall_at_1", "mrr")
+
+    max_tokens: int = Field(default=32, ge=3)
+    """Largest number of tokens of a text, specials included; longer texts are cut at the end."""
