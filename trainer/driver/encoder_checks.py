@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.nn import Dropout
 
 from common.config import ConfigError
 from common.console.logs import get_logger
@@ -63,8 +64,13 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
+    if config.objective.needs_dropout and not any(layer.p for layer in model.modules() if isinstance(layer, Dropout)):
+        found.append(
+            f"encoder: it drops nothing, so the two views of objective {config.objective.kind} would be equal; set "
+            "encoder.dropout=0.1"
+        )
     positions = max_span_tokens(model)
-    if config.spans.max_tokens > positions:
+    if "documents" in config.objective.reads and config.spans.max_tokens > positions:
         found.append(
             f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
             "included; use shorter spans (and prepare again) or an encoder with more positions"

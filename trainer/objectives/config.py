@@ -64,6 +64,11 @@ class ObjectiveConfig(Strict):
         return False
 
     @property
+    def sets_rates(self) -> bool:
+        """True if its spans have dropout rates, which replace those of the encoder."""
+        return False
+
+    @property
     def mlm_weight(self) -> float:
         """Weight of the MLM loss, the mean cross entropy of the selected tokens."""
         return 1.0

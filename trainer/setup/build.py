@@ -23,6 +23,9 @@ from trainer.step.microbatch import Microbatch
 from trainer.step.optim import build_optimizer
 from trainer.step.step import Stepper
 
+_REPLACED = 0.1
+"""Rate of layers whose rate is replaced in every batch; any above 0."""
+
 
 def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any, Vocabulary]:
     """The tokenizer that made the shards of a folder, and its ids.
@@ -57,7 +60,10 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     """
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
-    hf = load_hf_config(config.encoder, len(tokenizer), ids)
+    settings = config.encoder
+    if config.objective.sets_rates:  # a family may leave out dropout layers whose own rate is 0
+        settings = settings.model_copy(update={"dropout": _REPLACED, "attention_dropout": _REPLACED})
+    hf = load_hf_config(settings, len(tokenizer), ids)
     model, unloaded = load_model(config.encoder, hf, config.seed)
     encoder = Encoder(config.encoder, model, config.seed, unloaded)
     layout = fitting_layout(encoder, config.objective.mlm)

@@ -44,6 +44,11 @@ class ScdConfig(TextObjectiveConfig):
             raise ValueError(f"rates = {list(self.rates)}: nothing is dropped, so both views would be equal; raise one")
         return self
 
+    @property
+    def sets_rates(self) -> bool:
+        """True: the two views have different rates."""
+        return True
+
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports batches without correlation."""
         del manifest
