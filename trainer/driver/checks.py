@@ -18,6 +18,7 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import read_origin
 from trainer.driver.encoder_checks import encoder_problems
 from trainer.driver.places import place_problems
+from trainer.driver.validation_checks import validation_problems
 from trainer.objectives.base import ObjectiveError, implementation_of
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
@@ -185,10 +186,4 @@ def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
             "training documents, and a batch must not contrast a document with itself"
         )
-    if config.validation.every_steps and manifest.totals["kept_held_out"] < 2:
-        found.append(
-            f"validation.every_steps = {config.validation.every_steps}: the shards hold "
-            f"{manifest.totals['kept_held_out']} held-out documents, at least 2 are needed; prepare with a larger "
-            "held_out_share, or set it to 0"
-        )
-    return found
+    return [*found, *validation_problems(config, manifest)]

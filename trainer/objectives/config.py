@@ -48,6 +48,10 @@ class ObjectiveConfig(Strict):
     method: ClassVar[str]
     """Name of the method, for the model card."""
 
+    def scores_of(self, content: ContentKind) -> tuple[str, ...]:
+        """The held-out scores for shards of this kind; empty if its validator cannot read them."""
+        return self.scores if content in self.reads else ()
+
     @property
     def embeds(self) -> bool:
         """True if the loss uses embeddings. If not, the projection gets no gradient and microbatches need one pass."""

@@ -91,9 +91,13 @@ class TextPacker:
                 settings, self.seed, self.vocabulary, packed.ids, packed.places[some], content[some], *owners
             )
         words = dropout_words(self.seed, keys, read_in, numbers)
-        arrays = (packed.ids, packed.lengths, selected, labels, words)
         return SpanBatch(
-            *(torch.from_numpy(array) for array in arrays), None if rates is None else torch.from_numpy(rates)
+            torch.from_numpy(packed.ids),
+            torch.from_numpy(packed.lengths),
+            torch.from_numpy(selected),
+            torch.from_numpy(labels),
+            torch.from_numpy(words),
+            None if rates is None else torch.from_numpy(rates),
         )
 
 
@@ -101,7 +105,8 @@ def text_keys(texts: Texts, chosen: I64) -> I64:
     """`(S,)` int64 keys of texts, which depend on the row and on the place of the text in it."""
     within = (chosen - texts.first[texts.rows[chosen]]).astype(np.uint64)
     drawn = seeding.blocks(0, "text", texts.keys[texts.rows[chosen]], within, np.zeros_like(within))
-    return np.ascontiguousarray(drawn[:, :2]).view(np.int64).reshape(-1)
+    keys: I64 = np.ascontiguousarray(drawn[:, :2]).view(np.int64).reshape(-1)
+    return keys
 
 
 def row_keys(texts: Texts) -> I64:

@@ -6,18 +6,21 @@ from typing import Any
 import torch
 
 from common import seeding
+from common.paths import expand
 from pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, load_manifest
 from pipeline.shards.shards import ShardSet
 from pipeline.tokenizer.tokenization import fingerprint
 from trainer.data.feed import Feed
 from trainer.data.plan import Plan
 from trainer.data.vocabulary import Vocabulary
+from trainer.metrics.sts import StsValidator, read_stsb, together
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
 from trainer.model.layouts import fitting_layout
 from trainer.objectives.base import Objective, Validator, implementation_of
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
+from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.microbatch import Microbatch
 from trainer.step.optim import build_optimizer
@@ -128,13 +131,20 @@ def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
 
 
 def build_validator(
-    config: TrainConfig, stepper: Stepper, shards: ShardSet, vocabulary: Vocabulary, device: torch.device
+    config: TrainConfig, stepper: Stepper, shards: ShardSet, tokenizer: Any, device: torch.device
 ) -> Validator | None:
-    """The objective's validator on the held-out split; None if validation is off or the objective has no scores."""
-    if not config.validation.every_steps:
+    """The scores of a validation: the objective's on held-out rows, and STS-B's; None if there are none."""
+    validation, objective = config.validation, stepper.objective
+    if not validation.every_steps:
         return None
-    held_out = ShardSet(shards.folder, "held-out", look=False)
+    if validation.data is None:
+        held_out = ShardSet(shards.folder, "held-out", look=False)
+    else:
+        held_out = ShardSet(data_folder(validation.data, config.cache), "train", look=False)
+    vocabulary = vocabulary_of(tokenizer)
     room = max_content(stepper.encoder, vocabulary)
-    return stepper.objective.validator(
-        held_out, vocabulary, room, config.validation.max_documents, stepper.world, device
-    )
+    found = [objective.validator(held_out, vocabulary, room, validation.max_documents, stepper.world, device)]
+    if validation.stsb is not None:
+        pairs = read_stsb(expand(validation.stsb), tokenizer, room + vocabulary.num_specials)
+        found.append(StsValidator(pairs, objective.exported(), stepper.world, device))
+    return together([one for one in found if one is not None])

@@ -109,7 +109,7 @@ def _train(
         bad_losses,
         checkpointing,
         prefetch,
-        validator=build_validator(config, stepper, shards, vocabulary, device),
+        validator=build_validator(config, stepper, shards, tokenizer, device),
         stop=lambda: listener.notice() is not None,
         heartbeat=heartbeat,
         stopwatch=stopwatch,
