@@ -37,10 +37,11 @@ class Texts:
         self.tokens, offsets = ragged(rows.column("tokens"))
         starts, bounds = ragged(rows.column("starts"))
         labels, _ = ragged(rows.column("labels"))
+        mine = slice(*bounds[[0, -1]])  # the table may be a slice of a larger one
         self.rows = np.repeat(np.arange(len(rows)), np.diff(bounds))
-        self.starts = offsets[self.rows] + starts
+        self.starts = offsets[self.rows] + starts[mine]
         self.sizes = np.diff(np.append(self.starts, offsets[-1:]))
-        self.labels = labels.astype(np.int64)
+        self.labels = labels[mine].astype(np.int64)
         self.first = bounds[:-1] - bounds[0]
         self.keys = document_keys(rows)
 
@@ -111,7 +112,8 @@ def text_keys(texts: Texts, chosen: I64) -> I64:
 
 def row_keys(texts: Texts) -> I64:
     """`(n,)` int64 keys of rows, as facts."""
-    return texts.keys.view(np.int64)
+    keys: I64 = texts.keys.view(np.int64)
+    return keys
 
 
 def draw_labelled(texts: Texts, label: int, seed: int, epochs: I64) -> I64:

@@ -21,7 +21,7 @@ def contrast(batch: Gathered, config: SclConfig) -> Tensor:
     An anchor is the premise of an entailment pair. Its positives are the hypotheses of all entailment pairs with this
        premise; its negatives all other hypotheses of the batch.
 
-       Args:
+    Args:
            batch: `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key).
            config: temperature and numbers of positives and negatives.
     """
