@@ -1,5 +1,7 @@
 """SimCSE, SCD and SCL: gradients for any number of workers and microbatches, the order of a batch, keys and draws."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tiny import VOCABULARY, tiny_encoder, tiny_stepper
 
 from trainer.checkpoints import checkpoint
 from trainer.data.plan import Plan
-from trainer.objectives.base import Gathered
+from trainer.objectives.base import Gathered, ObjectiveError
 from trainer.objectives.config import RunContext
 from trainer.objectives.scd.config import ScdConfig
 from trainer.objectives.scd.objective import Scd
@@ -252,3 +254,12 @@ def test_heads_are_exported_as_released():
     assert isinstance(dense.activation, torch.nn.Tanh)
     assert objective_of("simcse supervised", head=False).exported() == []
     assert objective_of("scd").exported() == objective_of("scl").exported() == []
+
+
+@pytest.mark.parametrize("name", ["simcse", "scd"])
+def test_views_with_one_dropout_key_are_refused(name):
+    """Equal keys with two rates would nest one view's mask in the other's, which no loss shows."""
+    stepper, batch = setup(name)
+    first = batch.spans.keys[torch.arange(len(batch.spans.keys)) // 2 * 2]
+    with pytest.raises(ObjectiveError, match="same dropout key"):
+        stepper.step(replace(batch, spans=replace(batch.spans, keys=first)), 1)
