@@ -171,6 +171,22 @@ def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
     assert "objective declutr: `loss` " in str(raised.value)
 
 
+def detached_on_ranks(world):
+    """The second of two ranks has no rows, so its part of the views never has a gradient."""
+    stepper, batch = setup(world, start=0, end=0 if world.rank else len(LENGTHS))
+    stepper.objective.loss = lambda gathered: {"contrastive": gathered.views.detach().sum()}
+    try:
+        stepper.step(batch, 1)
+    except ObjectiveError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_a_rank_without_rows_refuses_detached_terms_as_the_others_do():
+    assert all("do not detach them" in said for said in run_group(2, detached_on_ranks))
+
+
 def test_a_term_of_one_entry_is_a_scalar():
     stepper, batch = setup(World())
     stepper.objective.loss = lambda gathered: {"contrastive": gathered.views.square().sum().reshape(1)}

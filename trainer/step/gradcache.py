@@ -176,8 +176,11 @@ class GradCache:
                 f"objective {self.objective.config.kind}: `views` returned the shape {list(views.shape)}, not "
                 f"[{wanted[0]}, {wanted[1]}, D]: `num_rows` of the batch, `num_views` of the objective, and the size"
             )
+        table = self.world.gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:])
+        if torch.is_grad_enabled() and not table.requires_grad:  # a rank without rows finds detached terms as others do
+            table.requires_grad_()
         gathered = Gathered(
-            self.world.gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:]),
+            table,
             {name: self.world.gather(values, counts.first_row, total) for name, values in batch.facts.items()},
             self.seed,
             self.step,
