@@ -17,9 +17,8 @@ from pipeline.duplicates.table import removed
 from pipeline.job.unit_writer import UnitWriter, load_sidecar
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
-from pipeline.shards.ledger import LEDGERS, ledger_entries
+from pipeline.shards.ledger import LEDGERS, REJECTED, ledger_entries
 from pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar
-from pipeline.shards.rejected import REJECTED
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}

@@ -16,7 +16,7 @@ from pipeline.config import PipelineConfig
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.signatures import Signer
-from pipeline.job.progress import Heartbeat
+from pipeline.job.progress import Done, Heartbeat
 from pipeline.job.unit_writer import UnitWriter
 from pipeline.job.units import Unit, read_unit, stamp_read
 from pipeline.readers import Record
@@ -76,7 +76,7 @@ def write_unit(
                 if keys is not None:
                     keys.add(ordinal, judged)
             if heartbeat.due():
-                heartbeat.beat(writer.done(reading.bytes_read))
+                heartbeat.beat(Done.of(writer.tally.counts(), reading.bytes_read))
     if keys is not None:
         write_keys(target, unit.name, config.duplicates, keys.ids, keys.ordinals, keys.signatures)
     return writer.finish(stamp_read(unit))

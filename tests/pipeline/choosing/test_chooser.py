@@ -11,10 +11,10 @@ from pipeline.choosing.contamination import Contamination
 from pipeline.choosing.evaluation_sets import build_index
 
 _DIGITS = re.compile(r"\d+")
-DOCUMENTED = set(
+DOCUMENTED = {
     _DIGITS.sub("N", reason)
     for reason in re.findall(r"`(\w+)`", (Path(__file__).parents[3] / "docs" / "choosing.md").read_text())
-)
+}
 ANY = st.text(alphabet=st.characters(exclude_categories=()), max_size=300)
 LINES = st.lists(
     st.sampled_from(["", " ", "\x00", "\ud800", "...", "# {", "3 likes", "The end.", "\r\n", "字", "a b " * 9])
