@@ -50,7 +50,12 @@ def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: floa
 def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
     """The tokenizer in the output folder; the first run creates it."""
     if not (folder / TOKENIZER).exists():
-        made = _make_tokenizer(config, units)
+        if isinstance(config.tokenizer, TrainedTokenizer):
+            get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
+            texts = sample_texts(config, units, config.tokenizer.sample_mib)
+            made = train_tokenizer(texts, config.tokenizer.vocab_size)
+        else:
+            made = load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
         with folder_aside(folder / TOKENIZER) as aside:
             _save(made, aside)
     return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), config.tokenizer.kind)
@@ -70,14 +75,6 @@ def _save(tokenizer: Any, folder: Path) -> None:
         raise OSError(
             f"{folder.parent / TOKENIZER} cannot be written: {error}"
         ) from error  # `tokenizers` raises plain Exception
-
-
-def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:
-    """Loads or trains the configured tokenizer."""
-    if isinstance(config.tokenizer, TrainedTokenizer):
-        get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
-        return train_tokenizer(sample_texts(config, units, config.tokenizer.sample_mib), config.tokenizer.vocab_size)
-    return load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
 
 
 def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName:

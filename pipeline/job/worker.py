@@ -24,7 +24,7 @@ from pipeline.readers.corpus import ReadFailure, document_id
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import TOKENIZER, Sidecar, Split
 from pipeline.shards.windows import drop_reason
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 CANDIDATES = "candidates"
@@ -105,7 +105,8 @@ def judged_documents(
     """Every record with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
     encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
     chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
-    for batch in _batches(_judge(record, chooser) for record in records):
+    documents = (_judge(record, chooser) for record in records)
+    for batch in batches(documents, lambda judged: len(judged.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         going = [judged for judged in batch if not judged.entry.fate]
         rows = iter(encoder.encode([judged.text for judged in going]))
         splits = iter(splits_of([judged.entry.id or b"" for judged in going], config))
@@ -145,20 +146,6 @@ def _judge(record: Record, chooser: Chooser) -> Judged:
         choice.detail,
     )
     return Judged(entry, choice.text)
-
-
-def _batches(documents: Iterator[Judged]) -> Iterator[Sequence[Judged]]:
-    """Groups documents by a bounded number of documents and characters."""
-    batch: list[Judged] = []
-    held = 0
-    for judged in documents:
-        batch.append(judged)
-        held += len(judged.text)
-        if held >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
 
 
 @lru_cache(maxsize=2)

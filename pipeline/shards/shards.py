@@ -87,7 +87,7 @@ class ShardSet:
         order = np.argsort(np.concatenate(asked), kind="stable")
         gathered = pa.Table.from_batches(pieces).combine_chunks()
         table = gathered.take(pa.array(order)).combine_chunks()
-        if found := self._index.problem(table):
+        if found := self._index.problem(table.to_batches()[0]):
             at, problem = found
             path = self.folder / self._shards[which[at]].name
             raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
@@ -185,8 +185,9 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
             except ShardError as error:
                 found = [str(error)]
             else:
-                read = full or (folder / shard.name).stat().st_mtime_ns > written
-                found = _content_problems(folder, shard, opened, index) if read else []
+                if full or (folder / shard.name).stat().st_mtime_ns > written:
+                    problem = opened.problem(index)
+                    found = _hash_problems(folder, shard) + ([problem] if problem else [])
         problems += found
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
@@ -205,12 +206,6 @@ def _size_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> l
         return []
     state = "truncated" if size < written.num_bytes else "changed"
     return [f"{path} is {state}: {size} bytes, the manifest says {written.num_bytes}; run `prepare` again to remake it"]
-
-
-def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, index: ManifestIndex) -> list[str]:
-    """Problems of a shard's bytes and numbers."""
-    problem = opened.problem(index)
-    return [*_hash_problems(folder, shard), *([] if problem is None else [problem])]
 
 
 def _unsound(path: Path, row: int, problem: str) -> str:
