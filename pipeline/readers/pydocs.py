@@ -89,8 +89,8 @@ def read_python(part: Part) -> Iterator[Record]:
     except OSError as error:
         yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=str(error))
         return
-    quoted = sum(match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code))
-    if part.format == "python" and quoted < MIN_DOCUMENTATION_BYTES:
+    quoted = (match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code))
+    if part.format == "python" and sum(quoted) < MIN_DOCUMENTATION_BYTES:
         return
     tree = _parse(code)
     if isinstance(tree, str):

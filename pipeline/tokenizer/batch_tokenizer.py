@@ -15,7 +15,7 @@ from pipeline.tokenizer.wordpiece import WordTable
 
 EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
 Ids = NDArray[np.uint32]
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 _PIECE_CHARACTERS = 1_000_000
 _BATCH_CHARACTERS = 250_000
@@ -113,10 +113,10 @@ def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:
 
 
 def batches(
-    items: Iterable[T], size: Callable[[T], int], most: int, most_items: int = sys.maxsize
-) -> Iterator[list[T]]:
+    items: Iterable[Item], size: Callable[[Item], int], most: int, most_items: int = sys.maxsize
+) -> Iterator[list[Item]]:
     """Groups items in order; a group ends when its sizes add up to `most`, or with `most_items` items."""
-    group: list[T] = []
+    group: list[Item] = []
     held = 0
     for item in items:
         group.append(item)
