@@ -110,11 +110,8 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
 
 def _head(path: Path) -> bytes:
     """The first bytes of a file, uncompressed."""
-    if path.suffix == ".gz":
-        with gzip.open(path, "rb") as stream:
-            return stream.read(8192)
-    with path.open("rb") as plain:
-        return plain.read(8192)
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+        return stream.read(8192)
 
 
 def _texts(path: Path) -> Iterator[str]:

@@ -20,8 +20,9 @@ from pipeline.job.outcome import lines_hint, nothing_kept
 from pipeline.job.sample import output_engine
 from pipeline.job.strata import Found, Stratum, bites, draw_strata
 from pipeline.job.unit_writer import Tally
-from pipeline.job.units import MIB, Unit, read_unit
+from pipeline.job.units import Unit, read_unit
 from pipeline.job.worker import Judged, judged_documents
+from pipeline.readers.corpus import MIB
 from pipeline.shards.manifest import SPLITS, Counts, Manifest
 from pipeline.shards.schema import UINT16_VOCABULARY
 from pipeline.tokenizer.tokenization import TokenizerInfo
@@ -123,12 +124,6 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
 
     Each folder and each format is estimated separately (pipeline/job/strata.py) from at least a few parts: if small
     files hold most of the documents, large ones say nothing about them.
-
-    Args:
-        config: settings.
-        folder: folder of the tokenizer.
-        units: the plan.
-        tokenizer: facts of the tokenizer.
 
     Raises:
         ConfigError: the engine in tokenizer.engine does not give the same ids.

@@ -82,9 +82,8 @@ class Progress(Watcher):
     def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar]) -> None:
         super().__init__(_BEAT_SECONDS, "declutr-progress")
         self._folder, self._stage, self._total_bytes = folder, stage, total_bytes
-        self._log = (folder / PROGRESS).open(
-            "ab", buffering=0
-        )  # unbuffered, so that a line refused by a full disk is not retried at the end
+        # Unbuffered, so that a line refused by a full disk is not retried at the end.
+        self._log = (folder / PROGRESS).open("ab", buffering=0)
         self._finished = {sidecar.unit for sidecar in done}
         self._done = self._before = sum((Done.of(each.counts, each.num_bytes) for each in done), Done())
         self._started = time.monotonic()

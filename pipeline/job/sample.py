@@ -9,8 +9,8 @@ from common.console.logs import get_logger
 from common.storage import folder_aside
 from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
-from pipeline.job.units import MIB, Unit, read_unit
-from pipeline.readers.corpus import Document
+from pipeline.job.units import Unit, read_unit
+from pipeline.readers.corpus import MIB, Document
 from pipeline.shards.manifest import TOKENIZER
 from pipeline.tokenizer.batch_tokenizer import EngineName
 from pipeline.tokenizer.engine import choose_engine
@@ -72,9 +72,8 @@ def _save(tokenizer: Any, folder: Path) -> None:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise OSError(
-            f"{folder.parent / TOKENIZER} cannot be written: {error}"
-        ) from error  # `tokenizers` raises plain Exception
+        # `tokenizers` raises plain Exception.
+        raise OSError(f"{folder.parent / TOKENIZER} cannot be written: {error}") from error
 
 
 def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName:

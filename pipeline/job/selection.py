@@ -25,13 +25,7 @@ REASONS = {"exact": "duplicate", "near": "near_duplicate"}
 
 
 def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo) -> Sidecar:
-    """Writes one unit from its candidates and the list of duplicates, without reading or tokenizing again.
-
-    Args:
-        unit: the unit.
-        folder: the output folder with the candidates in it.
-        config: settings.
-        tokenizer: facts of the tokenizer.
+    """Writes one unit from the candidates and the list of duplicates in `folder`, without reading or tokenizing again.
 
     Raises:
         ShardError: the counts do not balance.

@@ -49,14 +49,7 @@ class Tally:
 
 
 class UnitWriter(ExitStack):
-    """A context that takes the documents of a unit in reading order, kept or not; call `finish` after it.
-
-    Args:
-        folder: target folder.
-        unit: the unit.
-        config: settings.
-        tokenizer: facts of the tokenizer.
-    """
+    """A context that takes the documents of a unit in reading order, kept or not; call `finish` after it."""
 
     def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
         super().__init__()

@@ -6,8 +6,7 @@ from pydantic import Field
 
 from common.config import Strict
 from common.storage import hash_json
-from pipeline.readers.corpus import MIB as MIB
-from pipeline.readers.corpus import FilesCorpus, HubCorpus, Part, Record
+from pipeline.readers.corpus import MIB, FilesCorpus, HubCorpus, Part, Record
 from pipeline.readers.files import rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
@@ -78,16 +77,7 @@ class Reading(Iterator[Record]):
 
 
 def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) -> tuple[list[Unit], list[str]]:
-    """Groups the corpus into units of about `unit_mib` of uncompressed input.
-
-    Args:
-        corpus: settings.
-        unit_mib: text in a unit, MiB.
-        skipped: counts the files that a search of folders met and did not take.
-
-    Returns:
-        The units, and the problems of the inputs, one line each.
-    """
+    """Groups the corpus into units of about `unit_mib` MiB of uncompressed text; see `file_parts`."""
     unit_bytes = max(1, int(unit_mib * MIB))
     problems: list[str] = []
     if isinstance(corpus, PythonDocs):

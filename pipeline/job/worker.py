@@ -19,8 +19,7 @@ from pipeline.duplicates.signatures import Signer
 from pipeline.job.progress import Done, Heartbeat
 from pipeline.job.unit_writer import UnitWriter
 from pipeline.job.units import Unit, read_unit, stamp_read
-from pipeline.readers import Record
-from pipeline.readers.corpus import ReadFailure, document_id
+from pipeline.readers.corpus import ReadFailure, Record, document_id
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import TOKENIZER, Sidecar, Split
 from pipeline.shards.windows import drop_reason
@@ -49,14 +48,9 @@ def stage_folder(folder: Path, config: PipelineConfig) -> Path:
 def write_unit(
     unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName = "tokenizers"
 ) -> Sidecar:
-    """Prepares one unit. The bytes written depend only on the unit, the settings and the tokenizer.
+    """Prepares one unit in an output folder that holds the tokenizer.
 
-    Args:
-        unit: the unit to read.
-        folder: output folder, which holds the tokenizer.
-        config: settings.
-        tokenizer: facts of the tokenizer.
-        engine: library that applies it; without influence on the result.
+    The bytes written depend only on the unit, the settings and the tokenizer, not on the engine that applies it.
 
     Raises:
         OSError: an input was changed after planning.

@@ -128,11 +128,7 @@ def compression_of(head: bytes) -> str | None:
 
 
 class Allowance:
-    """Limit of the uncompressed bytes of one file, over all layers of compression.
-
-    Args:
-        file: the file; its position is the number of bytes read.
-    """
+    """Limit of the uncompressed bytes of one file, over all layers of compression."""
 
     def __init__(self, file: ByteStream) -> None:
         self._file = file
