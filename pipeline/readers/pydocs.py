@@ -18,26 +18,9 @@ from typing import Literal
 from common.config import Strict
 from pipeline.readers.corpus import Document, Part, ReadFailure, Record
 
-_SKIPPED_FOLDERS = frozenset(
-    [
-        "__pycache__",
-        "test",
-        "tests",
-        "testing",
-        "site-packages",
-        "dist-packages",
-        "idlelib",
-        "lib2to3",
-        "_vendor",
-        "_vendored",
-        "vendor",
-        "vendored",
-        "third_party",
-        "thirdparty",
-        "extern",
-        "externals",
-        "node_modules",
-    ]
+_SKIPPED_FOLDERS = re.compile(
+    "__pycache__|test_.*|tests?|testing|(site|dist)-packages|idlelib|lib2to3|_?vendor(ed)?|third_?party|extern(als)?"
+    "|node_modules"
 )
 _TRIPLE_QUOTED = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''", re.DOTALL)
 MIN_DOCUMENTATION_BYTES = 512
@@ -67,9 +50,7 @@ def python_parts() -> list[Part]:
 def _modules(root: Path) -> Iterator[Path]:
     """Python files under a folder, without tests and vendored code."""
     for folder, children, names in os.walk(root):
-        children[:] = sorted(
-            child for child in children if child not in _SKIPPED_FOLDERS and not child.startswith("test_")
-        )
+        children[:] = sorted(child for child in children if not _SKIPPED_FOLDERS.fullmatch(child))
         for name in names:
             is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
             if name.endswith(".py") and not is_test:

@@ -82,7 +82,9 @@ class ShardSet:
                 pieces.append(batch.take(pa.array(positions)))
                 asked.append(mine[places])
         if not pieces:
-            return self._empty()
+            if not self._shards:
+                raise ShardError(f"{self.folder} holds no documents of this split")
+            return self._shard(0).schema.empty_table()
         # The rows were gathered by record batch; restore the requested order.
         order = np.argsort(np.concatenate(asked), kind="stable")
         gathered = pa.Table.from_batches(pieces).combine_chunks()
@@ -92,11 +94,6 @@ class ShardSet:
             path = self.folder / self._shards[which[at]].name
             raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
         return table
-
-    def _empty(self) -> pa.Table:
-        if not self._shards:
-            raise ShardError(f"{self.folder} holds no documents of this split")
-        return self._shard(0).schema.empty_table()
 
     def _shard(self, number: int) -> "_OpenShard":
         if number not in self._open:
