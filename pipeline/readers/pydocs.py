@@ -83,8 +83,8 @@ def read_python(part: Part) -> Iterator[Record]:
     else:
         tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
         texts = [value.value for table in tables for value in table.values if isinstance(value, ast.Constant)]
-        for ordinal, text in enumerate(texts):
-            yield Document(str(text), part.source, ordinal)
+        for ordinal, topic in enumerate(texts):
+            yield Document(str(topic), part.source, ordinal)
 
 
 def _parse(code: bytes) -> ast.Module | str:

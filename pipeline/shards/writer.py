@@ -75,7 +75,7 @@ class ShardWriter(ExitStack):
         self._num_tokens += self._held_tokens
         self._rows, self._held_tokens = [], 0
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:
             self._flush()
         return super().__exit__(kind, *rest)
