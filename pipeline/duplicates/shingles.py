@@ -79,7 +79,7 @@ def _hash_words(values: U64, alone: NDArray[np.bool_] | None) -> U64:
     continues = first[1:] & first[:-1]
     if alone is not None:
         continues &= ~(alone[1:] | alone[:-1])
-    first[1:] &= ~continues
+    first[1:] ^= continues
     starts = np.flatnonzero(first)
     if not len(starts):
         return np.empty(0, np.uint64)
