@@ -10,7 +10,7 @@ def config_parser(section: str, description: str) -> argparse.ArgumentParser:
         section: name of the command and of its section in the config file.
         description: one sentence for `--help`.
     """
-    parser = argparse.ArgumentParser(prog=section, description=description)
+    parser = argparse.ArgumentParser(prog=f"declutr {section}", description=description)
     parser.add_argument("config", help=f"YAML file with a `{section}` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")

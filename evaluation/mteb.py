@@ -64,7 +64,6 @@ def score_mteb(
 
     Raises:
         EncoderError: the data of a task cannot be loaded.
-        EncoderError: the data of a task cannot be loaded.
     """
     cache = mteb.ResultCache(output / "mteb")
     scores: dict[str, float] = {}

@@ -22,7 +22,7 @@ from common.console.bars import bar
 from common.storage import folder_aside, hash_file, write_json
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
-from evaluation.embedding.output import Note, read_note
+from evaluation.embedding.output import Note, read_note, write_npy_header
 from evaluation.embedding.plan import jobs, plan
 from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, mapped, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
@@ -91,14 +91,13 @@ def build_index(
                 f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
             )
         if kind == "exact":
-            header = {"descr": "<f4", "fortran_order": False, "shape": (note.rows, note.size)}
-            with (aside / _VECTORS).open("wb") as stream:  # not mapped: on a full disk, that would end the process
-                np.lib.format.write_array_header_1_0(stream, header)
-                for _, chunk in _vectors(embeddings, note):
+            with (aside / _VECTORS).open("wb") as stream:
+                write_npy_header(stream, (note.rows, note.size), np.float32)
+                for chunk in _vectors(embeddings, note):
                     stream.write(chunk.tobytes())
         else:
             with bar(total=note.rows, unit="text", desc="index") as shown:
-                write_graphs(aside, note.size, (chunk for _, chunk in _vectors(embeddings, note)), shown.update)
+                write_graphs(aside, note.size, _vectors(embeddings, note), shown.update)
         facts = IndexFacts(
             kind=kind,
             rows=note.rows,
@@ -203,14 +202,14 @@ class SearchIndex:
         return [self._texts.at(row) for row in rows]
 
 
-def _vectors(embeddings: Path, note: Note) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield chunks of embeddings of length 1, each with the row of its first."""
+def _vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
+    """Yield chunks of embeddings, scaled to length 1."""
     start = 0
     unit = Shape(normalise=True)
     for chunk in _stored(embeddings, note):
         if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
             raise EmbedError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
-        yield start, shaped(chunk.astype(np.float32), unit)
+        yield shaped(chunk.astype(np.float32), unit)
         start += len(chunk)
 
 

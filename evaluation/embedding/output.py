@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import DTypeLike
 from pydantic import ValidationError
 
 from common.config import Strict, first_problem
-from common.storage import write_aside, write_text
+from common.storage import write_aside
 from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.units import EmbeddingSidecar, part_schema
 
@@ -60,7 +62,11 @@ def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig
     rows = sum(sidecar.written for sidecar in sidecars)
     with write_aside(config.output) as aside:
         if config.output.suffix == ".npy":
-            _write_npy(aside, folder, sidecars, rows, schema)
+            kind = schema.field("embedding").type
+            with aside.open("wb") as stream:
+                write_npy_header(stream, (rows, kind.list_size), kind.value_type.to_pandas_dtype())
+                for batch in _batches(folder, sidecars):
+                    stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
         else:
             with pq.ParquetWriter(aside, schema) as writer:
                 for batch in _batches(folder, sidecars):
@@ -68,17 +74,13 @@ def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig
     return rows
 
 
-def _write_npy(aside: Path, folder: Path, sidecars: list[EmbeddingSidecar], rows: int, schema: pa.Schema) -> None:
-    kind = schema.field("embedding").type
-    header = {
-        "descr": np.lib.format.dtype_to_descr(np.dtype(kind.value_type.to_pandas_dtype())),
-        "fortran_order": False,
-        "shape": (rows, kind.list_size),
-    }
-    with aside.open("wb") as stream:
-        np.lib.format.write_array_header_1_0(stream, header)
-        for batch in _batches(folder, sidecars):
-            stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
+def write_npy_header(stream: BinaryIO, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Start an .npy file whose rows are written one after the other.
+
+    A file mapped for writing would end the process on a full disk.
+    """
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, header)
 
 
 def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.RecordBatch]:
@@ -92,8 +94,3 @@ def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.Reco
                 rows = pa.array(batch.column("row").to_numpy() + first)
                 yield batch.set_column(0, batch.schema.field("row"), rows)
         first += sidecar.read
-
-
-def write_note(note: Note, output: Path) -> None:
-    """Write the note, which marks the job as finished."""
-    write_text(note_path(output), note.model_dump_json(indent=1) + "\n")

@@ -2,7 +2,7 @@
 
 import pickle
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
     unexpected = [key.removeprefix(prefix) for key in report["unexpected_keys"]]
     foreign = [key for key in unexpected if key.partition(".")[0] in own]
     problems = [
-        f"{what} {len(keys)} weight{'s' if len(keys) > 1 else ''}: {_some(keys)}"
+        f"{what} {len(keys)} weight{'s' if len(keys) > 1 else ''}: {excerpt(sorted(keys))}"
         for keys, what in (
             (missing, "its files lack"),
             (mismatched, "its config.json has another shape for"),
@@ -53,7 +53,7 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
         if keys
     ]
     if problems:
-        more = f"; the files also hold {_some(unexpected)}" if missing and unexpected and not foreign else ""
+        more = f"; the files also hold {excerpt(sorted(unexpected))}" if missing and unexpected and not foreign else ""
         raise EncoderError(
             f"{name}: is not a complete encoder, so it gets no score: {'; '.join(problems)}{more}. Download it again, "
             "or export it with the library that made it"
@@ -96,7 +96,3 @@ def explain(error: Exception) -> str:
 
 def _of_pooler(key: str) -> bool:
     return _POOLER in key.split(".")[:2]
-
-
-def _some(keys: Iterable[str]) -> str:
-    return excerpt(sorted(keys))

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from evaluation.report.grouping import cut, num_steps
-from evaluation.report.tally import Tally
+from evaluation.report.tally import Tally, total
 from pipeline.readers.names import bare_suffix
 
 
@@ -31,9 +31,8 @@ def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:
         groups[beginning].append(name)
     found: dict[str, Tally] = {}
     for beginning, names in groups.items():
-        total = Tally()
-        for name in names:
-            total.add(sources[name])
         alone = len(names) == 1 and not beginning.endswith("/")
-        found[names[0] if alone else f"{beginning} ({len(names):,} file{'s' * (len(names) > 1)})"] = total
+        found[names[0] if alone else f"{beginning} ({len(names):,} file{'s' * (len(names) > 1)})"] = total(
+            sources[name] for name in names
+        )
     return found

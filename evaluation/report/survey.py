@@ -4,7 +4,6 @@ Memory grows with the number of duplicates (16 bytes each) and, up to a limit, o
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -193,13 +192,6 @@ def unit_and_ordinal(place: int) -> tuple[int, int]:
     return place >> _PLACE_SHIFT, place & ((1 << _PLACE_SHIFT) - 1)
 
 
-def ledger_paths(folder: Path, manifest: Manifest) -> Iterator[tuple[int, Path]]:
-    """Number and ledger of each unit, in plan order."""
-    for ledger in manifest.ledgers:
-        path = folder / ledger.name
-        yield int(path.stem), path
-
-
 def survey(folder: Path, manifest: Manifest) -> Survey:
     """Reads all ledgers of a folder.
 
@@ -210,10 +202,11 @@ def survey(folder: Path, manifest: Manifest) -> Survey:
     shortest = shortest_document(geometry, manifest.short_documents)
     limits = sorted({shortest, geometry.max_tokens, geometry.min_document_tokens})
     found = Survey(shortest, limits, int(manifest.config.get("seed", 0)))
-    for unit, path in ledger_paths(folder, manifest):
+    for ledger in manifest.ledgers:
+        path = folder / ledger.name
         start = line = 0
         for batch in ledger_batches(path):
-            line = found.add(batch, unit, start, line)
+            line = found.add(batch, int(path.stem), start, line)
             start += batch.num_rows
     counted = {fate: tally.read for fate, tally in found.fates.all().items()}
     totals = {"train": manifest.totals["kept_train"], "held-out": manifest.totals["kept_held_out"]}

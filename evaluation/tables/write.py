@@ -14,9 +14,9 @@ from evaluation.tables.page import page
 from evaluation.tables.remarks import remarks
 
 
-def write_tables(evaluated: Sequence[Evaluated], folder: Path, beside_published: bool = True) -> str:
+def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
     """Write all three files; return the Markdown of the encoders alone, for a terminal."""
-    published = literature() if beside_published else ()
+    published = literature()
     blocks, told = _blocks(evaluated, published), remarks(evaluated, published)
     write_text(folder / "scores.md", markdown(blocks, told))
     write_text(folder / "scores.html", page(blocks, told))

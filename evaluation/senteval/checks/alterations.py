@@ -24,7 +24,6 @@ def check_rows(data: TaskData, figures: Published, chance: str) -> Iterator[Data
         data: data of the task.
         figures: published figures of the task.
         chance: score of a classifier that has learned nothing; "" if labels are scores.
-        chance: what a classifier gets that has learnt nothing; "" where labels are scores.
     """
     unknown = [name for name, expected in figures.splits.items() if expected.digests is None]
     if unknown:

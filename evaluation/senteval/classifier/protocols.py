@@ -45,7 +45,7 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
     Raises:
         ValueError: a class is too small for the folds, a label is out of range.
     """
-    labels = data.labels.cpu().numpy()
+    labels = data.labels.numpy()
     outer = stratified_folds(labels, config.num_folds)
     inner = [_folds_of(train, labels, config.num_folds) for train, _ in outer]
     fits = fit_many(data, data, [s for sets in inner for s in sets], config.decays, config, num_classes)
@@ -73,7 +73,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     Raises:
         ValueError: a class is too small for the folds, a label is out of range.
     """
-    labels = train.labels.cpu().numpy()
+    labels = train.labels.numpy()
     sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
     fits = fit_many(train, train, sets, config.decays, config, num_classes)
     means = _means(fits.accuracies())
@@ -81,7 +81,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     refit = fit_many(
         train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
     )
-    truth, answers = test.labels.cpu().numpy(), refit.predict(0, 0, test.features)
+    truth, answers = test.labels.numpy(), refit.predict(0, 0, test.features)
     accuracy = _percent(answers == truth)
     return ProtocolScores(
         dev_accuracy=max(means),
@@ -107,7 +107,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies()[0].tolist()]
     chosen = int(np.argmax(scores))
     answers = fits.predict(0, chosen, test.features)
-    accuracy = _percent(answers == test.labels.cpu().numpy())
+    accuracy = _percent(answers == test.labels.numpy())
     return ProtocolScores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,), len(scores))
 
 

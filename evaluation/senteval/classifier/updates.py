@@ -25,7 +25,7 @@ class Updates:
     Attributes:
         name: name of the optimizer.
         learning_rate: learning rate of every parameter.
-        decay: (S, R) weight decays, on the parameters' device.
+        decay: (S, R) weight decays.
         moments: first and second moment (adam) or second moment (rmsprop) of each parameter, in its shape.
         num_steps: steps so far.
     """
@@ -67,7 +67,7 @@ class Updates:
     def _adam(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         if not self._counts:
             before = float(self.num_steps - 1)
-            self._counts = [torch.tensor(before, device=parameters[0].device) for _ in parameters]
+            self._counts = [torch.tensor(before) for _ in parameters]
         adam(
             parameters,
             gradients,

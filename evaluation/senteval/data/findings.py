@@ -70,8 +70,3 @@ class Inspection:
         if self.usable:
             return ""
         return "; ".join(str(finding) for finding in self.findings if finding.level == "refuse")
-
-
-def worst_first(findings: list[DataFinding]) -> tuple[DataFinding, ...]:
-    """Sort into refusals, warnings and information; the order within a level is kept."""
-    return tuple(sorted(findings, key=lambda finding: ("refuse", "warn", "info").index(finding.level)))

@@ -11,9 +11,9 @@ from evaluation.senteval.data.taskdata import DataError
 
 WordList = list[str]
 
-_TREC = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
-_SNLI = ("entailment", "neutral", "contradiction")
-_SICK = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
+TREC = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
+SNLI = ("entailment", "neutral", "contradiction")
+SICK = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
 
 
 @dataclass
@@ -47,9 +47,9 @@ def read_trec(path: Path) -> SplitRows:
 
     def parse(line: str) -> tuple[WordList, int]:
         label, rest = line.strip().split(":", 1)
-        if label not in _TREC:
-            raise ValueError(f"{label!r} is none of {', '.join(_TREC)}")
-        return rest.split(" ", 1)[1].split(), _TREC.index(label)
+        if label not in TREC:
+            raise ValueError(f"{label!r} is none of {', '.join(TREC)}")
+        return rest.split(" ", 1)[1].split(), TREC.index(label)
 
     return _single(parse_lines(path, read_lines(path, "latin-1"), parse))
 
@@ -101,7 +101,7 @@ def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
         for path, lines in zip((first, second), columns, strict=True)
         if any(len(line.splitlines()) > 1 for line in lines)
     )
-    numbers = parse_lines(labels, names, lambda name: _named(name.strip(), _SNLI))
+    numbers = parse_lines(labels, names, lambda name: _named(name.strip(), SNLI))
     one, two = ([line.split() for line in column] for column in columns)
     return SplitRows(first=one, second=two, labels=numbers, notes=notes)
 
@@ -111,7 +111,7 @@ def read_sick(path: Path, entailment: bool) -> SplitRows:
 
     def parse(line: str) -> tuple[WordList, WordList, int | float]:
         cells = line.strip().split("\t")
-        label = _named(cells[4], _SICK) if entailment else _between(float(cells[3]), 1, 5)
+        label = _named(cells[4], SICK) if entailment else _between(float(cells[3]), 1, 5)
         return cells[1].split(), cells[2].split(), label
 
     lines = read_lines(path, "utf-8")

@@ -67,7 +67,7 @@ class TaskData:
         task: task of the data.
         splits: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets.
         classes: name of each class, by its number; empty for gold scores.
-        files: files read, relative to the data folder, with git's SHA-1 of each ("" if not computed).
+        files: files read, relative to the data folder, with git's SHA-1 of each.
         features: `(I, D)` float32 image features by split (retrieval alone).
         num_empty: lines without a word; `EMPTY` replaces them.
         notes: remarks on how the files were read.
@@ -89,17 +89,14 @@ class TaskData:
 
 def sentences(data: TaskData) -> tuple[str, ...]:
     """Each distinct sentence of the task once, in order of first appearance."""
-    seen: dict[str, None] = {}
-    for split in data.splits.values():
-        seen.update(dict.fromkeys(split.first))
-        seen.update(dict.fromkeys(split.second or ()))
-    return tuple(seen)
+    return tuple(sentence_rows([data]))
 
 
 def sentence_rows(tasks: Iterable[TaskData]) -> dict[str, int]:
     """Map each distinct sentence of all tasks to a row number, so that each is embedded once."""
     rows: dict[str, int] = {}
     for data in tasks:
-        for text in sentences(data):
-            rows.setdefault(text, len(rows))
+        for split in data.splits.values():
+            for text in (*split.first, *(split.second or ())):
+                rows.setdefault(text, len(rows))
     return rows

@@ -116,16 +116,16 @@ def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.fl
         embeddings: `(N, D)`.
     """
     splits = data.splits if data.task.procedure == "similarity" else {"test": data.splits["test"]}
-    return aggregate({name: (pair_cosines(split, rows, embeddings), _gold(split)) for name, split in splits.items()})
+    return aggregate({name: (_pair_cosines(split, rows, embeddings), gold(split)) for name, split in splits.items()})
 
 
-def pair_cosines(split: Split, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Vector:
-    """Cosines `(R,)` of a split's pairs."""
+def _pair_cosines(split: Split, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Vector:
     if split.second is None:
         raise ValueError("rows without a second sentence have no cosine")
     first, second = ([rows[text] for text in side] for side in (split.first, split.second))
     return cosines(embeddings[first], embeddings[second])
 
 
-def _gold(split: Split) -> Vector:
+def gold(split: Split) -> Vector:
+    """Gold scores `(R,)`."""
     return split.labels.astype(np.float64)

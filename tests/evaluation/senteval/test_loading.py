@@ -204,7 +204,7 @@ def test_the_real_sets():
         "Tense": (8423, 1487, 9927),
     }
     for name, expected in sizes.items():
-        assert tuple(len(split) for split in load(find(name), COMPLETE, hashed=False).splits.values()) == expected, name
+        assert tuple(len(split) for split in load(find(name), COMPLETE).splits.values()) == expected, name
 
 
 @pytest.mark.skipif(not SLICES.exists(), reason="no slices of task data beside the repository")
@@ -223,7 +223,7 @@ def test_the_first_lines_of_every_other_set(tmp_path):
         "CoordinationInversion": (200, 60, 60),
     }
     for name, expected in sizes.items():
-        assert tuple(len(split) for split in load(find(name), SLICES, hashed=False).splits.values()) == expected, name
+        assert tuple(len(split) for split in load(find(name), SLICES).splits.values()) == expected, name
     for column in ("s1", "s2", "labels"):  # train has no slice: dev's stands in for it
         for split in ("train", "dev", "test"):
             source = SLICES / f"downstream/SNLI/{column}.{'dev' if split == 'train' else split}"
