@@ -18,11 +18,7 @@ SCORES = "mteb.json"
 
 
 class MtebEncoder:
-    """Adapter from an encoder of this project to MTEB's interface; similarity is the cosine.
-
-    Args:
-        encoder: encoder to adapt.
-    """
+    """Adapter from an encoder of this project to MTEB's interface; similarity is the cosine."""
 
     def __init__(self, encoder: SentenceEncoder) -> None:
         self._encoder = encoder

@@ -49,10 +49,6 @@ class CheckpointRow:
 def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:
     """List the checkpoints of a run, oldest first; reads all of their bytes.
 
-    Args:
-        run: folder of the run.
-        now: seconds since the epoch.
-
     Raises:
         CheckpointsError: the run does not exist, has no checkpoint yet, or has unreadable settings.
     """

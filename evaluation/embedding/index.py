@@ -176,11 +176,9 @@ class SearchIndex:
         return [Hit(**vars(text), score=score) for text, score in zip(self.texts(rows), scores, strict=True)]
 
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Rows and cosines, each `(queries, top)`, nearest first.
+        """Rows and cosines, each `(queries, top)`, nearest first; all rows if the index holds fewer.
 
-        Args:
-            queries: `(queries, size)`, of length 1.
-            top: number of texts; the whole index if it holds fewer.
+        `queries` is `(queries, size)`, of length 1.
         """
         top = min(top, self.facts.rows)
         if not top:

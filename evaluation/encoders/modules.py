@@ -74,9 +74,7 @@ class Recipe:
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
     """Read the recipe of a folder, or of a name at the Hugging Face hub; None if it has no modules.json.
 
-    Args:
-        name: folder or name.
-        pooling: overrides the declared pooling.
+    `pooling` overrides the declared pooling.
 
     Raises:
         EncoderError: a module, a pooling or an option is not supported, a file is damaged or missing, or a lookup

@@ -32,10 +32,6 @@ class HashedWords:
 
     v(w) = s / sqrt(size), s in {-1, 1}^size, of the word in lower case. Sums of signs are integers and therefore exact,
     so embeddings are the same on every machine.
-
-    Args:
-        size: numbers in an embedding.
-        seed: seed of the signs.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:

@@ -10,12 +10,8 @@ from pipeline.readers.names import bare_suffix
 def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:
     """The sources themselves if there are at most `limit`, otherwise sums over common folders.
 
-    Args:
-        sources: tallies by the name of a file or an archive.
-        limit: how many groups are wanted. There are more only where there are more top folders.
-
-    Returns:
-        Tallies by `folder/ (n files)`, `*.txt (n files)` or the name of a single file.
+    The sums are named `folder/ (n files)`, `*.txt (n files)` or as a single file. There are more than `limit` only
+    where there are more top folders.
     """
     if len(sources) <= limit:
         return sources

@@ -92,16 +92,9 @@ class Survey:
         return self.shortest * np.exp2(steps / BINS_PER_OCTAVE)
 
     def add(self, batch: pa.RecordBatch, unit: int, start: int, line: int) -> int:
-        """Adds rows of a unit's ledger.
+        """Adds rows of a unit's ledger, from ordinal `start` on.
 
-        Args:
-            batch: rows with the columns of pipeline/shards/ledger.py.
-            unit: number of the unit.
-            start: ordinal of the first row.
-            line: rejected documents of the unit before this batch.
-
-        Returns:
-            Rejected documents of the unit after this batch.
+        `line` is the number of the unit's rejected documents before this batch; returns their number after it.
         """
         fates = batch.column("fate").dictionary_encode()
         names: list[str] = fates.dictionary.to_pylist()

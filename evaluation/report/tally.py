@@ -21,7 +21,6 @@ class Tally:
     read: int = 0
     text_bytes: int = 0
     kept: int = 0
-    kept_bytes: int = 0
     kept_tokens: int = 0
 
 
@@ -39,7 +38,7 @@ def tally_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
     size = batch.column("text_bytes")
     tokens = pc.fill_null(batch.column("num_tokens"), 0)
     read = pa.repeat(pa.scalar(1, pa.int64()), batch.num_rows)
-    return dict(zip(_SUMS, (read, size, kept, pc.multiply(size, kept), pc.multiply(tokens, kept)), strict=True))
+    return dict(zip(_SUMS, (read, size, kept, pc.multiply(tokens, kept)), strict=True))
 
 
 @dataclass

@@ -12,14 +12,9 @@ REPORT = "report"
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
-    """Writes the report of a prepared corpus; the same corpus with the same times of its files gives the same bytes.
+    """Writes `report.html` and `charts/*.png` on a corpus to `output`, or to its folder `report`; returns the page.
 
-    Args:
-        folder: output folder of `prepare`.
-        output: folder for `report.html` and `charts/*.png`; `report` in the first when None.
-
-    Returns:
-        Path of the page.
+    The same corpus with the same times of its files gives the same bytes.
 
     Raises:
         ShardError: files that are missing or damaged, or ledgers that contradict the manifest.

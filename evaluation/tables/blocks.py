@@ -29,53 +29,37 @@ Results = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Cell:
-    """Number of a table.
-
-    Attributes:
-        value: the number, or None.
-        marked: whether the number is doubted or not comparable with published ones (own data).
-        signed: whether the number is a difference.
-    """
+    """Number of a table, or None."""
 
     value: float | None
     marked: bool = False
+    """The number is doubted or not comparable with published ones (own data)."""
     signed: bool = False
+    """The number is a difference."""
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """Row of a table: an encoder or a published model.
-
-    Attributes:
-        label: name of the model.
-        source: paper of the model; "" for an encoder scored here.
-        cells: one cell per column.
-    """
+    """Row of a table: an encoder or a published model."""
 
     label: str
     source: str
+    """Paper of the model; "" for an encoder scored here."""
     cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
 class Block:
-    """One table.
-
-    Attributes:
-        name: name for links.
-        short: title of a few words.
-        title: what is scored, and how.
-        columns: column labels.
-        rows: rows, those scored here first.
-        percent: whether values range from 0 to 100.
-    """
+    """One table; its rows start with those scored here."""
 
     name: str
+    """Name for links."""
     short: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[ModelRow, ...]
     percent: bool = True
+    """Values range from 0 to 100."""
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,14 @@ from evaluation.tables.literature import PublishedModel
 
 @dataclass(frozen=True)
 class Remarks:
-    """Remark lines by kind; a kind without lines is not shown.
-
-    Attributes:
-        missing: tasks without a score, by encoder.
-        marks: meanings of `*`.
-        warnings: warnings about encoders and tasks.
-        differences: encoder with which each is compared in the column Δ.
-        sources: papers, each with its number.
-        numbers: number of each paper, for its rows.
-    """
+    """Remark lines by kind, and the number of each paper; a kind without lines is not shown."""
 
     missing: tuple[str, ...]
     marks: tuple[str, ...]
     warnings: tuple[str, ...]
     sources: tuple[str, ...]
     numbers: Mapping[str, int]
-    differences: tuple[str, ...] = ()
+    differences: tuple[str, ...]
 
     def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Titles and lines of the kinds that have lines."""

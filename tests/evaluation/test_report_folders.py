@@ -9,7 +9,7 @@ from evaluation.report.tally import Tally
 
 
 def tallies(names):
-    return {name: Tally(1, 10, 1, 10, 5) for name in names}
+    return {name: Tally(1, 10, 1, 5) for name in names}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ class ProtocolScores:
         f1: F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None.
         decays: chosen weight decay, one per outer fold.
         fold_accuracies: accuracies of the outer folds, or the one accuracy.
-        num_fits: number of fits.
     """
 
     dev_accuracy: float
@@ -36,7 +35,6 @@ class ProtocolScores:
     f1: float | None
     decays: tuple[float, ...]
     fold_accuracies: tuple[float, ...]
-    num_fits: int
 
 
 def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
@@ -47,7 +45,10 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
     """
     labels = data.labels.numpy()
     outer = stratified_folds(labels, config.num_folds)
-    inner = [_folds_of(train, labels, config.num_folds) for train, _ in outer]
+    inner = [
+        [TrainingSet(rows[train], rows[dev]) for train, dev in stratified_folds(labels[rows], config.num_folds)]
+        for rows, _ in outer
+    ]
     fits = fit_many(data, data, [s for sets in inner for s in sets], config.decays, config, num_classes)
     each = config.num_folds
     means = [_means(fits.accuracies(slice(each * fold, each * (fold + 1)))) for fold in range(each)]
@@ -63,7 +64,6 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
         f1=None,
         decays=tuple(config.decays[decay] for decay in chosen),
         fold_accuracies=tuple(tests),
-        num_fits=len(outer) * (config.num_folds * len(config.decays) + 1),
     )
 
 
@@ -89,7 +89,6 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
         f1=_f1(answers, truth) if num_classes == 2 else None,
         decays=(config.decays[chosen],),
         fold_accuracies=(accuracy,),
-        num_fits=len(sets) * len(config.decays) + 1,
     )
 
 
@@ -108,12 +107,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     chosen = int(np.argmax(scores))
     answers = fits.predict(0, chosen, test.features)
     accuracy = _percent(answers == test.labels.numpy())
-    return ProtocolScores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,), len(scores))
-
-
-def _folds_of(rows: NDArray[np.int64], labels: NDArray[np.int64], num_folds: int) -> list[TrainingSet]:
-    folds = stratified_folds(labels[rows], num_folds)
-    return [TrainingSet(rows[train], rows[dev]) for train, dev in folds]
+    return ProtocolScores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,))
 
 
 def _means(accuracies: NDArray[np.float64]) -> list[float]:

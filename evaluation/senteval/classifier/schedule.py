@@ -60,11 +60,8 @@ class Schedule:
 
     Sets of one stream see the same positions and the same dropout, because every official fit starts from one seed.
 
-    Args:
-        sets: S training sets.
-        labels: (N,) labels of the training table.
-        config: batch size, seed, dropout.
-        start: generator after drawing the starting weights; dropout continues its sequence.
+    `labels` (N,) are those of the training table. `start` is the generator after drawing the starting weights; dropout
+    continues its sequence.
     """
 
     def __init__(

@@ -23,8 +23,6 @@ class Updates:
     """Optimizer state of stacked parameters, all after the same number of steps.
 
     Attributes:
-        name: name of the optimizer.
-        learning_rate: learning rate of every parameter.
         decay: (S, R) weight decays.
         moments: first and second moment (adam) or second moment (rmsprop) of each parameter, in its shape.
         num_steps: steps so far.
@@ -50,12 +48,7 @@ class Updates:
         return Updates(self.name, self.learning_rate, self.decay[sets], views, self.num_steps)
 
     def step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Make one step in place; the gradients are overwritten.
-
-        Args:
-            parameters: parameters, each (S, R, ...).
-            gradients: gradients of the loss alone, without weight decay.
-        """
+        """Make one step in place; the gradients, those of the loss without weight decay, are overwritten."""
         self.num_steps += 1
         for parameter, gradient in zip(parameters, gradients, strict=True):
             gradient.addcmul_(parameter, self.decay.view(*self.decay.shape, *[1] * (parameter.ndim - 2)))

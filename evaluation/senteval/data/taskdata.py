@@ -16,11 +16,7 @@ EMPTY = "."
 
 
 class DataError(ValueError):
-    """Data that SentEval's loader would not read.
-
-    Attributes:
-        faked: false score that such data would give, or "".
-    """
+    """Data that SentEval's loader would not read; `faked` is the false score that they would give, or ""."""
 
     def __init__(self, message: str, faked: str = "") -> None:
         super().__init__(message)

@@ -104,11 +104,7 @@ class UnknownTaskError(ValueError):
 
 
 def find(name: str, others: Collection[str] = ()) -> Task:
-    """Find the task of that name or label, in any case.
-
-    Args:
-        name: name or label of the task.
-        others: other names that the caller knows (sets of tasks), for the suggestion.
+    """Find the task of that name or label, in any case; `others` are further names to suggest (sets of tasks).
 
     Raises:
         UnknownTaskError: no task matches; the message has the nearest name and lists all names.

@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from common.storage import write_aside
 from evaluation.senteval.data.lines import git_sha1
@@ -24,28 +24,20 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Fetched:
-    """Result for one file.
-
-    Attributes:
-        path: path relative to the data folder.
-        outcome: one of fetched, kept (it existed), failed.
-        note: reason of the failure, or a remark.
-    """
+    """Result for one file, by its path relative to the data folder."""
 
     path: str
-    outcome: str
+    outcome: Literal["fetched", "kept", "failed"]
+    """kept: it existed."""
     note: str = ""
+    """Reason of the failure, or a remark."""
 
 
 def download(folder: Path, sources: Sources, tell: Callable[[str], None] = lambda _: None) -> tuple[Fetched, ...]:
     """Fetch all missing files; continue after failures.
 
-    An existing file is kept, whatever its content: the check of the tasks reports errors in it.
-
-    Args:
-        folder: data folder.
-        sources: addresses of the files.
-        tell: called with a line before each transfer.
+    An existing file is kept, whatever its content: the check of the tasks reports errors in it. `tell` is called with a
+    line before each transfer.
     """
     outcomes = [_fetch_file(folder, file, tell) for file in sources.files]
     for archive in sources.archives:

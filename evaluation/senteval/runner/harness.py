@@ -36,9 +36,6 @@ class Evaluated:
     """Results of one encoder.
 
     Attributes:
-        encoder: name of the encoder.
-        fingerprint: hash of everything that decides its embeddings.
-        size: numbers in an embedding.
         reports: results by protocol.
         geometry: alignment and uniformity on STS-B; empty if not requested.
         warnings: warnings about the encoder as a whole: collapsed, mostly zero.
@@ -66,13 +63,8 @@ def evaluate(
 ) -> Evaluated:
     """Score an encoder on all usable tasks, reusing the results in `output`.
 
-    Args:
-        encoder: encoder to score.
-        inspections: checked data of the tasks in `choice`.
-        choice: tasks, protocols, classifier settings.
-        output: folder that takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end.
-        session: Ray session that runs the classifiers.
-        say: receives progress lines.
+    `output` takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end. `session` runs
+    the classifiers, `say` receives progress lines.
 
     Raises:
         EncoderError: an embedding is not finite.

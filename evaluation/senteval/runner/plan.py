@@ -61,8 +61,6 @@ class ScoringUnit:
     """One task scored by one method, for one encoder.
 
     Attributes:
-        data: data of the task.
-        method: scoring method.
         identity: hash of everything that decides the scores.
         path: file of the unit.
         cost: expected time, relative to other units.
@@ -115,14 +113,7 @@ def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]
 def plan_units(
     inspections: Sequence[Inspection], choice: ScoringChoice, fingerprint: str, folder: Path
 ) -> tuple[ScoringUnit, ...]:
-    """Plan the units of all usable tasks, longest first.
-
-    Args:
-        inspections: checked data of the chosen tasks.
-        choice: requested evaluation.
-        fingerprint: fingerprint of the encoder.
-        folder: folder of the encoder's files.
-    """
+    """Plan the units of all usable tasks, longest first, for the encoder with this fingerprint and folder."""
     units = []
     for inspection in inspections:
         data = inspection.data

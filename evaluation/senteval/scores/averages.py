@@ -24,7 +24,6 @@ class Average:
     """Average over a set of tasks.
 
     Attributes:
-        name: name of the set.
         value: average in percent; None if a task is missing.
         dev: average of the dev scores; None also if the set has none.
         missing: tasks of the set without a score.
@@ -73,11 +72,8 @@ def averages(
 ) -> tuple[Average, ...]:
     """All averages of a protocol; only complete sets have a value.
 
-    Args:
-        results: scores by task.
-        protocol: senteval: downstream, downstream without SNLI, probing, the means of both, all 28, and transfer;
-            simcse: STS and transfer.
-        marked: tasks whose data are not the published ones.
+    senteval: downstream, downstream without SNLI, probing, the means of both, all 28, and transfer; simcse: STS and
+    transfer. `marked` are tasks whose data are not the published ones.
     """
     transfer = _average("transfer", TRANSFER, results, marked, rounded=True)
     if protocol == "simcse":

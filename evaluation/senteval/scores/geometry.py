@@ -28,10 +28,7 @@ _BLOCK = 2048
 def score_geometry(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> dict[str, float]:
     """Alignment (0 is perfect), uniformity (lower is better), and the numbers of pairs and sentences behind them.
 
-    Args:
-        data: STS-B, pairs with gold scores.
-        rows: row of each sentence in `embeddings`.
-        embeddings: `(N, D)`.
+    `data` is STS-B, pairs with gold scores; `rows` has the row of each sentence in the `(N, D)` embeddings.
 
     Raises:
         ValueError: no pair is scored above 4.

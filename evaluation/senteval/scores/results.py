@@ -22,12 +22,10 @@ class TaskResult:
     """Scores of one encoder on one task.
 
     Attributes:
-        task: SentEval's name.
         protocol: protocol that decides which number a table shows.
         scores: scores by name, see above.
         num_rows: scored rows.
         standing: how closely the data match the published ones.
-        warnings: warnings to show next to the score.
     """
 
     task: str
@@ -50,13 +48,9 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of one encoder.
+    """Results of one encoder under one protocol, by task.
 
-    Attributes:
-        encoder: name of the encoder.
-        protocol: protocol of all results.
-        results: results by task.
-        missing: reason for a missing result, by task: no data, refused data, or not requested.
+    `missing` has the reason for each missing result: no data, refused data, or not requested.
     """
 
     encoder: str

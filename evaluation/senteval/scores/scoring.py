@@ -68,13 +68,9 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
 
 
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
-    """Compute the scores of a task.
+    """Compute the scores of a task from the embeddings `(N, D)` of `sentences(data)`, in that order.
 
-    Args:
-        data: data of the task.
-        method: a method that the task has.
-        embeddings: `(N, D)` of `sentences(data)`, in that order.
-        config: classifier settings; the exceptions for SNLI and WordContent are applied here.
+    The exceptions from the classifier settings for SNLI and WordContent are applied here.
 
     Raises:
         ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.

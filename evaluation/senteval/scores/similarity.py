@@ -110,10 +110,7 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
 def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> StsScore:
     """Scores of an STS task; for SICK-R and STS-B on their test split, as in SimCSE's protocol.
 
-    Args:
-        data: data of the task.
-        rows: row of each sentence in `embeddings`.
-        embeddings: `(N, D)`.
+    `rows` has the row of each sentence in the `(N, D)` embeddings.
     """
     splits = data.splits if data.task.procedure == "similarity" else {"test": data.splits["test"]}
     return aggregate({name: (_pair_cosines(split, rows, embeddings), gold(split)) for name, split in splits.items()})
