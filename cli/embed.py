@@ -13,8 +13,7 @@ def run(arguments: list[str]) -> int:
     from common.console.logs import setup_logging
     from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
-    from evaluation.encoders.choice import EncoderChoice
-    from evaluation.encoders.loading import EncoderError
+    from evaluation.encoders.loading import EncoderChoice, EncoderError
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."

@@ -23,8 +23,7 @@ def run(arguments: list[str]) -> int:
         parser.error(f"--top {given.top}: must be 1 to 1000")
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.choice import encoder_of
-    from evaluation.encoders.loading import EncoderError
+    from evaluation.encoders.loading import EncoderError, encoder_of
     from evaluation.explore.explorer import Explorer
     from evaluation.explore.server import ExploreServer
 

@@ -14,7 +14,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("shards", type=path_argument, help="output folder of `prepare`")
     parser.add_argument("--output", type=path_argument, help="folder of report.html and charts/*.png (SHARDS/report)")
     given = parser.parse_args(arguments)
-    from evaluation.report.write import write_report
+    from evaluation.report.page import write_report
     from pipeline.shards.shards import ShardError
 
     try:

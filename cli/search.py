@@ -22,8 +22,7 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.choice import encoder_of
-    from evaluation.encoders.loading import EncoderError
+    from evaluation.encoders.loading import EncoderError, encoder_of
 
     try:
         index = SearchIndex(given.index)

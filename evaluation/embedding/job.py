@@ -18,7 +18,7 @@ from evaluation.embedding.output import Note, assemble, note_path, read_note
 from evaluation.embedding.plan import identify, jobs, located, plan
 from evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished
 from evaluation.embedding.workers import embed_on_ray
-from evaluation.encoders.choice import encoder_of
+from evaluation.encoders.loading import encoder_of
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit
 

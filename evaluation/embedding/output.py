@@ -1,19 +1,20 @@
-"""Assembly of the output from the units' parts, and the note next to it that records its origin."""
+"""The output: assembly from the units' parts, the note next to it that records its origin, and its embeddings."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 from pydantic import ValidationError
 
 from common.config import Strict, first_problem
 from common.storage import write_aside
-from evaluation.embedding.config import EmbedConfig, EmbedError
-from evaluation.embedding.units import EmbeddingSidecar, part_schema
+from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
+from evaluation.embedding.stored import CHUNK_ROWS, mapped
+from evaluation.embedding.units import EmbeddingSidecar, part_schema, shaped
 
 
 class Note(Strict):
@@ -94,3 +95,32 @@ def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.Reco
                 rows = pa.array(batch.column("row").to_numpy() + first)
                 yield batch.set_column(0, batch.schema.field("row"), rows)
         first += sidecar.read
+
+
+def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
+    """Yield chunks of embeddings, scaled to length 1."""
+    start = 0
+    unit = Shape(normalise=True)
+    for chunk in _stored(embeddings, note):
+        if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
+            raise EmbedError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
+        yield shaped(chunk.astype(np.float32), unit)
+        start += len(chunk)
+
+
+def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
+    if embeddings.suffix == ".npy":
+        whole = mapped(embeddings, note.rows, note.size, note.config.shape.dtype)
+        yield from (whole[start : start + CHUNK_ROWS] for start in range(0, len(whole), CHUNK_ROWS))
+        return
+    rows = 0
+    try:
+        with pq.ParquetFile(embeddings) as file:
+            for batch in file.iter_batches(CHUNK_ROWS, columns=["embedding"]):
+                column = batch.column(0)
+                yield column.flatten().to_numpy().reshape(len(column), note.size)
+                rows += len(column)
+    except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
+        raise EmbedError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
+    if rows != note.rows:
+        raise EmbedError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")

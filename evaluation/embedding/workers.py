@@ -5,7 +5,7 @@ from pathlib import Path
 
 from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.units import EmbeddingSidecar, embed_unit
-from evaluation.encoders.choice import encoder_of
+from evaluation.encoders.loading import encoder_of
 from pipeline.job.units import Unit
 
 _CPUS_PER_WORKER = 4

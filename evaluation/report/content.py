@@ -9,7 +9,7 @@ import numpy as np
 from evaluation.report.charts import Bar, Bars, Histogram, Mark, Role, Series
 from evaluation.report.clusters import Clusters, find_clusters
 from evaluation.report.examples import Example, kept_examples, rejected_examples
-from evaluation.report.folders import group_sources
+from evaluation.report.grouping import group_sources
 from evaluation.report.markup import share
 from evaluation.report.survey import NUM_BINS, Survey, survey
 from evaluation.report.tally import Tally, total

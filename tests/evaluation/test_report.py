@@ -15,9 +15,9 @@ from evaluation.report.charts import Histogram, Mark, Series, count_ticks, short
 from evaluation.report.clusters import find_clusters
 from evaluation.report.content import gather, lengths_chart
 from evaluation.report.markup import Html, markup, tag, visible
+from evaluation.report.page import write_report
 from evaluation.report.survey import BINS_PER_OCTAVE, NUM_BINS, survey
 from evaluation.report.tally import MAX_NAMES, Tallies, Tally, tally_columns
-from evaluation.report.write import write_report
 from pipeline.shards.ledger import SCHEMA, ledger_entries
 from pipeline.shards.manifest import load_manifest
 

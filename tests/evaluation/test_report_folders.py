@@ -4,7 +4,7 @@ import pytest
 from prepared import Row, write_prepared
 
 from evaluation.report.content import gather
-from evaluation.report.folders import group_sources
+from evaluation.report.grouping import group_sources
 from evaluation.report.tally import Tally
 
 

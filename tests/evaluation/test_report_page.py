@@ -3,7 +3,7 @@
 import pytest
 from browser import start_browser
 
-from evaluation.report.write import write_report
+from evaluation.report.page import write_report
 
 
 @pytest.fixture(scope="module")

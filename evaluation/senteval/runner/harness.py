@@ -81,7 +81,17 @@ def evaluate(
         there |= found
         write_json(folder / "encoder.json", {"fingerprint": encoder.fingerprint, "warnings": list(warnings)})
         shutil.rmtree(output / _CACHE / encoder.fingerprint[:16], ignore_errors=True)
-    return assemble(encoder, inspections, choice, there, warnings)
+    geometry = there.get(("STSBenchmark", "geometry"))
+    return Evaluated(
+        encoder=encoder.name,
+        fingerprint=encoder.fingerprint,
+        size=encoder.size,
+        reports={protocol: _report(encoder.name, protocol, inspections, there) for protocol in choice.protocols},
+        geometry=dict(geometry.scores) if geometry else {},
+        warnings=warnings,
+        seconds=round(sum(unit.seconds for unit in there.values()), 3),
+        pretrained=getattr(encoder, "pretrained", ""),
+    )
 
 
 def _score(
@@ -119,28 +129,6 @@ def _score(
 
 def _rows(units: Sequence[ScoringUnit]) -> dict[str, int]:
     return sentence_rows({unit.data.task.name: unit.data for unit in units}.values())
-
-
-def assemble(
-    encoder: SentenceEncoder,
-    inspections: Sequence[Inspection],
-    choice: ScoringChoice,
-    units: Units,
-    warnings: tuple[str, ...],
-) -> Evaluated:
-    """Build the results of all protocols from the units."""
-    reports = {protocol: _report(encoder.name, protocol, inspections, units) for protocol in choice.protocols}
-    geometry = units.get(("STSBenchmark", "geometry"))
-    return Evaluated(
-        encoder=encoder.name,
-        fingerprint=encoder.fingerprint,
-        size=encoder.size,
-        reports=reports,
-        geometry=dict(geometry.scores) if geometry else {},
-        warnings=warnings,
-        seconds=round(sum(unit.seconds for unit in units.values()), 3),
-        pretrained=getattr(encoder, "pretrained", ""),
-    )
 
 
 def _report(encoder: str, protocol: Protocol, inspections: Sequence[Inspection], units: Units) -> Report:
