@@ -36,10 +36,6 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
 
     Writes `summary.json` next to the two runs: for `untrained`, `mlm_only`, `declutr` the held-out scores and the
     seconds of training.
-
-    Args:
-        config: a config file with both sections; the parent of its run folder receives the summary.
-        overrides: overrides of the `train` section.
     """
     started = time.monotonic()
     data = load_config(config, "prepare", PipelineConfig)

@@ -21,29 +21,26 @@ class CheckpointsError(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Facts about one checkpoint.
-
-    Attributes:
-        step: optimizer steps done.
-        broken: reason why it cannot be used; None if all checksums match.
-        age_seconds: seconds since it was written; None if unknown.
-        size_bytes: size of all its files.
-        documents: documents read so far; None, like the next fields, if the state cannot be read.
-        world_size: workers that took the last step.
-        skipped: steps so far whose update was skipped.
-        scores: held-out scores; empty without validation. `followed`: the follower's score, if the run is rated by it.
-        kept: `last`, `best`, `every`, `scoring`; empty if it is deleted with the next checkpoint.
-    """
+    """Facts about one checkpoint."""
 
     step: int
+    """Optimizer steps done."""
     broken: str | None
+    """Reason why it cannot be used; None if all checksums match."""
     age_seconds: float | None
+    """Seconds since it was written; None if unknown."""
     size_bytes: int
+    """Size of all its files."""
     documents: int | None
+    """Documents read so far; None, like the next fields, if the state cannot be read."""
     world_size: int | None
+    """Workers that took the last step."""
     skipped: int | None
+    """Steps so far whose update was skipped."""
     scores: dict[str, float]
+    """Held-out scores; empty without validation. `followed`: the follower's score, if the run is rated by it."""
     kept: list[str]
+    """`last`, `best`, `every`, `scoring`; empty if it is deleted with the next checkpoint."""
 
 
 def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:

@@ -33,15 +33,10 @@ def write_graphs(
     part_rows: int = _PART_ROWS,
     threads: int | None = None,
 ) -> None:
-    """Write `graph-00000.usearch` and so on, each of `part_rows` rows.
+    """Write `graph-00000.usearch` and so on, each of `part_rows` rows, from `(rows, size)` vectors of length 1.
 
-    Args:
-        folder: folder without graphs.
-        size: numbers of a vector.
-        chunks: `(rows, size)` vectors of length 1, in row order.
-        told: called from any thread with the number of newly added rows.
-        part_rows: rows per graph.
-        threads: graphs built at once; None: one per core, up to eight.
+    `told` is called from any thread with the number of newly added rows. As many graphs as threads are built at once;
+    None: one per core, up to eight.
     """
     threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
     stopped = threading.Event()

@@ -66,11 +66,8 @@ def build_index(
 ) -> IndexFacts:
     """Build an index from a file of `declutr embed` and the texts of its inputs.
 
-    Args:
-        embeddings: .npy or .parquet file with its note.
-        output: folder to create.
-        kind: None: exact up to `EXACT_ROWS` embeddings, graphs above.
-        source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
+    Without a kind, it is exact up to `EXACT_ROWS` embeddings, and has graphs above. `source_field` is the key or column
+    with the origin of a text; if None or missing in a record, the file is the origin.
 
     Raises:
         EmbedError: the note is missing, or the inputs have changed since.

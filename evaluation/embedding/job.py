@@ -29,10 +29,7 @@ _LOCK = ".lock"
 
 
 def embed(config: EmbedConfig) -> Note:
-    """Embed every text of the inputs, or the rest if an earlier run was stopped.
-
-    Returns:
-        The note, which is also written next to the output.
+    """Embed every text of the inputs, or the rest if an earlier run was stopped; return the note of the output.
 
     Raises:
         EmbedError: inputs that cannot be read, settings that contradict each other, or a worker that keeps dying.

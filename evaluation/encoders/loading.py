@@ -115,10 +115,7 @@ class EncoderChoice(Strict):
 def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEncoder:
     """Load the encoder of a job or an index.
 
-    Args:
-        choice: encoder and its treatment of long texts. It may come from somebody else's file, so the trust recorded in
-            it is ignored.
-        trust_remote_code: whether the current command trusts the model.
+    The choice may come from somebody else's file, so the trust recorded in it is ignored.
 
     Raises:
         EncoderError: the encoder cannot be loaded.

@@ -50,23 +50,18 @@ class Normalize(nn.Module):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Steps by which a sentence-transformers folder makes embeddings.
-
-    Attributes:
-        subfolder: folder of the transformer.
-        pooling: pooling of its last hidden states.
-        after: dense layers and normalisation, in order.
-        size: numbers in an embedding; None: the transformer's.
-        max_tokens: length to which texts are cut; None: the transformer's limit.
-        lower_case: whether texts are lower-cased first.
-        prompt: text put before every text.
-    """
+    """Steps by which a sentence-transformers folder makes embeddings."""
 
     subfolder: str
+    """Folder of the transformer."""
     pooling: Pooling
+    """Pooling of its last hidden states."""
     after: nn.Sequential
+    """Dense layers and normalisation, in order."""
     size: int | None
+    """Numbers in an embedding; None: the transformer's."""
     max_tokens: int | None
+    """Length to which texts are cut; None: the transformer's limit."""
     lower_case: bool
     prompt: str
 

@@ -19,19 +19,14 @@ _POOLER = "pooler"
 
 
 def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collection[Any]]) -> tuple[str, ...]:
-    """Compare the weights in the file with those the encoder computes with.
+    """Compare the weights in the file with those the encoder computes with; return the unused parts of the file.
 
     Heads (of masked language models, classifiers, next sentences) and a pooler over the first token do not affect an
     embedding. The file may contain them, and a pooler may be missing: it is set to 0, so that its random start does not
     change the encoder's fingerprint.
 
-    Args:
-        name: name of the encoder.
-        model: model from `from_pretrained`.
-        report: its `output_loading_info`: `missing_keys`, `unexpected_keys`, `mismatched_keys`.
-
-    Returns:
-        Parts of the file that the encoder does not use, with their numbers of weights.
+    `report` is the `output_loading_info` of `from_pretrained`. The unused parts are returned with their numbers of
+    weights.
 
     Raises:
         EncoderError: a weight of the encoder is missing or has another shape, or the file has weights inside the

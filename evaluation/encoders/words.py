@@ -73,11 +73,9 @@ class WordVectors:
     that is missing too; the first of a word's lines counts. Tokenized texts are handled like `examples/bow.py` of
     SentEval: split at white space, each word looked up as written, in the last of its lines.
 
-    Args:
-        path: file with one word per line, followed by its numbers, separated by spaces or tabs. A first line with the
-            numbers of words and dimensions is optional, gzip compression too.
-        vocabulary: words to hold in memory, as written and in lower case; None: every word of the file.
-        tokenized: see above.
+    The file has one word per line, followed by its numbers, separated by spaces or tabs. A first line with the numbers
+    of words and dimensions is optional, gzip compression too. Only the words of the vocabulary are held in memory, as
+    written and in lower case; None: every word of the file.
 
     Raises:
         EncoderError: the file is missing, a line has another length, or the file has no word of the vocabulary.

@@ -38,9 +38,7 @@ class _Refusal(Exception):  # noqa: N818 - the request is refused, nothing is br
 class ExploreServer(ThreadingTCPServer):
     """Server that answers until stopped, with one thread per connection and at most 64 connections.
 
-    Args:
-        explorer: source of the answers.
-        port: 0 to 65,535; 0 takes a free one.
+    Port 0 takes a free one.
 
     Raises:
         OSError: the port is taken or not permitted.

@@ -19,9 +19,6 @@ class Grouping:
 
     Names are cut at a separator (`/`, `!`), as late as possible with at most `MAX_GROUPS` different beginnings. If the
     cut at the first separator already gives more, the most frequent beginnings are groups and the others share one.
-
-    Args:
-        sources: source of each text, with repetitions.
     """
 
     def __init__(self, sources: Sequence[str]) -> None:

@@ -30,15 +30,11 @@ from evaluation.senteval.classifier.updates import Updates
 
 @dataclass(frozen=True)
 class Examples:
-    """Features and classes.
-
-    Attributes:
-        features: features of N examples.
-        labels: (N,) classes from 0.
-    """
+    """Features and classes."""
 
     features: Table
     labels: Tensor
+    """(N,) classes from 0."""
 
     def __post_init__(self) -> None:
         if len(self.features) != len(self.labels):
@@ -56,19 +52,16 @@ def examples(features: Table, labels: ArrayLike) -> Examples:
 
 @dataclass(frozen=True)
 class Fits:
-    """Fitted classifiers of S sets and R decays, each in its best state.
-
-    Attributes:
-        num_right: (S, R) correctly classified dev examples.
-        num_dev: (S,) dev examples.
-        network: parameters of the best states.
-        num_scores: (S, R) dev scores until the fit stopped.
-    """
+    """Fitted classifiers of S sets and R decays, each in its best state."""
 
     num_right: NDArray[np.int64]
+    """(S, R) correctly classified dev examples."""
     num_dev: NDArray[np.int64]
+    """(S,) dev examples."""
     network: Network
+    """Parameters of the best states."""
     num_scores: NDArray[np.int64]
+    """(S, R) dev scores until the fit stopped."""
 
     def accuracies(self, sets: slice = slice(None)) -> NDArray[np.float64]:
         """Best dev accuracies (sets, R), in [0, 1]."""
@@ -95,13 +88,8 @@ def fit_many(
 ) -> Fits:
     """Fit every set with every decay.
 
-    Args:
-        train: examples that `TrainingSet.train` numbers.
-        dev: examples that `TrainingSet.dev` numbers; may be `train`.
-        sets: S sets.
-        decays: weight decays, (R,) for every set or (S, R).
-        config: all other settings; its `decays` are ignored.
-        num_classes: C.
+    `TrainingSet.train` numbers the examples of `train`, `TrainingSet.dev` those of `dev`, which may be the same. The
+    weight decays are (R,) for every set or (S, R); those of `config` are ignored.
 
     Raises:
         ValueError: a label is not in [0, C).

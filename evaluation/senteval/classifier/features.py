@@ -17,17 +17,14 @@ _BLOCK_BYTES = 4 * 2**20  # of rows per read: fits a CPU's cache
 
 @dataclass(frozen=True)
 class Table:
-    """Features of examples.
-
-    Attributes:
-        first: `(N, size)` float32, contiguous: embeddings of the examples, or of the first sentences of pairs.
-        second: `(N, size)` of the second sentences; None for single sentences.
-        keep_both: for pairs, put a and b before the products, as SNLI does.
-    """
+    """Features of examples."""
 
     first: Tensor
+    """`(N, size)` float32, contiguous: embeddings of the examples, or of the first sentences of pairs."""
     second: Tensor | None = None
+    """`(N, size)` of the second sentences; None for single sentences."""
     keep_both: bool = False
+    """For pairs, put a and b before the products, as SNLI does."""
 
     def __len__(self) -> int:
         return len(self.first)

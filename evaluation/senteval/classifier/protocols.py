@@ -20,21 +20,18 @@ from evaluation.senteval.classifier.settings import ClassifierConfig
 
 @dataclass(frozen=True)
 class ProtocolScores:
-    """Scores of a protocol, in percent.
-
-    Attributes:
-        dev_accuracy: mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set.
-        accuracy: accuracy on the test rows; over folds the mean.
-        f1: F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None.
-        decays: chosen weight decay, one per outer fold.
-        fold_accuracies: accuracies of the outer folds, or the one accuracy.
-    """
+    """Scores of a protocol, in percent."""
 
     dev_accuracy: float
+    """Mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set."""
     accuracy: float
+    """Accuracy on the test rows; over folds the mean."""
     f1: float | None
+    """F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None."""
     decays: tuple[float, ...]
+    """Chosen weight decay, one per outer fold."""
     fold_accuracies: tuple[float, ...]
+    """Accuracies of the outer folds, or the one accuracy."""
 
 
 def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:

@@ -15,15 +15,12 @@ Stream = tuple[int, int]  # `TrainingSet.stream`
 
 @dataclass(frozen=True)
 class Padded:
-    """Row numbers of S sets in one padded array.
-
-    Attributes:
-        rows: (S, longest), padded with 0.
-        sizes: (S,) numbers of real rows.
-    """
+    """Row numbers of S sets in one padded array."""
 
     rows: Tensor
+    """(S, longest), padded with 0."""
     sizes: Tensor
+    """(S,) numbers of real rows."""
 
     @classmethod
     def of(cls, rows: Sequence[Rows]) -> "Padded":
@@ -40,19 +37,16 @@ class Padded:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step of S sets.
-
-    Attributes:
-        rows: (S, B) row numbers of the training table.
-        labels: (S, B).
-        weight: weight of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding.
-        kept: (S, 1, H, B) dropout factors, 0 or 1/(1-p); None without dropout.
-    """
+    """One step of S sets."""
 
     rows: Tensor
+    """(S, B) row numbers of the training table."""
     labels: Tensor
+    """(S, B)."""
     weight: float | Tensor
+    """Weight of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding."""
     kept: Tensor | None
+    """(S, 1, H, B) dropout factors, 0 or 1/(1-p); None without dropout."""
 
 
 class Schedule:

@@ -20,18 +20,14 @@ _SMOOTHING = 0.99  # RMSprop's
 
 @dataclass
 class Updates:
-    """Optimizer state of stacked parameters, all after the same number of steps.
-
-    Attributes:
-        decay: (S, R) weight decays.
-        moments: first and second moment (adam) or second moment (rmsprop) of each parameter, in its shape.
-        num_steps: steps so far.
-    """
+    """Optimizer state of stacked parameters, all after the same number of steps."""
 
     name: OptimizerName
     learning_rate: float
     decay: Tensor
+    """(S, R) weight decays."""
     moments: list[list[Tensor]]
+    """First and second moment (adam) or second moment (rmsprop) of each parameter, in its shape."""
     num_steps: int = 0
     _scratch: list[Tensor] = field(default_factory=list)
     _counts: list[Tensor] = field(default_factory=list)

@@ -18,21 +18,18 @@ SICK = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
 
 @dataclass
 class SplitRows:
-    """Rows of one split in file order.
-
-    Attributes:
-        first: words of each row's first sentence.
-        second: words of each row's second sentence; empty if a row is one sentence.
-        labels: class number, class name (probing) or gold score of each row.
-        unscored: rows without a gold score, which are left out: place in the file from 0, and words of both sentences.
-        notes: oddities of the files.
-    """
+    """Rows of one split in file order."""
 
     first: list[WordList] = field(default_factory=list)
+    """Words of each row's first sentence."""
     second: list[WordList] = field(default_factory=list)
+    """Words of each row's second sentence; empty if a row is one sentence."""
     labels: list[int] | list[str] | list[float] = field(default_factory=list)
+    """Class number, class name (probing) or gold score of each row."""
     unscored: list[tuple[int, WordList, WordList]] = field(default_factory=list)
+    """Rows without a gold score, which are left out: place in the file from 0, and words of both sentences."""
     notes: tuple[str, ...] = ()
+    """Oddities of the files."""
 
 
 def read_binary(one: Path, zero: Path) -> SplitRows:

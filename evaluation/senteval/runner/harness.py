@@ -33,24 +33,20 @@ Units = Mapping[tuple[str, Method], StoredUnit]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Results of one encoder.
-
-    Attributes:
-        reports: results by protocol.
-        geometry: alignment and uniformity on STS-B; empty if not requested.
-        warnings: warnings about the encoder as a whole: collapsed, mostly zero.
-        seconds: summed scoring time of its units.
-        pretrained: name of the encoder it was trained from; "" if unknown.
-    """
+    """Results of one encoder."""
 
     encoder: str
     fingerprint: str
     size: int
     reports: Mapping[Protocol, Report]
     geometry: Mapping[str, float] = field(default_factory=dict)
+    """Alignment and uniformity on STS-B; empty if not requested."""
     warnings: tuple[str, ...] = ()
+    """Warnings about the encoder as a whole: collapsed, mostly zero."""
     seconds: float = 0.0
+    """Summed scoring time of its units."""
     pretrained: str = ""
+    """Name of the encoder it was trained from; "" if unknown."""
 
 
 def evaluate(

@@ -58,19 +58,15 @@ class StoredUnit(Strict):
 
 @dataclass(frozen=True)
 class ScoringUnit:
-    """One task scored by one method, for one encoder.
-
-    Attributes:
-        identity: hash of everything that decides the scores.
-        path: file of the unit.
-        cost: expected time, relative to other units.
-    """
+    """One task scored by one method, for one encoder."""
 
     data: TaskData
     method: Method
     identity: str
+    """Hash of everything that decides the scores."""
     path: Path
     cost: float
+    """Expected time, relative to other units."""
 
     @property
     def name(self) -> str:

@@ -21,20 +21,17 @@ Scores = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Average:
-    """Average over a set of tasks.
-
-    Attributes:
-        value: average in percent; None if a task is missing.
-        dev: average of the dev scores; None also if the set has none.
-        missing: tasks of the set without a score.
-        marked: tasks of the set whose data are not the published ones; such an average is not comparable.
-    """
+    """Average over a set of tasks."""
 
     name: str
     value: float | None
+    """Average in percent; None if a task is missing."""
     dev: float | None = None
+    """Average of the dev scores; None also if the set has none."""
     missing: tuple[str, ...] = ()
+    """Tasks of the set without a score."""
     marked: tuple[str, ...] = ()
+    """Tasks of the set whose data are not the published ones; such an average is not comparable."""
 
 
 def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] = "senteval") -> float:

@@ -53,23 +53,19 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Relatedness:
-    """Correlations in -1..1, 0 if undefined.
-
-    Attributes:
-        dev_pearson: best Pearson on the dev set.
-        pearson: Pearson on the test set; undefined if all predictions are equal to within 1e-6.
-        spearman: Spearman on the test set, ties averaged; undefined in the same case.
-        mse: mean squared error on the test set.
-        predicted: (N,) predicted scores of the test pairs.
-        num_passes: passes over the training pairs until the fit stopped.
-    """
+    """Correlations in -1..1, 0 if undefined."""
 
     dev_pearson: float
     pearson: float
+    """Pearson on the test set; undefined if all predictions are equal to within 1e-6."""
     spearman: float
+    """Spearman on the test set, ties averaged; undefined in the same case."""
     mse: float
+    """Mean squared error on the test set."""
     predicted: NDArray[np.float64]
+    """(N,) predicted scores of the test pairs."""
     num_passes: int
+    """Passes over the training pairs until the fit stopped."""
 
 
 def bins(scores: ArrayLike) -> NDArray[np.float32]:

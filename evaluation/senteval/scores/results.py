@@ -19,20 +19,15 @@ Protocol = Literal["senteval", "simcse"]
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Scores of one encoder on one task.
-
-    Attributes:
-        protocol: protocol that decides which number a table shows.
-        scores: scores by name, see above.
-        num_rows: scored rows.
-        standing: how closely the data match the published ones.
-    """
+    """Scores of one encoder on one task."""
 
     task: str
     protocol: Protocol
+    """Protocol that decides which number a table shows."""
     scores: Mapping[str, float]
     num_rows: int
     standing: Standing
+    """Standing of the data compared with the published ones."""
     warnings: tuple[str, ...] = ()
 
     @property

@@ -52,15 +52,12 @@ class RetrievalConfig(Strict):
 
 @dataclass(frozen=True)
 class Gallery:
-    """Images and their captions.
-
-    Attributes:
-        images: (I, D) float32 features.
-        captions: (5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i.
-    """
+    """Images and their captions."""
 
     images: Tensor
+    """(I, D) float32 features."""
     captions: Tensor
+    """(5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i."""
 
     def __post_init__(self) -> None:
         if not len(self.images) or len(self.captions) != CAPTIONS_PER_IMAGE * len(self.images):
@@ -72,15 +69,12 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Recalls:
-    """Percentage of queries with the answer among the first 1, 5 and 10, and the median rank (from 1).
-
-    Attributes:
-        to_text: queries are images, answers one of their captions.
-        to_image: queries are captions, answers their image.
-    """
+    """Percentage of queries with the answer among the first 1, 5 and 10, and the median rank (from 1)."""
 
     to_text: tuple[float, float, float, float]
+    """Queries are images, answers one of their captions."""
     to_image: tuple[float, float, float, float]
+    """Queries are captions, answers their image."""
 
     @property
     def total(self) -> float:
@@ -90,17 +84,14 @@ class Recalls:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Result of a trained pair of projections.
-
-    Attributes:
-        test: means over the test folds.
-        dev_total: best sum of the six dev recalls.
-        num_passes: passes over the training captions.
-    """
+    """Result of a trained pair of projections."""
 
     test: Recalls
+    """Means over the test folds."""
     dev_total: float
+    """Best sum of the six dev recalls."""
     num_passes: int
+    """Passes over the training captions."""
 
 
 def gallery(images: NDArray[np.float32], captions: NDArray[np.float32]) -> Gallery:

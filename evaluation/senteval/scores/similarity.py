@@ -17,36 +17,30 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Correlation:
-    """Correlations of R cosines with R gold scores.
-
-    Attributes:
-        pearson: within -1..1; 0 if undefined.
-        spearman: within -1..1, ties averaged; 0 if undefined.
-        num_pairs: R.
-        undefined: all cosines, or all gold scores, are equal, because the encoder or the data have collapsed.
-    """
+    """Correlations of R cosines with R gold scores."""
 
     pearson: float
+    """Within -1..1; 0 if undefined."""
     spearman: float
+    """Within -1..1, ties averaged; 0 if undefined."""
     num_pairs: int
+    """R."""
     undefined: bool = False
+    """All cosines, or all gold scores, are equal, because the encoder or the data have collapsed."""
 
 
 @dataclass(frozen=True)
 class StsScore:
-    """Correlations of the subsets and the three ways in which papers aggregate them.
-
-    Attributes:
-        subsets: correlations by subset name.
-        mean: unweighted means (DeCLUTR's tables).
-        wmean: means weighted by numbers of pairs (SCL's tables).
-        all: one correlation over all pairs of all subsets (tables of SimCSE and its followers).
-    """
+    """Correlations of the subsets and the three ways in which papers aggregate them."""
 
     subsets: Mapping[str, Correlation]
+    """Correlations by subset name."""
     mean: Correlation
+    """Unweighted means (DeCLUTR's tables)."""
     wmean: Correlation
+    """Means weighted by numbers of pairs (SCL's tables)."""
     all: Correlation
+    """One correlation over all pairs of all subsets (tables of SimCSE and its followers)."""
 
     def flat(self) -> dict[str, float]:
         """Scores by name, as a result stores them: `spearman.mean`, `pearson.all`, `spearman.MSRpar`..."""
