@@ -134,8 +134,8 @@ def _run(
             shown.update(num_bytes)
 
         if here:
-            made = (embed_unit(unit, folder, config, identity, encoder, told) for unit, identity in todo)
+            made = [embed_unit(unit, folder, config, identity, encoder, told) for unit, identity in todo]
         else:
-            made = embed_on_ray(config, todo, folder, told)
+            made = list(embed_on_ray(config, todo, folder, told))
         sidecars |= {sidecar.unit: sidecar for sidecar in made}
     return [sidecars[unit.name] for unit in units]

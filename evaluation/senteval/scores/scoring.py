@@ -85,8 +85,8 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
             return Scored({"spearman": found.all.spearman, "pearson": found.all.pearson}, found.warnings)
         return Scored(found.flat(), found.warnings)
     if task.procedure == "relatedness":
-        parts = [Pairs(_features(split, rows, embeddings, task), gold(split)) for _, split in _three(data)]
-        fit = relatedness(*parts, config.seed)
+        train, dev, test = (Pairs(_features(split, rows, embeddings, task), gold(split)) for _, split in _three(data))
+        fit = relatedness(train, dev, test, config.seed)
         flat = fit.dev_pearson <= 0 and fit.pearson == 0
         scores = {"devpearson": fit.dev_pearson, "pearson": fit.pearson, "spearman": fit.spearman, "mse": fit.mse}
         return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else ())
@@ -115,10 +115,10 @@ def _classified(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings,
 
 
 def _retrieval(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings, seed: int) -> Scored:
-    galleries = [
+    train, dev, test = (
         gallery(data.features[name], embeddings[[rows[text] for text in split.first]]) for name, split in _three(data)
-    ]
-    found = retrieval(*galleries, RetrievalConfig(seed=seed))
+    )
+    found = retrieval(train, dev, test, RetrievalConfig(seed=seed))
     recalls = (*found.test.to_text[:3], *found.test.to_image[:3])
     return Scored({**dict(zip(RECALLS, recalls, strict=True)), "devacc": found.dev_total})
 
