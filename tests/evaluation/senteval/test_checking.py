@@ -54,34 +54,32 @@ def test_the_right_numbers_of_other_sentences_are_marked(tmp_path):
     assert "subj.objective, subj.subjective" in "\n".join(overview([inspection]))
 
 
-def test_ten_rows_repeated_are_no_set(tmp_path):
-    write_binary(tmp_path, distinct(10, "objective") * 500, distinct(10, "subjective") * 500)
-    reason = inspect(find("SUBJ"), tmp_path).reason
-    assert "SUBJ: 20 rows are distinct, published 9,998: rows were repeated" in reason
-    assert "tested on rows that it was trained on" in reason
-
-
-def test_the_corrupted_subj_of_5020_lines(tmp_path):
-    """princeton-nlp/SimCSE#84, facebookresearch/SentEval#63; printed as 99.60 in two papers."""
-    write_binary(tmp_path, distinct(5000, "objective"), distinct(20, "subjective"))
-    inspection = inspect(find("SUBJ"), tmp_path)
+@pytest.mark.parametrize(
+    ("task", "ones", "zeros", "said", "effect"),
+    [
+        # ten rows repeated
+        ("SUBJ", distinct(10, "objective") * 500, distinct(10, "subjective") * 500,
+         "SUBJ: 20 rows are distinct, published 9,998: rows were repeated", "tested on rows that it was trained on"),
+        # princeton-nlp/SimCSE#84, facebookresearch/SentEval#63; printed as 99.60 in two papers
+        ("SUBJ", distinct(5000, "objective"), distinct(20, "subjective"),
+         "SUBJ: 5,020 rows, published 10,000: 20 subjective (published 5,000)",
+         "always answering 'objective' is right in 5,000 of 5,020 rows = 99.60%"),
+        # the corrupted MR of 74 lines
+        ("MR", distinct(50, "good"), distinct(24, "bad"),
+         "MR: 74 rows, published 10,662: 24 negative (published 5,331), 50 positive (published 5,331)",
+         "50 of 74 rows = 67.57%, and one row is worth 1.35 points"),
+        # a file copied over the other class
+        ("MR", distinct(5331), distinct(5331), "all: 10,662 of 10,662 rows occur under two classes",
+         "no classifier could get more than about 50%"),
+    ],
+    ids=["repeated", "SUBJ of 5,020 lines", "MR of 74 lines", "copied over"],
+)  # fmt: skip
+def test_corrupted_classes_are_refused_with_the_false_score(tmp_path, task, ones, zeros, said, effect):
+    write_binary(tmp_path, ones, zeros)
+    inspection = inspect(find(task), tmp_path)
     assert (inspection.standing, inspection.usable) == ("refused", False)
-    assert "SUBJ: 5,020 rows, published 10,000: 20 subjective (published 5,000)" in inspection.reason
-    assert "always answering 'objective' is right in 5,000 of 5,020 rows = 99.60%" in inspection.reason
-
-
-def test_the_corrupted_mr_of_74_lines(tmp_path):
-    write_binary(tmp_path, distinct(50, "good"), distinct(24, "bad"))
-    reason = inspect(find("MR"), tmp_path).reason
-    assert "MR: 74 rows, published 10,662: 24 negative (published 5,331), 50 positive (published 5,331)" in reason
-    assert "50 of 74 rows = 67.57%, and one row is worth 1.35 points" in reason
-
-
-def test_a_file_copied_over_the_other_class(tmp_path):
-    write_binary(tmp_path, distinct(5331), distinct(5331))
-    reason = inspect(find("MR"), tmp_path).reason
-    assert "all: 10,662 of 10,662 rows occur under two classes" in reason
-    assert "no classifier could get more than about 50%" in reason
+    assert said in inspection.reason
+    assert effect in inspection.reason
 
 
 def test_nothing_and_half_a_download(tmp_path):

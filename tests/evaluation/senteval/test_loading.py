@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from sentevaldata import COMPLETE, PROBING, SLICES, write, write_binary, write_rest, write_retrieval, write_sts
+from sentevaldata import COMPLETE, PROBING, SLICES, write, write_retrieval
 
 from evaluation.senteval.data.loading import load, task_files
 from evaluation.senteval.data.taskdata import DataError, MissingDataError, sentence_rows, sentences
@@ -12,13 +12,8 @@ from evaluation.senteval.data.tasks import DOWNSTREAM, TASKS, UnknownTaskError, 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("senteval")
-    write_binary(path)
-    write_rest(path)
-    write_retrieval(path)
-    write_sts(path, {int(task.name[3:]): task.subsets for task in TASKS if task.procedure == "similarity"})
-    return path
+def folder(every_task):
+    return every_task
 
 
 def rows(split):
