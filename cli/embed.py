@@ -1,9 +1,9 @@
 """`declutr embed`."""
 
 import argparse
-import sys
 from typing import get_args
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -46,11 +46,9 @@ def run(arguments: list[str]) -> int:
         config = EmbedConfig.model_validate(parts | given)
         note = embed(config)
     except (EmbedError, EncoderError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     except OSError as error:  # a full disk, or storage that is not reachable
-        sys.stderr.write(f"{config.output}: {error}. Finished units are kept; run the same command to continue\n")
-        return 1
+        return refused(f"{config.output}: {error}. Finished units are kept; run the same command to continue")
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
     print(f"{config.output}: {note.rows:,} embeddings of {note.size} numbers ({config.shape.dtype})")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.commandline import refused
 from common.paths import path_argument
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ def run(arguments: list[str]) -> int:
     try:
         names = choose_tasks(given.tasks.split(",") if given.tasks else default)
     except UnknownTaskError as error:
-        sys.stderr.write(f"--tasks: {error}\n")
-        return 1
+        return refused(f"--tasks: {error}")
     data = given.data or given.download
     inspections = [inspect(find(name), data, given.allow_unchecked) for name in names]
     print("\n".join(overview(inspections)), flush=True)
@@ -167,8 +167,7 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
     try:
         tasks = choose_mteb(given.mteb.split(","))
     except EncoderError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     for name in given.encoders:
         try:
             encoder = load_encoder(name, device=given.device, trust_remote_code=given.trust_remote_code)
@@ -196,8 +195,7 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
         follower = Follower(given.follow, inspections, choice, given.device or "cpu", session, _say, trust)
         number = follower.follow(given.every_seconds, given.once)
     except FollowError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     finally:
         torch.set_num_threads(threads)
     print(f"{given.follow}: {number} checkpoints scored")

@@ -1,8 +1,8 @@
 """`declutr report`."""
 
 import argparse
-import sys
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -20,6 +20,5 @@ def run(arguments: list[str]) -> int:
     try:
         print(write_report(given.shards, given.output))
     except ShardError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     return 0

@@ -1,8 +1,8 @@
 """`declutr search`."""
 
 import argparse
-import sys
 
+from common.commandline import refused
 from common.excerpt import shorten
 from common.paths import path_argument
 
@@ -31,8 +31,7 @@ def run(arguments: list[str]) -> int:
         encoder = encoder_of(choice, trust_remote_code=given.trust_remote_code)
         found = [(query, index.search(encoder, query, given.top)) for query in given.query]
     except (EmbedError, EncoderError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     for query, hits in found:
         if len(found) > 1:
             print(f"# {query}")

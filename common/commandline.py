@@ -1,6 +1,7 @@
-"""Command-line arguments that `prepare` and `train` share: a config file, overrides and `--print-config`."""
+"""Parts of commands: the arguments that `prepare` and `train` share, and the end of a command that was refused."""
 
 import argparse
+import sys
 
 
 def config_parser(section: str, description: str) -> argparse.ArgumentParser:
@@ -15,3 +16,9 @@ def config_parser(section: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
     return parser
+
+
+def refused(reason: object) -> int:
+    """Write the reason to stderr; return exit status 1."""
+    sys.stderr.write(f"{reason}\n")
+    return 1

@@ -23,7 +23,6 @@ class Shape(Strict):
     normalise: bool = False
     """Divide by the Euclidean length; a null vector stays null."""
     dtype: Literal["float32", "float16"] = "float32"
-    """Type of the numbers in the file."""
 
 
 class EmbedConfig(Strict):

@@ -26,7 +26,6 @@ class Note(Strict):
     size: int
     """Numbers in an embedding of the file."""
     rows: int
-    """Embeddings in the file."""
     skipped: dict[str, int]
     """Skipped records that could not be read, by reason."""
     job: str

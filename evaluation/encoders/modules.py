@@ -53,9 +53,7 @@ class Recipe:
     """Steps by which a sentence-transformers folder makes embeddings."""
 
     subfolder: str
-    """Folder of the transformer."""
     pooling: Pooling
-    """Pooling of its last hidden states."""
     after: nn.Sequential
     """Dense layers and normalisation, in order."""
     size: int | None

@@ -37,7 +37,6 @@ class Content:
     seconds: float | None
     """Duration of the preparation, summed over all its runs."""
     fates: dict[str, Tally]
-    """Documents by fate."""
 
     @property
     def kept_tally(self) -> Tally:

@@ -59,7 +59,6 @@ class Fits:
     num_dev: NDArray[np.int64]
     """(S,) dev examples."""
     network: Network
-    """Parameters of the best states."""
     num_scores: NDArray[np.int64]
     """(S, R) dev scores until the fit stopped."""
 

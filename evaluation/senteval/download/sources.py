@@ -45,7 +45,6 @@ class RemoteArchive(Strict):
     below: str = ""
     """Prefix of the data folder's paths that members' names lack."""
     paths: tuple[DataPath, ...]
-    """Paths of the files to take from it."""
 
 
 class RemoteSnli(Strict):

@@ -87,7 +87,6 @@ class Retrieval:
     """Result of a trained pair of projections."""
 
     test: Recalls
-    """Means over the test folds."""
     dev_total: float
     """Best sum of the six dev recalls."""
     num_passes: int
