@@ -43,7 +43,7 @@ class CheckpointRow:
     """`last`, `best`, `every`, `scoring`; empty if it is deleted with the next checkpoint."""
 
 
-def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:
+def rows(run: Path) -> list[CheckpointRow]:
     """List the checkpoints of a run, oldest first; reads all of their bytes.
 
     Raises:
@@ -60,7 +60,7 @@ def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:
     except (OSError, ValueError, RecursionError) as error:
         reason = first_problem(error, TrainConfig) if isinstance(error, ValueError) else error
         raise CheckpointsError(f"{run}: its config.yaml cannot be read ({reason})") from error
-    now = time.time() if now is None else now
+    now = time.time()
     score = config.validation.score
     rate = rating(folder, score)
     found = [_row(checkpoint.checkpoint_path(folder, step), step, now, score, rate) for step in steps]

@@ -96,14 +96,8 @@ def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
 def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]:
     """Methods that score a task for these protocols; STS-B also gets alignment and uniformity."""
     task = find(task_name)
-    found: dict[Method, None] = {}
-    for protocol in protocols:
-        method = method_for(task, protocol)
-        if method is not None:
-            found[method] = None
-    if found and task.name == "STSBenchmark":
-        found["geometry"] = None
-    return tuple(found)
+    found = dict.fromkeys(filter(None, (method_for(task, protocol) for protocol in protocols)))
+    return (*found, "geometry") if found and task.name == "STSBenchmark" else tuple(found)
 
 
 def plan_units(

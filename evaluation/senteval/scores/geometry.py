@@ -56,7 +56,7 @@ def score_geometry(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[
 def blockwise_uniformity(embeddings: Tensor) -> float:
     """Uniformity of `(N, D)` embeddings, computed in blocks of B rows, so that N^2 distances are never held.
 
-    Equals `trainer.objectives.declutr.validation.uniformity`, in the type of the embeddings, summed in float64;
+    Equals `trainer.objectives.measures.uniformity`, in the type of the embeddings, summed in float64;
     ||x - y||^2 = 2 - 2 x.y on the unit sphere.
     """
     unit = F.normalize(embeddings, dim=-1)
