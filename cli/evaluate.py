@@ -31,9 +31,10 @@ def run(arguments: list[str]) -> int:
             parser.error("--mteb takes one ENCODER or more, and neither --follow nor --pretrained")
         return _evaluate_mteb(given)
     from evaluation.senteval.checks.checking import inspect
+    from evaluation.senteval.classifier.settings import ClassifierConfig
     from evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
     from evaluation.senteval.download.overview import overview
-    from evaluation.senteval.runner.plan import choose_tasks
+    from evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
 
     failed = _download(given.download, given.mirror) if given.download else False
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
@@ -46,10 +47,12 @@ def run(arguments: list[str]) -> int:
     print("\n".join(overview(inspections)), flush=True)
     failed |= any(inspection.standing == "refused" for inspection in inspections)
     failed |= not any(inspection.usable for inspection in inspections)
+    classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
+    choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
     if given.follow:
-        return _follow(given, inspections, _choice(given, names))
+        return _follow(given, inspections, choice)
     if given.encoders or given.pretrained:
-        failed |= not _evaluate(given, inspections, _choice(given, names))
+        failed |= not _evaluate(given, inspections, choice)
     return int(failed)
 
 
@@ -94,14 +97,6 @@ def _download(folder: Path, mirror: str | None) -> bool:
     fetched = download(folder, sources, _say)
     print("\n".join(transfers(fetched, sources)))
     return any(file.outcome == "failed" for file in fetched)
-
-
-def _choice(given: argparse.Namespace, names: tuple[str, ...]) -> "ScoringChoice":
-    from evaluation.senteval.classifier.settings import ClassifierConfig
-    from evaluation.senteval.runner.plan import ScoringChoice
-
-    classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
-    return ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
 
 
 def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:

@@ -42,9 +42,9 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
     return Html(f"<{name}{told}>{join(*children)}</{name}>")
 
 
-def join(*children: object, between: str = "") -> Html:
+def join(*children: object) -> Html:
     """Joins values as markup."""
-    return Html(between.join(markup(child) for child in children))
+    return Html("".join(markup(child) for child in children))
 
 
 def table(caption: str, heads: list[str], rows: list[list[object]], **attributes: object) -> Html:

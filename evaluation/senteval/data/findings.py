@@ -52,11 +52,6 @@ class Inspection:
         return self.standing in ("identical", *MARKS)
 
     @property
-    def mark(self) -> str:
-        """Mark of a score in a table: "" or the reason why it is not comparable with published ones."""
-        return MARKS.get(self.standing, "")
-
-    @property
     def reason(self) -> str:
         """Reason for a missing score, in one line; "" if a score may be computed."""
         if self.usable:

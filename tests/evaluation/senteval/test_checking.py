@@ -10,6 +10,7 @@ from sentevaldata import COMPLETE, write, write_binary, write_rest
 from evaluation.senteval import checks
 from evaluation.senteval.checks.checking import inspect
 from evaluation.senteval.checks.published import published
+from evaluation.senteval.data.findings import MARKS
 from evaluation.senteval.data.loading import task_files
 from evaluation.senteval.data.tasks import TASKS, find
 from evaluation.senteval.download.overview import overview
@@ -45,7 +46,7 @@ def test_the_right_numbers_of_other_sentences_are_marked(tmp_path):
     write_binary(tmp_path, distinct(5000, "objective"), distinct(5000, "subjective"))
     inspection = inspect(find("SUBJ"), tmp_path)
     assert (inspection.standing, inspection.usable, inspection.reason) == ("altered", True, "")
-    assert inspection.mark == "not the published files; comparable with no published number"
+    assert MARKS[inspection.standing] == "not the published files; comparable with no published number"
     assert [finding.what for finding in inspection.findings] == [
         "2 of 2 files differ from the published ones: subj.objective, subj.subjective",
         "SUBJ: the published labels with different sentences, for example a translation or another edition",
@@ -129,7 +130,7 @@ def test_own_data_are_scored_when_asked_and_marked(tmp_path):
     refused, allowed = (inspect(find("Tense"), tmp_path, allow) for allow in (False, True))
     assert "Tense train: 2 rows, published about 100,000" in refused.reason
     assert (allowed.standing, allowed.usable) == ("unpublished", True)
-    assert allowed.mark == "not the published data; comparable with no published number"
+    assert MARKS[allowed.standing] == "not the published data; comparable with no published number"
     assert allowed.findings == refused.findings
     said = "\n".join(overview([refused, allowed]))
     assert "REFUSED" in said
@@ -166,7 +167,7 @@ def test_any_other_byte_is_said_and_marked(tmp_path, old, new, standing, said):
         (tmp_path / name).write_bytes(text.encode())
     inspection = inspect(task, tmp_path)
     assert inspection.standing == standing, inspection.reason
-    assert inspection.mark
+    assert MARKS[inspection.standing]
     assert said in "\n".join(overview([inspection]))
 
 
