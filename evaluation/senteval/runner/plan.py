@@ -96,7 +96,7 @@ def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
 def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]:
     """Methods that score a task for these protocols; STS-B also gets alignment and uniformity."""
     task = find(task_name)
-    found = dict.fromkeys(filter(None, (method_for(task, protocol) for protocol in protocols)))
+    found = dict.fromkeys(method for protocol in protocols if (method := method_for(task, protocol)))
     return (*found, "geometry") if found and task.name == "STSBenchmark" else tuple(found)
 
 
