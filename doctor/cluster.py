@@ -9,7 +9,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from doctor import collective
-from doctor.examiner import Examiner
+from doctor.examiner import Examiner, knock
 from doctor.finding import EVERYWHERE, Finding, judged
 
 ANSWER_SECONDS = 60.0
@@ -93,7 +93,7 @@ class Examiners:
             rounds = []
             for _ in range(_CLOCK_ROUNDS):
                 sent = time.time()
-                answer = self._wait("clock", {node: self._actors[node].now.remote()})
+                answer = self._wait("clock", {node: self._actors[node].call.remote(time.time)})
                 if not answer:
                     break
                 back = time.time()
@@ -109,7 +109,7 @@ class Examiners:
             return []
         ports = self.ask("open a port", lambda _, actor: actor.open_door.remote())
         doors = {node: (self.nodes[node].address, port) for node, port in ports.items()}
-        shut = self.ask("connect", lambda _, actor: actor.knock.remote(doors))
+        shut = self.ask("connect", lambda _, actor: actor.call.remote(knock, doors))
         self.ask("close the port", lambda _, actor: actor.close_door.remote())
         blocked = [f"{node} to {other} ({why})" for node, found in shut.items() for other, why in found.items()]
         return [
@@ -131,11 +131,13 @@ class Examiners:
 
     def _sum(self, backend: str, actors: dict[str, Any]) -> Finding:
         first = next(iter(actors))
-        port = self._wait("a port for the group", {first: actors[first].free_port.remote()}).get(first)
+        asked = {first: actors[first].call.remote(collective.free_port)}
+        port = self._wait("a port for the group", asked).get(first)
         address = f"tcp://{self.nodes[first].address}:{port}"
         size = len(actors)
         asked = {
-            node: actor.join.remote(address, rank, size, backend) for rank, (node, actor) in enumerate(actors.items())
+            node: actor.call.remote(collective.join, address, rank, size, backend)
+            for rank, (node, actor) in enumerate(actors.items())
         }
         found = self._wait(f"all-reduce by {backend}", asked) if port else {}
         return collective.judge(
@@ -150,4 +152,4 @@ class Examiners:
 
 def _place(node: Node, gpus: int) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-    return ray.remote(Examiner).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote(node.name)
+    return ray.remote(Examiner).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote()

@@ -13,7 +13,7 @@ from prepared import Row, write_prepared
 from transformers import AutoTokenizer
 
 from doctor import collective, data, examination, exposure, facts, judgement, storage
-from doctor.examiner import Examiner
+from doctor.examiner import Examiner, knock
 from doctor.exposure import Exposure, Listener
 from doctor.facts import Gpu
 from doctor.finding import Finding, as_text, counts
@@ -302,12 +302,12 @@ def test_shards_that_differ_or_are_missing(tmp_path):
 
 
 def test_doors():
-    first = Examiner("n1")
+    first = Examiner()
     port = first.open_door()
     with socket.socket() as shut:
         shut.bind(("127.0.0.1", 0))  # bound, but nobody listens
         doors = {"n1": ("127.0.0.1", port), "n2": ("127.0.0.1", shut.getsockname()[1])}
-        assert list(Examiner("n3").knock(doors)) == ["n2"]
+        assert list(knock(doors)) == ["n2"]
     first.close_door()
 
 
