@@ -3,13 +3,13 @@
 import argparse
 import json
 import os
-import socket
 import sys
 import uuid
 from collections.abc import Sequence
 
 import ray
 
+from common.cluster import cluster_problem
 from common.config import ConfigError, load_config
 from common.session import start_ray
 from doctor import collective, data, exposure, facts, judgement, storage
@@ -24,7 +24,6 @@ from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import with_geometry
 
 _HERE = "here"
-_CONNECT_SECONDS = 5.0
 
 
 def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str]) -> list[Finding]:
@@ -38,8 +37,9 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
     needs, findings = _of_config(config) if config else (None, [])
     if address is None:
         return [*findings, *_alone(config, needs, paths)]
-    if closed := _unanswered(address):
-        return [*findings, *closed]
+    if problem := cluster_problem("address", address):
+        remedy = "check that Ray runs there (`ray status`), the port is right, and no firewall blocks it"
+        return [*findings, judged("cluster", EVERYWHERE, problem, fail=True, remedy=remedy)]
     return [*findings, *_cluster(config, needs, address, paths)]
 
 
@@ -75,19 +75,6 @@ def _alone(config: TrainConfig | None, needs: Needs | None, paths: Sequence[str]
             storage.clear(folder, mark, _HERE)
     backend = "nccl" if found.gpus else "gloo"
     return [*findings, collective.judge(backend, collective.alone())]
-
-
-def _unanswered(address: str) -> list[Finding]:
-    """Finding if no process listens at HOST:PORT, so that asking Ray there is useless."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return []
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        remedy = "check that Ray runs there (`ray status`), the port is right, and no firewall blocks it"
-        return [judged("cluster", EVERYWHERE, f"{address}: {error}", fail=True, remedy=remedy)]
-    return []
 
 
 def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, paths: Sequence[str]) -> list[Finding]:

@@ -12,8 +12,6 @@ from benchmarks.chaos.run import ChaosError, Mark, Run
 from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 
-AWAY_SECONDS = 30.0
-
 
 def _stop(run: Run) -> Mark:
     """Kill the command with SIGKILL and wait until its workers have ended too."""
@@ -112,9 +110,8 @@ def storage_away(run: Run) -> Mark:
             raise ChaosError(f"{folder} cannot be mounted read-only")
         time.sleep(0.003)
     mark = struck(mark, time.time())
-    away = float(run.environment.get("DECLUTR_CHAOS_AWAY", AWAY_SECONDS))
     try:
-        time.sleep(away)
+        time.sleep(run.away_seconds)
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     return _continue(run, mark)
@@ -122,7 +119,7 @@ def storage_away(run: Run) -> Mark:
 
 def _continue(run: Run, mark: Mark) -> Mark:
     """Repeat the command if it has ended, and wait for a new checkpoint."""
-    if run.driver is not None and run.driver.poll() is not None:
+    if run.over:
         run.start()
     newest = run.newest_checkpoint()
     run.wait_for("a new checkpoint", lambda: run.newest_checkpoint() > newest, 120, ended=True)
