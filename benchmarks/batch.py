@@ -18,11 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import documents, memory, models, packed, record
+from benchmarks import memory, models, packed, record
 from trainer.data.batches import RankBatch
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.masking import MaskingConfig
-from trainer.objectives.span_settings import SpanConfig
 from trainer.step.step import Stepper
 
 SIZES = (16, 64, 256, 1024, 4096)
@@ -35,22 +32,15 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     """Measure one size in this process."""
     device = torch.device(options.device)
-    spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
-    feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
+    workload = packed.Workload.of(options, options.device, options.precision, dropout=options.dropout)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
     before = memory.reset_peak(device)
-    encoder = models.encoder(options.model, options.dropout, options.seed).to(device)
-    autocast = record.autocast_type(options.precision, options.device)
-    stepper = packed.stepper(encoder, feed, DeclutrConfig(), options.microbatch_tokens, autocast)
-
-    def batch(size: int) -> RankBatch:
-        table = documents.documents(0, size, spans, feed.vocabulary.size, options.seed)
-        return packed.rank_batch(feed, table, device)
-
-    stepper.step(batch(min(_FIRST, count)), 1)
-    measured = batch(count)
-    anchors = count * spans.num_anchors
+    encoder = workload.encoder()
+    stepper = workload.stepper(encoder, options.microbatch_tokens)
+    stepper.step(workload.batch(0, min(_FIRST, count)), 1)
+    measured = workload.batch(0, count)
+    anchors = count * workload.spans.num_anchors
     memory.reset_peak(device)
     begun = time.perf_counter()
     with memory.EmbeddingState({measured.spans.num_spans, anchors, 2 * anchors}, encoder.embedding_size) as counted:

@@ -11,7 +11,6 @@ import argparse
 import re
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,10 +101,11 @@ def compare(
     for number in range(rounds):
         # the first side changes, so that neither always runs on a machine warmed by the other
         for name in sorted(sides, reverse=bool(number % 2)):
-            begun, cpu_begun = time.perf_counter(), time.process_time()
+            begun = record.now()
             vectors[name] = sides[name](texts)
-            seconds[name].append(round(time.perf_counter() - begun, 4))
-            cpu_seconds[name].append(round(time.process_time() - cpu_begun, 4))
+            taken, cpu_taken = (record.now() - begun).tolist()
+            seconds[name].append(round(taken, 4))
+            cpu_seconds[name].append(round(cpu_taken, 4))
             record.progress(f"round {number} {name} {len(texts)} texts {seconds[name][-1]:.2f} s")
     ratios = [theirs / own for theirs, own in zip(seconds["sentence_transformers"], seconds["ours"], strict=True)]
     return {

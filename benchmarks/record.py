@@ -6,11 +6,14 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.storage import write_text
 
@@ -42,6 +45,11 @@ def autocast_type(precision: str | None, device: str) -> torch.dtype | None:
     """Type of the forward's matrix products: bfloat16, or None for float32."""
     chosen = precision or ("bf16" if device == "cuda" else "fp32")
     return torch.bfloat16 if chosen == "bf16" else None
+
+
+def now() -> NDArray[np.float64]:
+    """Wall seconds and processor seconds of this process, for differences."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def facts(name: str, commit: str | None) -> dict[str, Any]:
