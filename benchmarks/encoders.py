@@ -11,7 +11,6 @@ compared by their held-out scores.
 """
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -109,10 +108,8 @@ def once(work: Path, name: str, command: list[str]) -> None:
         return
     record.progress(f"{name}: running; {log}")
     work.mkdir(parents=True, exist_ok=True)
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("a") as output:
-        ended = subprocess.run(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
+        ended = subprocess.run(command, stdout=output, stderr=output)
     if ended.returncode:
         raise SystemExit(f"{name} ended with status {ended.returncode}; see {log}")
     write_json(mark, hash_json(command))

@@ -69,7 +69,7 @@ class Checkout:
     def score(
         self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig, identity: str = ""
     ) -> tuple[Scores, Array]:
-        """Return a task's scores, and its wall and processor seconds; `identity` names the task with its encoder among stored fits."""
+        """Return a task's scores with its wall and processor seconds; its fits are stored in the folder `identity`."""
         started: list[Array] = []
         fits = KeptFits(self.keep / identity) if self.keep else None
 

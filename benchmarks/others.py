@@ -27,7 +27,6 @@ from pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
 _READY, _FIGURES = "declutr ready", "declutr figures: "
 _BATCH = 256
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 def texts_of(paths: list[str]) -> Iterator[str]:
@@ -99,7 +98,6 @@ def run(name: str, settings: list[dict[str, Any]], cache: Path) -> list[dict[str
     """
     # Empty caches in every round, and only the threads of the counted processes.
     environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "benchmarks.others", name]
     children = [
         subprocess.Popen(
