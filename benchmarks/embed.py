@@ -7,7 +7,6 @@ packages or from a file of sentences. Both sides tokenize, encode and give one f
 within one run. The weights are drawn from the seed, because the time of a forward does not depend on them.
 """
 
-import argparse
 import re
 import statistics
 import tempfile
@@ -126,7 +125,6 @@ def compare(
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     options = record.parser("embed", __doc__)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--model", choices=SIZES, default="minilm", help="size of the encoder")
     options.add_argument("--sentences", type=Path, help="file with one sentence per line; default: documentation")
     options.add_argument("--num-sentences", type=int, default=20_000)

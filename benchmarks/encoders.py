@@ -78,7 +78,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options() -> argparse.ArgumentParser:
     options = record.parser("encoders", __doc__)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--corpus", type=Path, nargs="+", required=True, help="files of long English documents")
     options.add_argument("--senteval", type=Path, metavar="DIR", help="folder with downstream and probing")
     options.add_argument("--work", type=Path, default=Path("runs/encoders"), help="shards, runs, scores; kept")

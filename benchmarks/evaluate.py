@@ -90,7 +90,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options() -> argparse.ArgumentParser:
     options = record.parser("evaluate", __doc__)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--senteval", type=Path, metavar="DIR", help="checkout of facebookresearch/SentEval")
     options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
     options.add_argument("--tasks", default="all", help="names and sets, separated by commas")

@@ -85,7 +85,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
             rates["tokenizers"].append(mib / engine_alone(settings | {"engine": "tokenizers"}, where / "limit"))
             rates["warm_tokenizers"].append(mib / ours(given, settings, where / "slow", "tokenizers")[0])
         if find_spec("datasets"):
-            found = others.run("datasets", [settings], where / "datasets")[0]
+            found = others.run(others.datasets, [settings], where / "datasets")[0]
             if (found["documents"], found["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
                 raise RuntimeError(f"`datasets` kept other documents or tokens: {found}, ours: {manifest.totals}")
             rates["datasets"].append(mib / found["seconds"])
@@ -207,7 +207,7 @@ def command(given: argparse.Namespace, settings: dict[str, Any], output: Path) -
 def engine_alone(settings: dict[str, Any], cache: Path) -> float:
     """Time the engine alone, in as many processes, on texts in memory."""
     shares = [settings | {"share": share} for share in range(settings["workers"])]
-    return max(float(found["seconds"]) for found in others.run("limit", shares, cache))
+    return max(float(found["seconds"]) for found in others.run(others.limit, shares, cache))
 
 
 class WorkerMemory(Watcher):

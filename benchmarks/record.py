@@ -9,7 +9,7 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Make a parser with the options of every benchmark."""
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    kind = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, formatter_class=kind)
     made.add_argument("--json", type=Path, metavar="OUT", help="file for the figures, which are also printed")
     made.add_argument("--commit", help="commit of the code, if run outside a git checkout")
     made.add_argument("--seed", type=int, default=0, help="seed of weights, documents, spans and masks")
@@ -64,6 +65,11 @@ def facts(name: str, commit: str | None) -> dict[str, Any]:
             "torch": torch.__version__,  # including its build, such as +cpu
         },
     }
+
+
+def figure(value: float, unit: str, kind: Literal["measured", "computed", "assumed"], how: str) -> dict[str, Any]:
+    """A number with its kind and origin."""
+    return {"value": float(f"{value:.4g}"), "unit": unit, "kind": kind, "how": how}
 
 
 def publish(figures: dict[str, Any], path: Path | None) -> None:

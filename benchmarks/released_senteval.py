@@ -41,13 +41,7 @@ class _Dropout(nn.Module):
 
 @dataclass
 class Classifier:
-    """One fit.
-
-    Attributes:
-        config: settings of the fit.
-        num_classes: C.
-        decay: coupled weight decay.
-    """
+    """One fit with coupled weight decay."""
 
     config: ClassifierConfig
     num_classes: int

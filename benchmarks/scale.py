@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks import models, record, wide
+from benchmarks.record import figure
 from common import seeding
 from common.session import start_ray
 from pipeline.shards.shards import ShardSet, check_shards, load_manifest
@@ -37,16 +38,8 @@ _SAVED_BYTES = 12  # a parameter and its two moments
 _ANCHORS = 2  # per document, each with one mean positive
 _CHUNK_DOCUMENTS = 1024  # per reading task, as in trainer/data/stream.py
 
-Kind = Literal["measured", "computed", "assumed"]
-T = TypeVar("T")
 
-
-def figure(value: float, unit: str, kind: Kind, how: str) -> dict[str, Any]:
-    """A number with its kind and origin."""
-    return {"value": float(f"{value:.4g}"), "unit": unit, "kind": kind, "how": how}
-
-
-def timed(work: Callable[[], T], elapsed: bool = False) -> tuple[T, float, float]:
+def timed(work: Callable[[], Any], elapsed: bool = False) -> tuple[Any, float, float]:
     """Return the result, seconds, and the growth of this process in MiB.
 
     Seconds are processor time of one thread, so that other programs do not count. If the work waits for a disk or

@@ -8,7 +8,6 @@ programs on the machine affect all of them. Dropout is off unless --dropout is s
 compared in float32 without it.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -203,7 +202,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     options = record.parser("step", __doc__)
     record.add_device(options)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--model", choices=models.SIZES, default="distilroberta")
     options.add_argument(
         "--documents", type=int, default=4, help="documents per step; 4 is the released batch of a GPU"

@@ -164,13 +164,7 @@ def clear(path: str, mark: str, node: str) -> None:
 
 
 def judge(path: str, found: dict[str, Written], needed_bytes: int) -> list[Finding]:
-    """Judge the nodes' tests in a folder.
-
-    Args:
-        path: path as the user wrote it.
-        found: test results by node.
-        needed_bytes: maximum size of a run's files there; 0 if unknown.
-    """
+    """Judge the nodes' tests in a folder; `needed_bytes` is the maximum size of a run's files, 0 if unknown."""
     findings = []
     for node, one in found.items():
         if one.error:

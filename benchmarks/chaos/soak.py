@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 from benchmarks.chaos.__main__ import table
-from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
+from benchmarks.chaos.fault import FaultRow, fail, observe
 from benchmarks.chaos.faults import files, kills, workers
 from benchmarks.chaos.matrix import Bench, opened
 from benchmarks.chaos.place import small_disks
@@ -26,11 +26,6 @@ _SHARE_TRAINING = 0.6  # approximate share of a minute with a fault spent in tra
 _KINDS = tuple(fault for fault in (*kills.FAULTS, *workers.FAULTS, *files.FAULTS) if fault.trains)
 
 
-def drawn(seed: int, number: int, kinds: tuple[Fault, ...]) -> Fault:
-    """Fault with this number."""
-    return kinds[seeding.torch_seed(seed, "chaos", number) % len(kinds)]
-
-
 def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:
     """Train to the end, with a fault every minute, and record a row for each."""
     kinds = tuple(fault for fault in _KINDS if fault.possible)
@@ -43,7 +38,7 @@ def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:
         # a fault needs steps to be noticed and to recover from, so none is caused just before the end
         if run.last_step() > bench.steps - 500 or run.over:
             break
-        fault = drawn(seed, len(rows), kinds)
+        fault = kinds[seeding.torch_seed(seed, "chaos", len(rows)) % len(kinds)]
         due = time.monotonic() + _EVERY_SECONDS
         row, mark = observe(run, fault)
         row.seen_by_user, problem = fault.seen(run, mark)
