@@ -106,7 +106,6 @@ def compare(
             seconds[name].append(round(taken, 4))
             cpu_seconds[name].append(round(cpu_taken, 4))
             record.progress(f"round {number} {name} {len(texts)} texts {seconds[name][-1]:.2f} s")
-    ratios = [theirs / own for theirs, own in zip(seconds["sentence_transformers"], seconds["ours"], strict=True)]
     return {
         "texts": len(texts),
         "seconds": seconds,
@@ -114,9 +113,7 @@ def compare(
         "ratio_cpu_median": round(
             statistics.median(cpu_seconds["sentence_transformers"]) / statistics.median(cpu_seconds["ours"]), 4
         ),
-        "ratios": [round(ratio, 4) for ratio in ratios],
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        **record.ratios(seconds["sentence_transformers"], seconds["ours"]),
         "texts_per_second": round(len(texts) / statistics.median(seconds["ours"]), 1),
         "max_abs_diff": float(np.abs(vectors["ours"] - vectors["sentence_transformers"]).max()),
     }

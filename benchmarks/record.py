@@ -4,9 +4,11 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +53,16 @@ def autocast_type(precision: str | None, device: str) -> torch.dtype | None:
 def now() -> NDArray[np.float64]:
     """Wall seconds and processor seconds of this process, for differences."""
     return np.array([time.perf_counter(), time.process_time()])
+
+
+def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+    """Quotients of the seconds of two sides that took turns, their median and their range."""
+    found = [round(one / own, 4) for one, own in zip(theirs, ours, strict=True)]
+    return {
+        "ratios": found,
+        "ratio_median": round(statistics.median(found), 4),
+        "ratio_range": [min(found), max(found)],
+    }
 
 
 def facts(name: str, commit: str | None) -> dict[str, Any]:

@@ -34,8 +34,6 @@ from trainer.objectives.declutr.ntxent import ntxent
 
 _MIB = 2**20
 _PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
-_SAVED_BYTES = 12  # a parameter and its two moments
-_ANCHORS = 2  # per document, each with one mean positive
 _CHUNK_DOCUMENTS = 1024  # per reading task, as in trainer/data/stream.py
 
 
@@ -86,8 +84,7 @@ def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
         number = min(given.sample, given.documents)
         index = first * given.batch + np.arange(number, dtype=np.int64)
         epochs = index // given.documents
-        _, found = plan.documents(first, first + -(-number // given.batch))
-        found = found[:number]
+        found = plan.documents(first, first + -(-number // given.batch))[1][:number]
         if not np.array_equal(inverse(given.seed, epochs, found, given.documents), index % given.documents):
             raise RuntimeError(f"step {first}: the permutation is not one-to-one")
     _, one, grown = timed(
@@ -145,7 +142,7 @@ def loss_figures(given: argparse.Namespace) -> dict[str, Any]:
         seconds[rows] = min(timed(step)[1] for _ in range(5))  # the minimum, because other programs use this machine
     largest = max(seconds)
     per_score = seconds[largest] / largest**2
-    rows = 2 * _ANCHORS * given.batch
+    rows = 4 * given.batch
     # Scores: once in the forward for half the pairs, and again, with two products, in the backward.
     flops = 2 * size * rows**2 * (0.5 + 0.5 + 1.0)
     bytes_ = rows * size * 4
@@ -168,7 +165,7 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
     """Measure size, writing and loading of a checkpoint."""
     encoder = models.encoder(given.model, 0.0, given.seed)
     number = sum(parameter.numel() for parameter in encoder.parameters())
-    size = number * _SAVED_BYTES
+    size = number * 12  # a parameter and its two moments
     contents = {str(part): torch.zeros(number) for part in range(3)}
     path = folder / "probe.safetensors"
     checksum, written, _ = timed(lambda: write_tensors(path, contents), elapsed=True)

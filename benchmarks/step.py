@@ -9,7 +9,6 @@ compared in float32 without it.
 """
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -140,13 +139,7 @@ def compare(ours: Side, other: Side, batches: list[SpanBatch], warm_up: int, dev
             if number >= warm_up:
                 seconds[side.name].append(round(taken, 6))
             record.progress(f"{'warm-up' if number < warm_up else 'step'} {number} {side.name} {taken:.3f} s")
-    ratios = [theirs / own for theirs, own in zip(seconds[other.name], seconds[ours.name], strict=True)]
-    return {
-        "times": seconds,
-        "ratios": [round(ratio, 4) for ratio in ratios],
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
-    }
+    return {"times": seconds, **record.ratios(seconds[other.name], seconds[ours.name])}
 
 
 def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Examiners on every node of a Ray cluster, and their combined findings."""
 
+import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +11,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from doctor import collective
-from doctor.examiner import Examiner, knock
 from doctor.finding import EVERYWHERE, Finding, judged
 
 ANSWER_SECONDS = 60.0
 _CLOCK_ROUNDS = 5
+_CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,44 @@ def nodes_of_cluster() -> tuple[list[Node], list[Finding]]:
     remedy = "expected after a planned stop; otherwise read the node's raylet.err and start Ray there again"
     limit = f"{len(dead)} dead: {', '.join(dead)}" if dead else ""
     return nodes, [judged("nodes", EVERYWHERE, f"{len(nodes)} alive", limit=limit, warn=bool(dead), remedy=remedy)]
+
+
+class Examiner:
+    """Actor on one node. It calls the functions of the checks there, and keeps a port open between two calls."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function on this node."""
+        return function(*arguments)
+
+    def open_door(self) -> int:
+        """Listen for the other nodes until `close_door`; return the port."""
+        self._door = socket.create_server(("", 0))
+        threading.Thread(target=_welcome, args=(self._door,), daemon=True).start()
+        port: int = self._door.getsockname()[1]
+        return port
+
+    def close_door(self) -> None:
+        """Stop listening."""
+        self._door.close()
+
+
+def knock(doors: dict[str, tuple[str, int]]) -> dict[str, str]:
+    """Connect to other nodes' ports; return the errors by node."""
+    shut = {}
+    for node, door in doors.items():
+        try:
+            socket.create_connection(door, timeout=_CONNECT_SECONDS).close()
+        except OSError as error:
+            shut[node] = str(error)
+    return shut
+
+
+def _welcome(door: socket.socket) -> None:
+    while True:
+        try:
+            door.accept()[0].close()
+        except OSError:  # closed
+            return
 
 
 class Examiners:

@@ -13,7 +13,7 @@ from prepared import Row, write_prepared
 from transformers import AutoTokenizer
 
 from doctor import collective, data, examination, exposure, facts, judgement, storage
-from doctor.examiner import Examiner, knock
+from doctor.cluster import Examiner, knock
 from doctor.exposure import Exposure, Listener
 from doctor.facts import Gpu
 from doctor.finding import Finding, as_text, counts
