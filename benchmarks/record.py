@@ -57,11 +57,11 @@ def now() -> NDArray[np.float64]:
 
 def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     """Quotients of the seconds of two sides that took turns, their median and their range."""
-    found = [round(one / own, 4) for one, own in zip(theirs, ours, strict=True)]
+    found = [one / own for one, own in zip(theirs, ours, strict=True)]
     return {
-        "ratios": found,
+        "ratios": [round(ratio, 4) for ratio in found],
         "ratio_median": round(statistics.median(found), 4),
-        "ratio_range": [min(found), max(found)],
+        "ratio_range": [round(min(found), 4), round(max(found), 4)],
     }
 
 
