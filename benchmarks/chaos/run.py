@@ -88,7 +88,7 @@ class Run:
         """Output of the command, over all its starts."""
         return self.place / "output.txt"
 
-    def start(self, *overrides: str) -> None:
+    def start(self) -> None:
         """Start the command, the same one every time."""
         self.place.mkdir(parents=True, exist_ok=True)
         config = self.place / "train.yaml"
@@ -96,7 +96,7 @@ class Run:
         self.starts += 1
         with self.output.open("ab") as stream:
             self.driver = subprocess.Popen(
-                [sys.executable, "-m", "trainer.train", str(config), *overrides],
+                [sys.executable, "-m", "trainer.train", str(config)],
                 env=self.environment,
                 cwd=self.place,
                 start_new_session=True,
