@@ -23,7 +23,9 @@ def documents(first: int, count: int, spans: SpanConfig, vocab_size: int, seed: 
     schema = shard_schema(vocab_size, Geometry(num_anchors=spans.num_anchors, max_tokens=spans.max_tokens), "made up")
     numbers = np.arange(first, first + count, dtype=np.uint64)
     least = spans.min_document_tokens
-    lengths = least + (_uniform(seed, "benchmark lengths", numbers) * least).astype(np.int64)
+    zeros = np.zeros_like(numbers)
+    shares = seeding.unit(seeding.blocks(seed, "benchmark lengths", numbers, zeros, zeros)[:, 0])
+    lengths = least + (shares * least).astype(np.int64)
     ordinary = vocab_size - 1 - _FIRST_ORDINARY
     stored = schema.field("tokens").type.value_type.to_pandas_dtype()
     tokens = []
@@ -40,8 +42,3 @@ def documents(first: int, count: int, spans: SpanConfig, vocab_size: int, seed: 
     ]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
     return pa.table(arrays, schema=schema)
-
-
-def _uniform(seed: int, purpose: str, numbers: seeding.U64) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Draw a number in [0, 1) for each document."""
-    return seeding.unit(seeding.blocks(seed, purpose, numbers, np.zeros_like(numbers), np.zeros_like(numbers))[:, 0])

@@ -193,8 +193,7 @@ def held_out(trained: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[f
 
 def table(figures: Mapping[str, Any]) -> Iterator[str]:
     """Markdown table of mean and standard deviation by task; `*`: own data, not comparable with papers."""
-    yield _head("", KINDS)
-    yield "| --- | " + " | ".join(["---:"] * len(KINDS)) + " |"
+    yield from _head("", KINDS)
     rows = {
         find(task).label + ("" if found["data"] in ("identical", "published") else "*"): found
         for task, found in figures["tasks"].items()
@@ -206,16 +205,16 @@ def table(figures: Mapping[str, Any]) -> Iterator[str]:
 def held_out_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[str]:
     """Markdown table of the held-out scores: share of queries whose passage is found first, in percent."""
     kinds = KINDS[:3]
-    yield _head("found first among held-out documents, %", kinds)
-    yield "| --- | " + " | ".join(["---:"] * len(kinds)) + " |"
+    yield from _head("found first among held-out documents, %", kinds)
     for name, words in _HELD_OUT.items():
         cells = (_cell(_figures([100 * value for value in found[name][kind]])) for kind in kinds)
         yield f"| {words} (`{name}`) | {' | '.join(cells)} |"
 
 
-def _head(first: str, kinds: Sequence[str]) -> str:
+def _head(first: str, kinds: Sequence[str]) -> Iterator[str]:
     names = [kind.replace("_", " ").replace("mlm", "MLM").replace("declutr", "DeCLUTR") for kind in kinds]
-    return f"| {' | '.join([first, *names])} |".replace("|  |", "| |")
+    yield f"| {' | '.join([first, *names])} |".replace("|  |", "| |")
+    yield "| --- | " + " | ".join(["---:"] * len(kinds)) + " |"
 
 
 def _cell(found: Mapping[str, Any]) -> str:
