@@ -46,8 +46,8 @@ class Fault:
         """Return whether the fault can be caused here."""
         return not self.needs_root or os.geteuid() == 0
 
-    def seen(self, run: Run, mark: Mark) -> tuple[str, str]:
-        """Find the line that informed the user, and a problem with the output, if any."""
+    def see(self, run: Run, mark: Mark, row: "FaultRow") -> None:
+        """Record the line that informed the user, and a problem with the output, if any."""
         said, told = run.said(mark), ""
         until = time.monotonic() + _WORDS_SECONDS * run.patience
         while True:
@@ -56,12 +56,11 @@ class Fault:
                 break
             time.sleep(0.2)
             said = run.said(mark)
-        problem = ""
+        row.seen_by_user = told[:300]
         if "Traceback (most recent call last)" in said:
-            problem = "a Traceback was shown"
+            fail(row, "a Traceback was shown")
         elif not told:
-            problem = f"nothing was said (expected {self.said!r})"
-        return told[:300], problem
+            fail(row, f"nothing was said (expected {self.said!r})")
 
 
 @dataclass

@@ -134,9 +134,7 @@ class Bench:
                     row = FaultRow(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
                 if mark is not None:
-                    row.seen_by_user, problem = fault.seen(run, mark)
-                    if problem:
-                        fail(row, problem)
+                    fault.see(run, mark, row)
                 rows.append(row)
                 progress(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - started:.0f} s)")
                 if row.problem and mark is None:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 from benchmarks.chaos.__main__ import table
-from benchmarks.chaos.fault import FaultRow, fail, observe
+from benchmarks.chaos.fault import FaultRow, observe
 from benchmarks.chaos.faults import files, kills, workers
 from benchmarks.chaos.matrix import Bench, opened
 from benchmarks.chaos.place import small_disks
@@ -41,9 +41,7 @@ def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:
         fault = kinds[seeding.torch_seed(seed, "chaos", len(rows)) % len(kinds)]
         due = time.monotonic() + _EVERY_SECONDS
         row, mark = observe(run, fault)
-        row.seen_by_user, problem = fault.seen(run, mark)
-        if problem:
-            fail(row, problem)
+        fault.see(run, mark, row)
         rows.append(row)
         progress(f"{len(rows)}: {fault.name}: {row.problem or 'continues'}, step {run.last_step()}")
     if status := run.wait(900):
