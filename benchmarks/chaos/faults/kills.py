@@ -3,13 +3,14 @@
 import dataclasses
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.run import ChaosError, Mark, Run
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.export import EXPORT
+
+_QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
 
 
 def struck(mark: Mark, seconds: float) -> Mark:
@@ -29,7 +30,7 @@ def worker_saving(run: Run) -> Mark:
     victim = run.workers()[0]
     folder = run.folder / CHECKPOINTS
     mark = run.mark()
-    _wait_quickly(lambda: any(folder.glob(".step-*")))
+    run.wait_for("a checkpoint being written", lambda: any(folder.glob(".step-*")), every_seconds=_QUICKLY)
     struck_at = run.kill(victim)
     return struck(dataclasses.replace(mark, lines=run.lines()), struck_at)
 
@@ -62,7 +63,7 @@ def driver(run: Run, number: int) -> Mark:
 def exporting(run: Run) -> Mark:
     """Kill the command with SIGKILL while it writes the encoder; the user repeats it."""
     assert run.driver is not None
-    _wait_quickly(lambda: any(run.folder.glob(f".{EXPORT}.*")), 240)
+    run.wait_for("the export", lambda: any(run.folder.glob(f".{EXPORT}.*")), 240, every_seconds=_QUICKLY)
     mark = run.mark()
     run.driver.kill()
     mark = struck(mark, time.time())
@@ -73,14 +74,6 @@ def exporting(run: Run) -> Mark:
     run.wait()
     run.ended = time.time()
     return mark
-
-
-def _wait_quickly(check: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not check():
-        if time.monotonic() > deadline:
-            raise ChaosError("the moment for the fault did not come")
-        time.sleep(0.0005)
 
 
 FAULTS = (
