@@ -40,8 +40,7 @@ _CHUNK_DOCUMENTS = 1024  # per reading task, as in trainer/data/stream.py
 def timed(work: Callable[[], Any], elapsed: bool = False) -> tuple[Any, float, float]:
     """Return the result, seconds, and the growth of this process in MiB.
 
-    Seconds are processor time of one thread, so that other programs do not count. If the work waits for a disk or
-    another process, set `elapsed` to measure wall time.
+    Seconds are processor time of one thread; `elapsed` measures wall time, for work that waits for disks or processes.
     """
     process, clock = psutil.Process(), time.perf_counter if elapsed else time.process_time
     before, begun = process.memory_info().rss, clock()
