@@ -24,10 +24,8 @@ _FETCHES = 8  # parallel fetches, because a store limits the speed of each strea
 def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Fetches everything at an address, then replaces the earlier copy; unchanged files are not fetched again.
 
-    Args:
-        url: a folder that was sent whole, or a folder of such folders and further files, like a run.
-        local: target folder: new, empty, or an unchanged copy that `pull` made.
-        retries: retry policy while the store does not answer.
+    The address names a folder that was sent whole, or a folder of such folders and further files, like a run. `local`
+    is new, empty, or an unchanged copy that `pull` made.
 
     Raises:
         FileNotFoundError: nothing exists at that address.

@@ -1,5 +1,6 @@
 """What workers do between two steps: agree, save, stop, leave a bad loss out. Without Ray."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -16,6 +17,7 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import SaveError
 from trainer.checkpoints.store import fetch_run, store_of
 from trainer.data.stream import Ahead
+from trainer.metrics.metrics import MetricsWriter
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.unloaded import Unloaded
 from trainer.objectives.declutr.config import DeclutrConfig
@@ -27,7 +29,6 @@ from trainer.worker.bad_losses import BadLosses
 from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat, Stopwatch
 from trainer.worker.loop import TrainingLoop
-from trainer.worker.records import Records
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
@@ -247,7 +248,7 @@ def go_on(one, kill_after=None):
     done = saving.resume()
     if saving.ended(done):
         return done, True
-    with Records.opened(one.run, done, 0) as records, saving.writing(records.flush):
+    with contextlib.closing(MetricsWriter(one.run, done)) as records, saving.writing(records.flush):
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
             if scores:

@@ -6,7 +6,6 @@ import resource
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +23,27 @@ _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
 
 
-@dataclass
-class Window:
-    """Measures one step's time and rates.
+def rates(
+    measured: StepMetrics, began: float, documents: int, waited_seconds: float, peak_flops: float | None
+) -> dict[str, float | None]:
+    """Tokens and documents a second, the data-wait share of the time, utilisation and peak memory of a step.
 
-    Attributes:
-        began: monotonic start time, in seconds.
+    Args:
+        measured: metrics of the step.
+        began: monotonic start time of the step, in seconds.
+        documents: number of documents of the step over all workers.
+        waited_seconds: time this worker waited for data.
+        peak_flops: peak FLOPs per second of all workers' devices together; None if unknown.
     """
-
-    began: float = field(default_factory=time.monotonic)
-
-    def rates(
-        self, measured: StepMetrics, documents: int, waited_seconds: float, peak_flops: float | None
-    ) -> dict[str, float | None]:
-        """Computes tokens and documents a second, the data-wait share of the time, utilisation and peak memory.
-
-        Args:
-            measured: metrics of the step.
-            documents: number of documents of the step over all workers.
-            waited_seconds: time this worker waited for data.
-            peak_flops: peak of all workers' devices together; None if unknown.
-        """
-        seconds = max(time.monotonic() - self.began, 1e-9)
-        return {
-            "seconds": seconds,
-            "tokens_per_second": measured.num_tokens / seconds,
-            "documents_per_second": documents / seconds,
-            "data_wait_share": waited_seconds / seconds,
-            "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
-            "peak_memory_mib": peak_memory_mib(),
-        }
+    seconds = max(time.monotonic() - began, 1e-9)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": measured.num_tokens / seconds,
+        "documents_per_second": documents / seconds,
+        "data_wait_share": waited_seconds / seconds,
+        "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
+        "peak_memory_mib": peak_memory_mib(),
+    }
 
 
 def peak_memory_mib() -> float:
