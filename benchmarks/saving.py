@@ -31,11 +31,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import documents, models, packed, record
 from common.storage import write_text
-from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import Saver
 from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.tensorfile import num_bytes
+from trainer.checkpoints.weights import collect
 from trainer.data.batches import RankBatch
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.masking import MaskingConfig
@@ -108,7 +108,7 @@ class Stretches:
     def _save(self) -> None:
         memory = self.saver.reuse_memory()
         stepper = self.stepper
-        contents = checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective, memory=memory)
+        contents = collect(stepper.encoder, stepper.optimizer, stepper.objective, memory=memory)
         state = RunState(
             step=self.steps,
             documents=self.steps,

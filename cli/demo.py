@@ -24,7 +24,8 @@ def run(arguments: list[str]) -> int:
         return 1
     from cli.run_demo import demo
     from pipeline.shards.shards import ShardError
-    from trainer.driver.supervisor import RunStoppedError, TrainingFailedError
+    from trainer.driver.failure import TrainingFailedError
+    from trainer.driver.signals import RunStoppedError
 
     setup_logging("demo")
     try:

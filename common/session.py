@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from common.cluster import cluster_problem, named_cluster
 from common.config import ConfigError
@@ -30,15 +29,8 @@ from ray.util.annotations import RayDeprecationWarning
 from common.session_config import SessionConfig as SessionConfig
 from common.session_config import SessionError
 
-
-@dataclass
-class _Local:
-    """The origin of this process's Ray session: True if `start_ray` started it locally."""
-
-    started: bool = False
-
-
-_local = _Local()
+_started_here = False
+"""True if `start_ray` started this process's session on this machine."""
 _AGENT = "ray::DashboardAgent"
 _SHORT_FOLDER = "/tmp/ray"  # Ray's default if TMPDIR is not set
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # longest path of a Unix socket
@@ -60,7 +52,7 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
         ConfigError: no cluster answers there.
         SessionError: no session could be started on this machine.
     """
-    if _local.started and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
+    if _started_here and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()
     if not ray.is_initialized():
         with _deaf_to_hangups():
@@ -76,9 +68,10 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
 
 
 def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:
+    global _started_here
     name, address = named_cluster(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    _local.started = not address
+    _started_here = not address
     if address:
         if problem := cluster_problem(name, address, wait_seconds):
             raise ConfigError("ray", [problem])

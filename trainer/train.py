@@ -133,9 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.records import DamagedError
     from pipeline.shards.shards import ShardError
     from trainer.checkpoints.checkpoint import CheckpointError
+    from trainer.driver.failure import TrainingFailedError
     from trainer.driver.fork import fork
     from trainer.driver.run import run_training
-    from trainer.driver.supervisor import RunStoppedError, TrainingFailedError
+    from trainer.driver.signals import RunStoppedError
 
     try:
         if arguments.fork is not None:

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
 from pipeline.shards.shards import ShardSet
-from trainer.checkpoints.checkpoint import trained_parameters
+from trainer.checkpoints.weights import trained_parameters
 from trainer.data.batches import RankBatch
 from trainer.data.plan import Plan
 from trainer.model.encoder import Encoder

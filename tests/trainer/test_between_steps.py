@@ -16,6 +16,7 @@ from pipeline.shards.manifest import data_hash, load_manifest
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import SaveError
 from trainer.checkpoints.store import fetch_run, store_of
+from trainer.checkpoints.weights import collect
 from trainer.data.stream import Ahead
 from trainer.metrics.metrics import MetricsWriter
 from trainer.model.language_model import UnfitEncoderError
@@ -105,7 +106,7 @@ def take(one, first, last, world=None, bad=BAD):
 
 
 def tensors(one):
-    contents = checkpoint.collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
+    contents = collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
     return {f"{file}:{name}": tensor for file, named in contents.items() for name, tensor in named.items()}
 
 
@@ -220,12 +221,12 @@ def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
     """While the writer has not begun, training goes on: what is written are the weights of the step that was saved."""
     one = worker(tmp_path)
     take(one, 1, 1, bad=())
-    contents = checkpoint.collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
+    contents = collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
     kept = copy.deepcopy(contents)
     take(one, 2, 3, bad=())
     assert all(torch.equal(contents[file][name], kept[file][name]) for file in kept for name in kept[file])
     parts = one.stepper.encoder, one.stepper.optimizer, one.stepper.objective
-    again = checkpoint.collect(*parts, memory=contents)
+    again = collect(*parts, memory=contents)
     assert again["encoder.safetensors"].keys() == kept["encoder.safetensors"].keys()
     name = "model.roberta.embeddings.LayerNorm.bias"
     assert again["encoder.safetensors"][name].data_ptr() == contents["encoder.safetensors"][name].data_ptr()

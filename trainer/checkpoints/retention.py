@@ -69,10 +69,5 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     for step in checkpoint.steps_in(folder):
         if step not in stay:
             checkpoint.discard(checkpoint.checkpoint_path(folder, step))
-    clear_asides(folder)
-
-
-def clear_asides(folder: Path) -> None:
-    """Removes half-written checkpoints of killed writers. Call it only while no writer runs."""
-    for path in folder.glob(".step-*.tmp"):
+    for path in folder.glob(".step-*.tmp"):  # half-written by killed writers; no other writer runs now
         shutil.rmtree(path)

@@ -106,7 +106,7 @@ class Saver:
 
         Args:
             state: state of the run at the same step.
-            contents: tensors from `checkpoint.collect`; do not change them until `reuse_memory` returns them.
+            contents: tensors from `weights.collect`; do not change them until `reuse_memory` returns them.
         """
         self._saved_at = self._clock()
         with self._changed:

@@ -130,7 +130,8 @@ class RunStore:
     def send_folder(self, name: str) -> str:
         """Sends a folder of the run, whole or not at all; returns its address.
 
-        Sizes in the store are compared with the local ones; a file that was lost there is sent again."""
+        Sizes in the store are compared with the local ones; a file that was lost there is sent again.
+        """
         address, local = child(self.address, name), self.folder / name
         push_folder(local, address, self._patience)
         for path in sorted(path for path in local.rglob("*") if path.is_file()):

@@ -14,6 +14,7 @@ from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints import checkpoint, ranking
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import load_objective, load_parameters
 from trainer.driver.dense import write_dense
 from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
@@ -48,13 +49,13 @@ def export(config: TrainConfig, run: Path) -> Path:
         shutil.rmtree(left)
     tokenizer, _ = load_tokenizer(data_folder(config.data, config.cache))
     encoder = build_encoder(config, tokenizer)
-    checkpoint.load_encoder(path, encoder)
+    load_parameters(path, encoder)
     with folder_aside(target, replace=True) as aside:
         # a head that is neither pretrained nor trained by this run would look like a trained one
         write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.unloaded.head)
         objective = build_objective(config, encoder, load_manifest(data_folder(config.data, config.cache)))
         if layers := objective.exported():
-            checkpoint.load_objective(path, objective)
+            load_objective(path, objective)
             write_dense(aside, layers)
         write_text(aside / "README.md", model_card(config, state))
         settings = {

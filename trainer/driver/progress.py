@@ -22,7 +22,6 @@ class ProgressBar(Watcher):
         super().__init__(_EVERY_SECONDS, "declutr-progress")
         self.newest = newest
         self.terms = terms
-        self.terms = terms
         self.bar = bar(total=steps, unit="step", desc="train")
 
     def __exit__(self, *_: object) -> None:

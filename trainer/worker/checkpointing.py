@@ -11,6 +11,7 @@ from trainer.checkpoints.ranking import EarlyStopping
 from trainer.checkpoints.saver import SaveError, Saver
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.store import after_save
+from trainer.checkpoints.weights import collect, load
 from trainer.metrics.metrics import METRICS, read_last_step
 from trainer.parallel.world import Request
 from trainer.setup.config import TrainConfig
@@ -65,7 +66,7 @@ class Checkpointing:
         if done:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if found is None else found[1]
-            checkpoint.load(path, stepper.encoder, stepper.optimizer, stepper.objective)
+            load(path, stepper.encoder, stepper.optimizer, stepper.objective)
             self._bad_losses.skipped, self._bad_losses.in_a_row = state.skipped, state.skipped_in_a_row
         if first:
             self.early_stopping.resume(done)
@@ -143,7 +144,7 @@ class Checkpointing:
         stepper, saver = self._stepper, self.saver
         memory = saver.reuse_memory() if saver is not None else None
         parts = stepper.encoder, stepper.optimizer, stepper.objective
-        contents = checkpoint.collect(*parts, keep=saver is not None, memory=memory)
+        contents = collect(*parts, keep=saver is not None, memory=memory)
         if saver is not None:
             state = RunState(
                 step=step,
