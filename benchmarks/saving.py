@@ -34,7 +34,6 @@ from common.storage import write_text
 from trainer.checkpoints.saver import Saver
 from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
-from trainer.checkpoints.tensorfile import num_bytes
 from trainer.checkpoints.weights import collect
 from trainer.data.batches import RankBatch
 from trainer.objectives.declutr.config import DeclutrConfig
@@ -119,7 +118,7 @@ class Stretches:
             files={},
         )
         self.saver.submit(state, contents)
-        self.num_bytes = sum(map(num_bytes, contents.values()))
+        self.num_bytes = sum(tensor.nbytes for file in contents.values() for tensor in file.values())
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

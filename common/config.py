@@ -90,9 +90,8 @@ def load_config(
         config = model.model_validate(values)
     except ValidationError as error:
         problems += describe(error, model, values, section)
-    known = tuple(problems)
     problems += [
-        line for line in misread(values, model) if not any(p.startswith(line.partition(":")[0]) for p in known)
+        line for line in misread(values, model) if not any(p.startswith(line.partition(":")[0]) for p in problems)
     ]
     if problems or config is None:
         raise ConfigError(f"{name} ({section})", problems + (look(values) if look else []))

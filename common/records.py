@@ -1,7 +1,7 @@
 """Small JSON files that the project writes and reads back; a file of another shape is reported as damaged."""
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -37,16 +37,4 @@ def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise DamagedError(f"{name} is damaged: {error}") from error
-
-
-def convert_record(value: Any, kind: type[Record], name: str) -> Record:
-    """Like `read_record`, for JSON that is already decoded.
-
-    Raises:
-        DamagedError: as `read_record`.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
         raise DamagedError(f"{name} is damaged: {error}") from error

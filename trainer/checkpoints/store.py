@@ -57,11 +57,6 @@ class RunStore:
     """A run in an object store, with the same layout as in a folder.
 
     Every method raises RemoteError if the store refuses, or did not answer within the time of `patience`.
-
-    Args:
-        address: address of the run.
-        folder: folder of the run on this host.
-        patience: limits the retries when the store does not answer.
     """
 
     def __init__(self, address: str, folder: Path, patience: RetryPolicy) -> None:

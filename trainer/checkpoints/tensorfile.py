@@ -76,16 +76,11 @@ def has_checksum(path: Path, checksum: str) -> bool:
         return hashlib.file_digest(stream, kind).hexdigest() == checksum.removeprefix(_XXH3)
 
 
-def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Size of the tensors in bytes, without a header."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
 def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
     entries, at = {}, 0
     for name in names:
         tensor = tensors[name]
-        end = at + tensor.numel() * tensor.element_size()
+        end = at + tensor.nbytes
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()

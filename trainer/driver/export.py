@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from common.console.logs import get_logger
-from common.records import DamagedError, convert_record, read_record
+from common.records import DamagedError, read_record
 from common.storage import folder_aside, hash_file, hash_json, set_aside, write_json, write_text
 from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints import checkpoint, ranking
@@ -93,7 +93,7 @@ def read_settings(folder: Path) -> ExportSettings:
     raw = read_record(folder / SETTINGS, dict[str, Any])
     if raw.pop("hash", hash_json(raw)) != hash_json(raw):
         raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
-    return convert_record(raw, ExportSettings, str(folder / SETTINGS))
+    return read_record(folder / SETTINGS, ExportSettings)
 
 
 def _is_of(target: Path, state: RunState) -> bool:

@@ -108,7 +108,8 @@ class MetricsWriter:
         self._thread.join(_LAST_SECONDS)
 
     def _add(self, line: dict[str, Any]) -> dict[str, Any]:
-        line = {name: _or_none(value) for name, value in line.items()} | {"time": round(time.time(), 3)}
+        bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
+        line |= dict.fromkeys(bad) | {"time": round(time.time(), 3)}  # JSON cannot represent them
         self._lines.add((json.dumps(line, allow_nan=False) + "\n").encode())
         self._events.add(tensorboard.record(line))
         self._added.set()
@@ -136,11 +137,6 @@ class MetricsWriter:
                 if failing:
                     get_logger().info("metrics are written again; no line is missing")
                 failing = False
-
-
-def _or_none(value: Any) -> Any:
-    """Replaces a float that is not finite by None, because JSON cannot represent it."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

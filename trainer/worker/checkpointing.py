@@ -23,14 +23,6 @@ from trainer.worker.heartbeat import Heartbeat
 class Checkpointing:
     """Resumes from checkpoints, saves them, and ends the run for all workers at the same step.
 
-    Args:
-        config: configuration of the run.
-        run: folder of the run.
-        data_hash: hash of the shards' manifest.
-        stepper: encoder, optimizer and objective.
-        bad_losses: counts of skipped steps, which checkpoints contain.
-        heartbeat: shows the phase.
-
     Attributes:
         early: true if the run ended before its last step because its scores no longer improved.
         early_stopping: judges the scores on the first worker.

@@ -27,10 +27,7 @@ class TrainingLoop:
     """One worker's run from its latest checkpoint to the last step.
 
     Attributes:
-        config: configuration of the run.
         run: folder of the run.
-        device: device of the encoder.
-        stepper: takes a step.
         bad_losses: skips steps whose loss is not finite.
         checkpointing: resumes, saves, ends the run.
         prefetch: builds the prefetcher of this worker's batches after a number of steps.
