@@ -49,11 +49,6 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def save(folder: Path, state: RunState, contents: Contents) -> Path:
     """Writes the checkpoint of `state.step`, whole or not at all, and adds checksums and sizes to its state.
 
-    Args:
-        folder: folder of the run's checkpoints.
-        state: state of the run.
-        contents: tensors from `weights.collect`.
-
     Raises:
         OSError: the storage failed; nothing has changed except a temporary folder, removed if possible.
     """

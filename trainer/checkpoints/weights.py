@@ -76,12 +76,7 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
 
 
 def load_objective(path: Path, objective: Objective[Any], device: torch.device | None = None) -> None:
-    """Restores the objective's state from a checkpoint.
-
-    Args:
-        path: folder of the checkpoint.
-        objective: its state is replaced.
-        device: of the restored tensors; None: the CPU.
+    """Restores the objective's state from a checkpoint, on the CPU without a device.
 
     Raises:
         CheckpointError: it does not fit the objective.

@@ -156,13 +156,9 @@ def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
 
 
 def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tuple[str, ...] = ()) -> None:
-    """Writes weights, tokenizer and pooling to an existing folder, from which they can be loaded.
+    """Writes weights, tokenizer and pooling to an empty folder, from which they can be loaded.
 
-    Args:
-        encoder: the encoder.
-        tokenizer: its tokenizer.
-        folder: an empty folder.
-        untrained: names of weights to leave out, because they still have their random initial values.
+    Weights that are `untrained` are left out, because they still have their random initial values.
     """
     weights = {name: weight for name, weight in encoder.model.state_dict().items() if name not in untrained}
     with silence():

@@ -15,12 +15,9 @@ SECONDS = "seconds.json"
 
 
 def ended_early(run: Path, patience: int | None, done: int) -> dict[str, Any] | None:
-    """Reason and patience of a run's early end; None if it did not end early or has more patience now.
+    """Reason and patience of a run's early end; None if it did not end early or has more `patience` now.
 
-    Args:
-        run: folder of the run.
-        patience: `validation.patience` now.
-        done: step of the newest checkpoint.
+    `done` is the step of the newest checkpoint; an end at another step does not count.
     """
     before = _read(run / SUMMARY, _Ended)
     if before is None or before.ended != "early" or before.steps != done:
