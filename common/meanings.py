@@ -36,12 +36,7 @@ def _annotated(config: BaseModel) -> Iterator[str]:
 
 
 def settings_tables(model: type[BaseModel], name: str) -> Iterator[str]:
-    """Yield the lines of a Markdown section with one table for each branch of a configuration.
-
-    Args:
-        model: the configuration of the section.
-        name: the section's name, which is the heading.
-    """
+    """Yield the lines of a Markdown section `name` with one table for each branch of a configuration."""
     yield from [f"## {name}", _summary(model), ""]
     yield from _tables(model, "", PydanticUndefined)
 

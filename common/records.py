@@ -13,11 +13,7 @@ class DamagedError(ValueError):
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:
-    """Reads a JSON file.
-
-    Args:
-        path: path of the file.
-        kind: type of the content; keys that a struct does not have are ignored.
+    """Reads a JSON file whose content has the type `kind`; keys that a struct does not have are ignored.
 
     Raises:
         DamagedError: the content is empty, cut off, or of another type.

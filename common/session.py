@@ -43,10 +43,7 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     An existing session of this process is kept, unless it was started here with fewer CPUs than requested now: work
     would silently wait for a CPU that never becomes free.
 
-    Args:
-        num_cpus: CPUs of a local session; None for all CPUs of this machine.
-        address: address of a cluster; None for RAY_ADDRESS.
-        wait_seconds: time for a lost cluster to come back.
+    A local session has `num_cpus` CPUs, or all of this machine. A lost cluster has `wait_seconds` to come back.
 
     Raises:
         ConfigError: no cluster answers there.

@@ -41,12 +41,7 @@ def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") 
 
 
 def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
-    """The names that a key such as `kind` may hold, over all branches that have it.
-
-    Args:
-        path: the key and the branches above it.
-        model: model of the whole section.
-    """
+    """The names that a key such as `kind` may hold, over all branches that have it; arguments as for `unknown_key`."""
     fields = [branch.model_fields.get(path[-1]) for branch in _below((model,), path[:-1])]
     return [str(choice) for field in fields if field for choice in get_args(field.annotation)]
 

@@ -99,14 +99,14 @@ def size_of(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> int | None:
     return _ask(url, retries, lambda files, place: cast(int, files.info(place)["size"]))
 
 
-def modified(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> float | None:
+def modified(url: str) -> float | None:
     """Modification time of a file in Unix seconds of the store's clock; None if the file does not exist.
 
     Raises:
         RemoteError: also if the store keeps no such time.
     """
     try:
-        found = _ask(url, retries, lambda files, place: cast(datetime, files.modified(place)))
+        found = _ask(url, DEFAULT_RETRIES, lambda files, place: cast(datetime, files.modified(place)))
     except NotImplementedError as error:
         raise RemoteError(f"{url}: this store keeps no modification times") from error
     return None if found is None else found.replace(tzinfo=found.tzinfo or UTC).timestamp()

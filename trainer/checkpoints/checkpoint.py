@@ -72,11 +72,7 @@ def discard(path: Path) -> None:
 
 
 def read_state(path: Path, verify: bool = True) -> RunState:
-    """Reads the state of a checkpoint and compares its files with it.
-
-    Args:
-        path: the checkpoint's folder.
-        verify: False: compare only sizes, without reading the files.
+    """Reads the state of a checkpoint and compares its files with it, without `verify` only their sizes.
 
     Raises:
         CheckpointError: something is missing or altered; the message names it.
@@ -158,10 +154,8 @@ def find_latest(
 ) -> tuple[Path, RunState] | None:
     """Finds the newest checkpoint that verifies and logs each one it skips; None: no checkpoint verifies.
 
-    Args:
-        folder: folder of the run's checkpoints.
-        expected: fields of RunState and their values in this run; a checkpoint that differs belongs to another run.
-        verify: as for `read_state`.
+    `expected` has fields of RunState and their values in this run; a checkpoint that differs belongs to another run.
+    `verify` is as for `read_state`.
 
     Raises:
         UnreadableError: none verifies and the storage failed, so an unread checkpoint may be intact.

@@ -23,13 +23,7 @@ class Job:
 
 
 class StorageRetry:
-    """Counts the failures of a storage until a write succeeds.
-
-    Args:
-        folder: folder of the checkpoints.
-        patience_seconds: time the storage may fail.
-        clock: monotonic clock, in seconds.
-    """
+    """Counts the failures of a storage until a write succeeds; it may fail for `patience_seconds`."""
 
     def __init__(self, folder: Path, patience_seconds: float, clock: Callable[[], float]) -> None:
         self.folder = folder

@@ -34,14 +34,10 @@ _XXH3 = "xxh3:"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a file that `safetensors.torch.load_file` reads, and flushes it to the disk.
+    """Writes contiguous CPU tensors to a new file that `safetensors.torch.load_file` reads; flushes it to the disk.
 
     Each chunk is written to the disk and dropped from the page cache. Otherwise a checkpoint would displace the shards
     in use, and new pages for a gigabyte cost more than writing it.
-
-    Args:
-        path: path of the new file.
-        tensors: contiguous tensors on the CPU.
 
     Returns:
         The checksum of the tensors in memory, not of the bytes on the disk.

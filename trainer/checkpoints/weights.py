@@ -22,13 +22,8 @@ def collect(
 ) -> Contents:
     """Copies the tensors of each file, whole, to the CPU. Every worker must call it, because it gathers sharded ones.
 
-    Args:
-        encoder: its parameters are saved.
-        optimizer: its moments are saved.
-        objective: its state is saved.
-        keep: False: only take part in the gathering, and return no tensors.
-        memory: an earlier result that is no longer needed; overwriting it takes a fraction of the time that new memory
-            takes.
+    Without `keep`, a worker only takes part in the gathering, and gets no tensors. `memory` is an earlier result that
+    is no longer needed; overwriting it takes a fraction of the time that new memory takes.
     """
     memory = memory or {}
     files: dict[str, Mapping[str, Tensor]] = {

@@ -62,10 +62,7 @@ def refuse(found: list[str]) -> None:
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
     """Problems with Ray for this run: a cluster that does not answer, or too few GPUs on this machine.
 
-    Args:
-        config: configuration of the run.
-        run: folder of the run; a finished run needs no Ray.
-        own_session: True if Ray was started for this run; another session of this process may use any cluster.
+    A finished run needs no Ray. Without `own_session`, another session of this process may use any cluster.
     """
     others = "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session
     if others or (run / "summary.json").is_file():

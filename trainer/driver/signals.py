@@ -50,9 +50,8 @@ class Signals:
 
     def listen(self) -> None:
         """Installs the handlers, also again after `ray.init`, which replaces them."""
-        if self._before:
-            for number in self._before:
-                signal.signal(number, self._take)
+        for number in self._before:
+            signal.signal(number, self._take)
 
     def request_stop(self, reason: str) -> None:
         """Requests a stop as a signal does."""

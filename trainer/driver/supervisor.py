@@ -44,13 +44,8 @@ _LOST_SECONDS = 20.0  # Ray kills a process that has not reached its head for 60
 class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
-    Args:
-        scaling: settings of the workers and their failures.
-        settings: the whole configuration as JSON, with absolute paths, for the workers.
-        run: folder of the run.
-        steps: last step of the run.
-        signals: signals to this process.
-        marks: end times of the parts of this command's start, for the Stopwatch.
+    `settings` are the whole configuration as JSON, with absolute paths, for the workers. `marks` are the end times of
+    the parts of this command's start, for the Stopwatch.
 
     Attributes:
         line: the newest step's line of metrics; None before the first.

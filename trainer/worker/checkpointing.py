@@ -80,11 +80,7 @@ class Checkpointing:
 
     @contextlib.contextmanager
     def writing(self, before: Callable[[], None]) -> Iterator[None]:
-        """Runs the first worker's saver while the block runs.
-
-        Args:
-            before: called before a checkpoint is written, so that a resume finds all lines of its steps.
-        """
+        """Runs the first worker's saver; `before` writes the metrics of a checkpoint's steps, which a resume needs."""
         if self._stepper.world.rank:
             yield
             return

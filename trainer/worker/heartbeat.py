@@ -140,8 +140,7 @@ def describe_start(step: int, parts: dict[str, float]) -> str:
 class HeartbeatLogHandler(logging.Handler):
     """Copies a worker's log lines into its heartbeat so that the driver logs them; Ray writes them only to a file.
 
-    Args:
-        heartbeat: heartbeat of this worker. The first worker's lines count from INFO, the others' from WARNING.
+    The first worker's lines count from INFO, the others' from WARNING.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -156,11 +155,7 @@ class HeartbeatLogHandler(logging.Handler):
 
 @dataclass(frozen=True)
 class CountedWorld(World):
-    """The workers, with every exchange between them counted.
-
-    Attributes:
-        heartbeat: heartbeat of this worker.
-    """
+    """The workers, with every exchange between them counted in the heartbeat of this worker."""
 
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1))
 
