@@ -6,6 +6,7 @@ import copy
 import numpy as np
 import pyarrow as pa
 import pytest
+import tinyruns as runs
 import torch
 from groups import run_group
 from prepared import Row, write_prepared
@@ -24,7 +25,6 @@ from trainer.model.unloaded import Unloaded
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.world import Request, World
 from trainer.setup.cache import run_folder
-from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError
 from trainer.worker.bad_losses import BadLosses
 from trainer.worker.checkpointing import Checkpointing
@@ -49,13 +49,7 @@ def data(prepared, tmp_path):
 
 
 def worker(run, world=None, total_steps=6, **changes):
-    values = {
-        "run": str(run),
-        "data": str(run / "data"),
-        "encoder": {"scratch": {"model_type": "roberta"}},
-        "on_bad_loss": "skip",
-    } | changes
-    config = TrainConfig.model_validate(values)
+    config = runs.least_config(**{"run": str(run), "data": str(run / "data"), "on_bad_loss": "skip"} | changes)
     encoder = tiny_encoder()
     with torch.no_grad():
         encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
