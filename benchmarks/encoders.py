@@ -23,7 +23,7 @@ from common.config import load_config
 from common.storage import folder_aside, hash_json, read_json, write_json
 from evaluation.senteval.data.tasks import find
 from trainer.driver.export import EXPORT, write_encoder
-from trainer.driver.run import SUMMARY
+from trainer.driver.summary import SUMMARY
 from trainer.setup.build import build_encoder, load_tokenizer
 from trainer.setup.config import TrainConfig
 

@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gloo, models, packed, record
-from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import Saver
 from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
-from trainer.checkpoints.tensorfile import num_bytes
+from trainer.checkpoints.weights import collect
 from trainer.data.batches import RankBatch
 from trainer.parallel.world import Request, World
 from trainer.step.step import Stepper
@@ -98,7 +97,7 @@ class Stretches:
     def _save(self) -> None:
         memory = self.saver.reuse_memory()
         stepper = self.stepper
-        contents = checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective, memory=memory)
+        contents = collect(stepper.encoder, stepper.optimizer, stepper.objective, memory=memory)
         state = RunState(
             step=self.steps,
             documents=self.steps,
@@ -109,7 +108,7 @@ class Stretches:
             files={},
         )
         self.saver.submit(state, contents)
-        self.num_bytes = sum(map(num_bytes, contents.values()))
+        self.num_bytes = sum(tensor.nbytes for file in contents.values() for tensor in file.values())
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -25,7 +25,8 @@ def run(arguments: list[str]) -> int:
         return refused(error)
     from cli.run_demo import demo
     from pipeline.shards.shards import ShardError
-    from trainer.driver.supervisor import RunStoppedError, TrainingFailedError
+    from trainer.driver.failure import TrainingFailedError
+    from trainer.driver.signals import RunStoppedError
 
     setup_logging("demo")
     try:

@@ -18,7 +18,7 @@ from evaluation.senteval.runner.harness import evaluate
 from evaluation.senteval.runner.plan import ScoringChoice
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.run import SUMMARY
+from trainer.driver.summary import SUMMARY
 
 FOLDER = "scores"
 """Folder of a run with the tasks' result files."""
