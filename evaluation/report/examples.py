@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 
 from common import seeding
 from evaluation.report.survey import Survey
-from pipeline.shards.ledger import LEDGERS, Entry, ledger_batches
+from pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_batches
 from pipeline.shards.manifest import TOKENIZER, Manifest
-from pipeline.shards.rejected import REJECTED
 from pipeline.shards.shards import ShardSet
 
 SHOWN_CHARACTERS = 600
@@ -57,9 +56,9 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
 
 def rejected_examples(folder: Path, found: Survey) -> dict[str, list[Example]]:
     """The documents that the survey drew for each reason; with text where `write_rejected` was on."""
-    entries = entries_at(folder, ((drawn.unit, drawn.ordinal) for some in found.drawn.values() for drawn in some))
-    lines = {(drawn.unit, drawn.line) for some in found.drawn.values() for drawn in some}
-    texts = _rejected_texts(folder, lines)
+    every = [drawn for some in found.drawn.values() for drawn in some]
+    entries = entries_at(folder, ((drawn.unit, drawn.ordinal) for drawn in every))
+    texts = _rejected_texts(folder, {(drawn.unit, drawn.line) for drawn in every})
     examples: dict[str, list[Example]] = {}
     for reason, some in found.drawn.items():
         for drawn in sorted(some, key=lambda one: (one.unit, one.ordinal)):

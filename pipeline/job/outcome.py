@@ -42,14 +42,7 @@ def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
 def lines_hint(
     read: int, dropped: Mapping[str, int], corpus: Mapping[str, Any], sources: Iterable[str | None]
 ) -> str | None:
-    """A hint if most documents are empty or short and each line of a text file is a document; else None.
-
-    Args:
-        read: number of documents read.
-        dropped: dropped documents by reason.
-        corpus: settings of the corpus, as JSON.
-        sources: names of the files.
-    """
+    """A hint if most documents are empty or short and each line of a text file is a document; else None."""
     num_short = dropped.get(EMPTY, 0) + dropped.get(TOO_SHORT, 0)
     chosen = corpus.get("format")
     if 2 * num_short <= read or chosen not in ("auto", "text"):

@@ -39,20 +39,15 @@ def problems(config: TrainConfig) -> list[str]:
         missing = any(problem.startswith("data = ") for problem in found)
         return found if missing else [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
-    found += [
-        *_other_shards(config, run, manifest),
-        *_data_problems(config, manifest),
-    ]
-    if not checkpoint.steps_in(run / CHECKPOINTS) and (remark := _remark(config, manifest)):
+    found += [*_other_shards(config, run, manifest), *_data_problems(config, manifest)]
+    began_before = bool(checkpoint.steps_in(run / CHECKPOINTS))
+    if not began_before and (remark := config.objective.remark_before(config.context(manifest.short_documents))):
         get_logger().warning("%s", remark)
-    if _began_before(config, run) or any(line.startswith("encoder.pretrained = ") for line in found):
+    # The encoder of a run from scratch that has a checkpoint is not built for checks, which takes seconds.
+    from_scratch = began_before and config.encoder.pretrained is None
+    if from_scratch or any(line.startswith("encoder.pretrained = ") for line in found):
         return found
     return [*found, *encoder_problems(config, manifest)]
-
-
-def _remark(config: TrainConfig, manifest: Manifest) -> str | None:
-    """The objective's warning about a run that can start but will teach little."""
-    return config.objective.remark_before(config.context(manifest.short_documents))
 
 
 def refuse(found: list[str]) -> None:
@@ -68,10 +63,7 @@ def refuse(found: list[str]) -> None:
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
     """Problems with Ray for this run: a cluster that does not answer, or too few GPUs on this machine.
 
-    Args:
-        config: configuration of the run.
-        run: folder of the run; a finished run needs no Ray.
-        own_session: True if Ray was started for this run; another session of this process may use any cluster.
+    A finished run needs no Ray. Without `own_session`, another session of this process may use any cluster.
     """
     others = "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session
     if others or (run / "summary.json").is_file():
@@ -135,11 +127,6 @@ def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
                 "settings, is missing or damaged; name another folder"
             ]
     return []
-
-
-def _began_before(config: TrainConfig, run: Path) -> bool:
-    """True if this run from scratch has a checkpoint; then its encoder is not built for checks, which takes seconds."""
-    return config.encoder.pretrained is None and bool(checkpoint.steps_in(run / CHECKPOINTS))
 
 
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:

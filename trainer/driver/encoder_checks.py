@@ -24,12 +24,7 @@ _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeE
 
 
 def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    """Problems of the encoder, its vocabulary, positions and weights, one line each.
-
-    Args:
-        config: configuration of the run.
-        manifest: manifest of its shards.
-    """
+    """Problems of the encoder, its vocabulary, positions and weights, one line each."""
     from transformers import AutoModelForMaskedLM
 
     encoder, info = config.encoder, manifest.tokenizer

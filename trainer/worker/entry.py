@@ -83,11 +83,8 @@ def _train(
             fetch_run(store, expected, world)
     try:
         tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
-    except ShardError as error:
-        return {"given_up": str(error)}
-    try:
         encoder = build_encoder(config, tokenizer).to(device).train()
-    except UnfitEncoderError as error:
+    except (ShardError, UnfitEncoderError) as error:
         return {"given_up": str(error)}
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
