@@ -15,7 +15,8 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.model.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.sentences import left_out
 from trainer.model.settings import EncoderConfig
-from trainer.setup.build import build_encoder
+from trainer.objectives.base import ObjectiveError
+from trainer.setup.build import build_encoder, build_objective
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 
@@ -72,16 +73,20 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
         )
     if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # they contain its weights
         return found
-    return _weight_problems(config, tokenizer)
+    return _weight_problems(config, tokenizer, manifest)
 
 
-def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
+def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) -> list[str]:
     """Problems of an encoder with its weights, which take seconds to load; logs oddities that are no problem."""
     encoder = config.encoder
     try:
         built = build_encoder(config, tokenizer)
     except _UNLOADABLE as error:
         return [_unloadable(encoder, error)]
+    try:
+        build_objective(config, built, manifest)
+    except ObjectiveError as error:
+        return [str(error)]
     if remark := built.unloaded.remark(encoder.pretrained):
         get_logger().warning("%s", remark)
     if remark := left_out(encoder.pretrained, encoder.pooling):

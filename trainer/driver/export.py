@@ -1,6 +1,5 @@
 """A trained encoder as a folder that transformers and sentence-transformers load."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from trainer.checkpoints import checkpoint, ranking
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import load_objective, load_parameters
+from trainer.driver.card import model_card
 from trainer.driver.dense import write_dense
 from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
@@ -186,39 +186,3 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
             "pooling_mode_max_tokens": pooling == "max",
         },
     }
-
-
-def model_card(config: TrainConfig, state: RunState) -> str:
-    """Text of the model card: origin, data, configuration and scores of the encoder."""
-    manifest = load_manifest(data_folder(config.data, config.cache))
-    scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
-    source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
-    return f"""---
-library_name: sentence-transformers
-pipeline_tag: sentence-similarity
-tags: [sentence-transformers, feature-extraction, {config.objective.kind}]
----
-# Sentence encoder trained with {config.objective.method}
-
-Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
-Trained for {state.step} steps of {config.batch_documents} documents ({state.documents} documents read), without labels.
-
-    from sentence_transformers import SentenceTransformer
-    embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
-
-## Held-out scores of these weights
-Same-document span retrieval, alignment, uniformity (log form) and effective rank on held-out documents of the corpus.
-
-| score | value |
-| --- | --- |
-{scores}
-
-## Data
-{manifest.totals["kept_train"]} training documents, {manifest.totals["num_tokens"]} tokens; data hash
-`{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{manifest.tokenizer.fingerprint}`.
-
-## Configuration (hash `{state.config_hash}`)
-```json
-{json.dumps(config.model_dump(mode="json"), indent=1)}
-```
-"""

@@ -47,6 +47,13 @@ class ObjectiveConfig(Strict):
     first."""
     method: ClassVar[str]
     """Name of the method, for the model card."""
+    learns: ClassVar[str] = "without labels"
+    """What the data teach, for the model card."""
+    scored: ClassVar[str] = (
+        "Same-document span retrieval, alignment, uniformity (log form) and effective rank on held-out documents of the "
+        "corpus."
+    )
+    """Description of its held-out scores, for the model card."""
 
     def scores_of(self, content: ContentKind) -> tuple[str, ...]:
         """The held-out scores for shards of this kind; empty if its validator cannot read them."""
@@ -61,6 +68,11 @@ class ObjectiveConfig(Strict):
     def mlm(self) -> bool:
         """True if the encoder's MLM head predicts selected tokens."""
         return False
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Parts that are trained and not exported, for the model card."""
+        return ()
 
     @property
     def needs_dropout(self) -> bool:

@@ -129,4 +129,5 @@ def draw_labelled(texts: Texts, label: int, seed: int, epochs: I64) -> I64:
     zero = np.zeros(len(counts), np.uint64)
     drawn = seeding.blocks(seed, f"label {label}", texts.keys, epochs.astype(np.uint64), zero)[:, 0]
     picked = (seeding.unit(drawn) * counts).astype(np.int64)
-    return having[np.cumsum(counts) - counts + picked]
+    chosen: I64 = having[np.cumsum(counts) - counts + picked]
+    return chosen

@@ -17,7 +17,7 @@ from trainer.metrics.sts import StsValidator, read_stsb, together
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
 from trainer.model.layouts import fitting_layout
-from trainer.objectives.base import Objective, Validator, implementation_of
+from trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.setup.cache import data_folder
@@ -75,11 +75,21 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
 
 
 def build_objective(config: TrainConfig, encoder: Encoder, manifest: Manifest) -> Objective[Any]:
-    """The objective, with the encoder's device and precision; its weights are the same on every worker."""
+    """The objective, with the encoder's device and precision; its weights are the same on every worker.
+
+    Raises:
+        ObjectiveError: its class cannot be loaded, or its constructor raised an error.
+    """
     run = config.context(manifest.short_documents)
+    kind = implementation_of(config.objective)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(config.seed, "objective"))
-        objective = implementation_of(config.objective)(config.objective, run, encoder.embedding_size)
+        try:
+            objective = kind(config.objective, run, encoder.embedding_size)
+        except Exception as error:  # of any package; a restart would raise it again
+            raise ObjectiveError(
+                f"objective {config.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
+            ) from error
     parameter = next(encoder.parameters())
     return objective.to(parameter.device, parameter.dtype).train()
 

@@ -84,11 +84,11 @@ def _train(
     try:
         tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
         encoder = build_encoder(config, tokenizer).to(device).train()
-    except (ShardError, UnfitEncoderError) as error:
+        objective = build_objective(config, encoder, shards.manifest)
+    except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
-    objective = build_objective(config, encoder, shards.manifest)
     stepper = build_stepper(config, encoder, objective, world, total_steps(config, plan), microbatch)
     feed = build_feed(objective, encoder, vocabulary)
 

@@ -45,6 +45,11 @@ class ScdConfig(TextObjectiveConfig):
         return self
 
     @property
+    def dropped(self) -> tuple[str, ...]:
+        """The projector."""
+        return (f"a projector of {'-'.join(map(str, self.projector))} with BatchNorm",)
+
+    @property
     def sets_rates(self) -> bool:
         """True: the two views have different rates."""
         return True

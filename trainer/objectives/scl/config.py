@@ -17,6 +17,7 @@ class SclConfig(TextObjectiveConfig):
     metrics: ClassVar[tuple[str, ...]] = ("classification", "contrastive")
     reads: ClassVar[tuple[ContentKind, ...]] = ("pairs",)
     method: ClassVar[str] = "SCL"
+    learns: ClassVar[str] = "with labels of natural language inference"
 
     kind: Literal["scl"] = "scl"
     contrast_share: float = Field(default=0.3, ge=0, le=1)
@@ -27,3 +28,8 @@ class SclConfig(TextObjectiveConfig):
     """Largest number of positives of an anchor, its own hypothesis included; others are drawn."""
     negatives: Most = "all"
     """Largest number of negatives of an anchor. The released code ignores this setting and takes all."""
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The classifier."""
+        return ("a classifier of premise and hypothesis",)

@@ -46,6 +46,11 @@ class SimcseConfig(TextObjectiveConfig):
         return self
 
     @property
+    def dropped(self) -> tuple[str, ...]:
+        """The head, unless it is exported."""
+        return ("a linear layer with tanh behind the pooling",) if self.head and not self.supervised else ()
+
+    @property
     def mlm(self) -> bool:
         """True if a masked copy is predicted."""
         return self.mlm_loss_weight > 0
