@@ -47,11 +47,9 @@ class ObjectiveConfig(Strict):
     first."""
     method: ClassVar[str]
     """Name of the method, for the model card."""
-    learns: ClassVar[str] = "without labels"
-    """What the data teach, for the model card."""
     scored: ClassVar[str] = (
-        "Same-document span retrieval, alignment, uniformity (log form) and effective rank on held-out documents of the "
-        "corpus."
+        "Same-document span retrieval, alignment, uniformity (log form) and effective rank on held-out documents of "
+        "the corpus."
     )
     """Description of its held-out scores, for the model card."""
 
@@ -68,6 +66,11 @@ class ObjectiveConfig(Strict):
     def mlm(self) -> bool:
         """True if the encoder's MLM head predicts selected tokens."""
         return False
+
+    @property
+    def learns(self) -> str:
+        """Supervision by the data, for the model card."""
+        return "without labels"
 
     @property
     def dropped(self) -> tuple[str, ...]:

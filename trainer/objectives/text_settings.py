@@ -14,8 +14,8 @@ class TextObjectiveConfig(ObjectiveConfig):
     reads: ClassVar[tuple[ContentKind, ...]] = ("sentences",)
     scores: ClassVar[tuple[str, ...]] = ("recall_at_1", "mrr")
     scored: ClassVar[str] = (
-        "Held-out texts: uniformity (log form), effective rank; of premises also alignment and retrieval of an entailed "
-        "hypothesis."
+        "Held-out texts: uniformity (log form), effective rank; of premises also alignment and retrieval of an "
+        "entailed hypothesis."
     )
 
     max_tokens: int = Field(default=32, ge=3)

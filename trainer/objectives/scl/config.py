@@ -17,7 +17,6 @@ class SclConfig(TextObjectiveConfig):
     metrics: ClassVar[tuple[str, ...]] = ("classification", "contrastive")
     reads: ClassVar[tuple[ContentKind, ...]] = ("pairs",)
     method: ClassVar[str] = "SCL"
-    learns: ClassVar[str] = "with labels of natural language inference"
 
     kind: Literal["scl"] = "scl"
     contrast_share: float = Field(default=0.3, ge=0, le=1)
@@ -28,6 +27,11 @@ class SclConfig(TextObjectiveConfig):
     """Largest number of positives of an anchor, its own hypothesis included; others are drawn."""
     negatives: Most = "all"
     """Largest number of negatives of an anchor. The released code ignores this setting and takes all."""
+
+    @property
+    def learns(self) -> str:
+        """Supervision by labels."""
+        return "with labels of natural language inference"
 
     @property
     def dropped(self) -> tuple[str, ...]:

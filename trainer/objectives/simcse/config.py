@@ -46,6 +46,11 @@ class SimcseConfig(TextObjectiveConfig):
         return self
 
     @property
+    def learns(self) -> str:
+        """Supervision by hypotheses, or none."""
+        return "with entailed and contradicting hypotheses" if self.supervised else "without labels"
+
+    @property
     def dropped(self) -> tuple[str, ...]:
         """The head, unless it is exported."""
         return ("a linear layer with tanh behind the pooling",) if self.head and not self.supervised else ()
