@@ -25,7 +25,17 @@ _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeE
 
 
 def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    """Problems of the encoder, its vocabulary, positions and weights, one line each."""
+    """Problems of the encoder, its vocabulary, positions and weights, one line each.
+
+    Args:
+        config: configuration of the run.
+        manifest: manifest of its shards.
+    """
+    advice = f" ({config.objective.without_mlm} trains without MLM)"
+    return [line + advice if "without MLM" in line else line for line in _problems(config, manifest)]
+
+
+def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
     encoder, info = config.encoder, manifest.tokenizer

@@ -47,6 +47,8 @@ class ObjectiveConfig(Strict):
     first."""
     method: ClassVar[str]
     """Name of the method, for the model card."""
+    without_mlm: ClassVar[str] = "another objective"
+    """The setting that turns MLM off, for messages about encoders without an MLM head."""
     scored: ClassVar[str] = (
         "Same-document span retrieval, alignment, uniformity (log form) and effective rank on held-out documents of "
         "the corpus."

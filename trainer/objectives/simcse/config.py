@@ -20,6 +20,7 @@ class SimcseConfig(TextObjectiveConfig):
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
     reads: ClassVar[tuple[ContentKind, ...]] = ("sentences", "triples", "pairs")
     method: ClassVar[str] = "SimCSE"
+    without_mlm: ClassVar[str] = "objective.mlm_loss_weight=0"
 
     kind: Literal["simcse"] = "simcse"
     supervised: bool = False
