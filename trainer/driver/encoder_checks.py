@@ -76,10 +76,12 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             "encoder.dropout=0.1"
         )
     positions = max_span_tokens(model)
-    if "documents" in config.objective.reads and config.spans.max_tokens > positions:
+    texts = config.objective.text_tokens
+    setting, tokens = ("spans", config.spans.max_tokens) if texts is None else ("objective", texts)
+    if tokens > positions:
         found.append(
-            f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
-            "included; use shorter spans (and prepare again) or an encoder with more positions"
+            f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; use "
+            f"shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
     if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # they contain its weights
         return found

@@ -70,6 +70,11 @@ class ObjectiveConfig(Strict):
         return False
 
     @property
+    def text_tokens(self) -> int | None:
+        """`max_tokens` of an objective over texts, specials included; None if `spans.max_tokens` is the limit."""
+        return None
+
+    @property
     def learns(self) -> str:
         """Supervision by the data, for the model card."""
         return "without labels"
