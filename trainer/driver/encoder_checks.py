@@ -80,8 +80,8 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     setting, tokens = ("spans", config.spans.max_tokens) if texts is None else ("objective", texts)
     if tokens > positions:
         found.append(
-            f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; use "
-            f"shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
+            f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
+            f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
     if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # they contain its weights
         return found
