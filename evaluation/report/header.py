@@ -77,7 +77,6 @@ def _facts(content: Content) -> Html:
 def _glance(content: Content) -> list[str]:
     """Findings that matter before training starts."""
     totals, kept = content.manifest.totals, content.kept_tally
-    corpus = content.manifest.config.get("corpus", {})
     lines = [
         f"{share(totals['kept'], totals['read'])} of the documents and "
         f"{share(kept.text_bytes, totals['text_bytes'])} of the text are kept."
@@ -103,7 +102,9 @@ def _glance(content: Content) -> list[str]:
         )
     if totals["failed"]:
         lines.append(f"{totals['failed']:,} documents could not be read: see the places below before training.")
-    if hint := lines_hint(totals["read"], content.manifest.dropped, corpus, content.found.sources.all()):
+    if hint := lines_hint(
+        totals["read"], content.manifest.dropped, content.manifest.config, content.found.sources.all()
+    ):
         lines.append(f"{hint}.")
     lines += [f"{line}." for line in describe_skipped(content.manifest.skipped)]
     return lines

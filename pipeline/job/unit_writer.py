@@ -16,6 +16,7 @@ from pipeline.job.progress import Done
 from pipeline.job.units import Unit, hash_unit
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.stamp import Stamp
+from pipeline.shards.content import LABELS, NO_LABEL, Layout
 from pipeline.shards.ledger import Entry, LedgerWriter
 from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
 from pipeline.shards.rejected import RejectedWriter
@@ -35,7 +36,8 @@ class UnitWriter:
     """
 
     def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
-        schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint, config.short_documents)
+        facts = tokenizer.vocab_size, config.geometry, tokenizer.fingerprint
+        schema = shard_schema(*facts, config.short_documents, config.content.kind)
         self._folder, self._unit, self._config = folder, unit, config
         self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.block_documents) for s in SPLITS}
         self._ledger = LedgerWriter(folder, unit.name)
@@ -45,6 +47,7 @@ class UnitWriter:
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._failures: list[ReadFailure] = []
+        self._labels: Counter[str] = Counter()
 
     def __enter__(self) -> "UnitWriter":
         for shard in self._shards.values():
@@ -53,14 +56,17 @@ class UnitWriter:
         self._stack.enter_context(self._rejected)
         return self
 
-    def keep(self, entry: Entry, tokens: NDArray[np.uint32]) -> None:
-        """Adds a document to the shard of the split that its fate names.
+    def keep(self, entry: Entry, tokens: NDArray[np.uint32], layout: Layout | None = None) -> None:
+        """Adds a document, or a row of short texts with their layout, to the shard of the split that its fate names.
 
         Raises:
             ShardError: a token id is beyond the vocabulary.
         """
         assert entry.id is not None
-        row = self._shards[entry.fate].add(entry.id, tokens, entry.source, entry.offset)  # type: ignore[index]
+        shard = self._shards[entry.fate]  # type: ignore[index]
+        row = shard.add(entry.id, tokens, entry.source, entry.offset, layout)
+        if layout is not None:
+            self._labels.update(LABELS[label] for label in layout.labels.tolist() if label != NO_LABEL)
         self._kept += 1
         self._record(replace(entry, row=row))
 
@@ -109,6 +115,7 @@ class UnitWriter:
             failed=dict(sorted(self._failed.items())),
             text_bytes=self._text_bytes,
             longest_tokens=self._longest_tokens,
+            labels=dict(sorted(self._labels.items())),
         )
         counts.check(f"unit {self._unit.name}")
         sidecar = Sidecar(

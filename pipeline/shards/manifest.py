@@ -59,6 +59,8 @@ class Counts(Strict):
     """UTF-8 bytes of the readable documents, whitespace-normalised."""
     longest_tokens: int
     """Tokens of the longest document, kept or not."""
+    labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
+    """Kept hypotheses by label; left out of the file if there are none."""
 
     def check(self, what: str) -> None:
         """Checks that the counts balance.
@@ -109,6 +111,8 @@ class Manifest(Strict):
     versions: dict[str, str]
     skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
     """Files that a search of folders skipped, by kind; left out of the file if there are none."""
+    labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
+    """Kept hypotheses of pairs and triples by label; left out of the file if there are none."""
 
     @property
     def short_documents(self) -> ShortDocuments:
@@ -135,6 +139,7 @@ def sum_counts(counts: list[Counts]) -> Counts:
         failed=_sums(count.failed for count in counts),
         text_bytes=sum(count.text_bytes for count in counts),
         longest_tokens=max((count.longest_tokens for count in counts), default=0),
+        labels=_sums(count.labels for count in counts),
     )
 
 
@@ -192,6 +197,7 @@ def build_manifest(
         config_hash=config_hash,
         versions={name: version(name) for name in ("pyarrow", "ray", "tokenizers")},
         skipped=skipped or {},
+        labels=counts.labels,
     )
 
 
@@ -210,6 +216,10 @@ def load_manifest(folder: Path) -> Manifest:
         raise ShardError(f"{path} is not a manifest of this version: {describe(error, Manifest)[0]}") from error
     if manifest.schema_version != SCHEMA_VERSION:
         raise ShardError(f"{path} has schema version {manifest.schema_version}; this code reads {SCHEMA_VERSION}")
+    try:
+        _CONTENT.validate_python(manifest.config.get("content", "documents"))
+    except ValidationError as error:
+        raise ShardError(f"{path}: content is not of this version: {describe(error, Manifest)[0]}") from error
     return manifest
 
 

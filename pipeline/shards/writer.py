@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from common.storage import hash_file, write_aside
+from pipeline.shards.content import Layout
 from pipeline.shards.manifest import Shard, ShardError, Split
 from pipeline.shards.schema import geometry_of
 from pipeline.shards.windows import document_windows
@@ -31,7 +32,7 @@ class ShardWriter:
     split: Split
     schema: pa.Schema
     block_documents: int
-    _rows: list[tuple[bytes, NDArray[np.uint32], str, int]] = field(default_factory=list)
+    _rows: list[tuple[bytes, NDArray[np.uint32], str, int, Layout | None]] = field(default_factory=list)
     _held_tokens: int = 0
     _num_documents: int = 0
     _num_tokens: int = 0
@@ -46,8 +47,12 @@ class ShardWriter:
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def add(self, identity: bytes, tokens: NDArray[np.uint32], source: str, offset: int) -> int:
+    def add(
+        self, identity: bytes, tokens: NDArray[np.uint32], source: str, offset: int, layout: Layout | None = None
+    ) -> int:
         """Adds a document: its id, `(num_tokens,)` token ids, and its source. Returns its row in the shard.
+
+        A row of short texts also has their layout.
 
         Raises:
             ShardError: a token id is beyond the vocabulary.
@@ -58,7 +63,7 @@ class ShardWriter:
                 f"{source} at {offset}: token id {int(tokens.max())} is beyond the vocabulary of {vocab_size} tokens"
             )
         row = self._num_documents + len(self._rows)
-        self._rows.append((identity, tokens, source, offset))
+        self._rows.append((identity, tokens, source, offset, layout))
         self._held_tokens += len(tokens)
         if len(self._rows) >= self.block_documents or self._held_tokens >= _BLOCK_TOKENS:
             self._flush()
@@ -71,15 +76,16 @@ class ShardWriter:
         if self._stream is None:
             aside = self._stack.enter_context(write_aside(self.folder / self.name))
             self._stream = self._stack.enter_context(pa.ipc.new_file(str(aside), self.schema))
-        geometry, short_documents = geometry_of(self.schema)
-        ids, tokens, sources, offsets = zip(*self._rows, strict=True)
+        ids, tokens, sources, offsets, layouts = zip(*self._rows, strict=True)
+        if "windows" in self.schema.names:
+            geometry, short_documents = geometry_of(self.schema)
+            inner = {"windows": [document_windows(len(row), geometry, short_documents) for row in tokens]}
+        else:
+            inner = {"starts": [one.starts for one in layouts], "labels": [one.labels for one in layouts]}
         columns = {
             "id": pa.array(ids, self.schema.field("id").type),
             "tokens": _lists(tokens, self.schema.field("tokens").type),
-            "windows": _lists(
-                [document_windows(len(row), geometry, short_documents) for row in tokens],
-                self.schema.field("windows").type,
-            ),
+            **{name: _lists(rows, self.schema.field(name).type) for name, rows in inner.items()},
             "num_tokens": pa.array([len(row) for row in tokens], pa.int64()),
             "source": pa.array(sources, pa.string()),
             "offset": pa.array(offsets, pa.int64()),
