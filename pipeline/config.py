@@ -74,11 +74,11 @@ def _content_problems(config: PipelineConfig) -> list[str]:
     keys = keys_of(config.content)
     if not keys:
         return found
-    for name in _DOCUMENT_RULES:
-        if getattr(config.choosing, name) is not None:
-            found.append(
-                f"choosing.{name}: its rules are for long documents, and content.kind = {kind} has short texts; remove it"
-            )
+    found += [
+        f"choosing.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
+        for name in _DOCUMENT_RULES
+        if getattr(config.choosing, name) is not None
+    ]
     if isinstance(config.corpus, PythonDocs):
         found.append(f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub")
         return found

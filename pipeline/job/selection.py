@@ -41,7 +41,9 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
     """
     candidates = folder / CANDIDATES
     copies = removed(folder, unit.name)
-    kept_rows = {split: _rows(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS}
+    kept_rows: dict[str, Iterator[tuple[NDArray[np.uint32], Layout | None]]] = {
+        split: _rows(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS
+    }
     texts = _rejected_texts(candidates, unit.name) if config.write_rejected else None
     decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json")) if config.write_rejected else None
     writer = UnitWriter(folder, unit, config, tokenizer)

@@ -102,7 +102,7 @@ def _pair(record: Record) -> _Pair | Record:
         return record
     if not record.values:
         return _left_out(("",), record.source, record.offset, EMPTY)
-    *values, given = record.values
+    given = record.values[-1]
     label = _label(given)
     if label is None:
         known = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
@@ -113,7 +113,8 @@ def _pair(record: Record) -> _Pair | Record:
         return texts
     if label == NO_LABEL:
         return _left_out(texts, record.source, record.offset, NO_GOLD_LABEL)
-    return _Pair(*texts, label, record.offset)
+    premise, hypothesis = texts
+    return _Pair(premise, hypothesis, label, record.offset)
 
 
 def _label(given: Value) -> int | None:
@@ -122,7 +123,7 @@ def _label(given: Value) -> int | None:
     if written in _UNLABELLED:
         return NO_LABEL
     if written in LABELS:
-        return LABELS.index(written)  # type: ignore[arg-type]
+        return LABELS.index(written)
     return next((place for place in range(len(LABELS)) if written == str(place)), None)
 
 
