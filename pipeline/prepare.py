@@ -98,7 +98,8 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
 
 def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
     """Completes a folder whose lock this process holds."""
-    tokenizer = set_up(config, folder, units, plan)
+    claim(folder, plan)
+    tokenizer = _equip(config, folder, units)
     sidecars = run_stages(config, folder, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
     sources = [part.source for unit in units for part in unit.parts]
@@ -115,12 +116,6 @@ def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Pre
     if hint:
         get_logger().warning(hint)
     return manifest
-
-
-def set_up(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: PreparePlan) -> TokenizerInfo:
-    """Claims the output folder and writes the tokenizer and the index of evaluation sets for the tasks."""
-    claim(folder, plan)
-    return _equip(config, folder, units)
 
 
 def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:

@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 
 from common import seeding
 from evaluation.report.survey import Survey
-from pipeline.shards.ledger import LEDGERS, Entry, ledger_batches
+from pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_batches
 from pipeline.shards.manifest import TOKENIZER, Manifest
-from pipeline.shards.rejected import REJECTED
 from pipeline.shards.shards import ShardSet
 
 SHOWN_CHARACTERS = 600

@@ -67,19 +67,6 @@ def c4_problems(config: C4Rules) -> list[str]:
     return []
 
 
-def c4_reasons(config: C4Rules) -> list[str]:
-    """The reasons that `c4_drop` and `c4_lines` may give."""
-    removes = config.terminal_punctuation or config.min_line_words or config.javascript or config.policies
-    named = {
-        "c4_lorem_ipsum": config.lorem_ipsum,
-        "c4_curly_bracket": config.curly_bracket,
-        "c4_bad_words": config.bad_words,
-        "c4_no_lines": removes,
-        "c4_sentences": config.min_sentences,
-    }
-    return [reason for reason, switch in named.items() if switch]
-
-
 def c4_page(text: str, config: C4Rules) -> Drop | None:
     """The rules on a whole page."""
     if config.curly_bracket and (place := text.find("{")) >= 0:

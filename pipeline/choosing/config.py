@@ -4,12 +4,12 @@ from common.config import Strict
 from common.paths import expand
 from common.storage import hash_file
 from pipeline.choosing.boilerplate import Boilerplate
-from pipeline.choosing.c4 import C4Rules, c4_problems, c4_reasons
+from pipeline.choosing.c4 import C4Rules, c4_problems
 from pipeline.choosing.contamination import Contamination
 from pipeline.choosing.evaluation_sets import contamination_problems, hash_sets
-from pipeline.choosing.gopher import GopherQuality, quality_reasons
-from pipeline.choosing.language import LanguageRule, language_problems, language_reasons
-from pipeline.choosing.repetition import GopherRepetition, repetition_reasons
+from pipeline.choosing.gopher import GopherQuality
+from pipeline.choosing.language import LanguageRule, language_problems
+from pipeline.choosing.repetition import GopherRepetition
 
 ONLY_BOILERPLATE = "only_boilerplate"
 CONTAMINATED = "contaminated"
@@ -42,17 +42,6 @@ def problems(config: ChoosingConfig) -> list[str]:
     found = c4_problems(config.c4) if config.c4 else []
     found += language_problems(config.language) if config.language else []
     found += contamination_problems(config.contamination) if config.contamination else []
-    return found
-
-
-def reasons(config: ChoosingConfig) -> list[str]:
-    """Every reason for which `Chooser.choose` may drop a document, in the order of the rules."""
-    found = [ONLY_BOILERPLATE] if config.boilerplate else []
-    found += c4_reasons(config.c4) if config.c4 else []
-    found += quality_reasons(config.gopher) if config.gopher else []
-    found += language_reasons(config.language) if config.language else []
-    found += repetition_reasons(config.repetition) if config.repetition else []
-    found += [CONTAMINATED] if config.contamination and config.contamination.action == "drop" else []
     return found
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from common.config import Strict
 from common.paths import expand
 from common.storage import hash_file, hash_json, write_aside
 from pipeline.choosing.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
@@ -21,15 +20,6 @@ INDEX = "contamination.arrow"
 _NOT_DATA = re.compile(r"(?:\d*[-_]?)?(?:readme|licen[cs]e|changelog|notice|correlation)\b", re.IGNORECASE)
 _QUESTION_LABEL = re.compile(r"^[A-Z]{3,6}:\w+\s")
 _LONGEST_FIELD = 1 << 24
-
-
-class IndexSummary(Strict):
-    """Size of an index."""
-
-    num_examples: dict[str, int]
-    """Texts of each evaluation set, without those that are too short."""
-    num_entries: int
-    """Number of different n-grams and whole examples."""
 
 
 def contamination_problems(config: Contamination) -> list[str]:
@@ -54,7 +44,7 @@ def contamination_problems(config: Contamination) -> list[str]:
     return found
 
 
-def build_index(config: Contamination, path: Path) -> IndexSummary:
+def build_index(config: Contamination, path: Path) -> None:
     """Writes the index of all evaluation sets. Its bytes depend on the settings and the files' contents and names.
 
     An entry that several sets hold is recorded for the first set by name. Memory: about 100 bytes an entry.
@@ -63,17 +53,14 @@ def build_index(config: Contamination, path: Path) -> IndexSummary:
         OSError: a file cannot be read (`contamination_problems` reports this earlier).
     """
     entries: dict[int, tuple[int, int, int]] = {}
-    examples: dict[str, int] = {}
     lengths: set[int] = set()
     sets = sorted({name: file for root in config.paths for file, name in _files(expand(root))}.items())
     shortest = min(config.min_example_words, config.ngram)
-    for number, (name, file) in enumerate(sets):
-        examples[name] = 0
+    for number, (_, file) in enumerate(sets):
         for text in _texts(file):
             words = folded_words(text)
             if len(words) < shortest:
                 continue
-            examples[name] += 1
             length = min(config.ngram, len(words))
             lengths.add(length)
             hashes = hash_folded(" ".join(words))
@@ -101,7 +88,6 @@ def build_index(config: Contamination, path: Path) -> IndexSummary:
     )
     with write_aside(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    return IndexSummary(num_examples=examples, num_entries=len(entries))
 
 
 def hash_sets(config: Contamination) -> str:
@@ -124,11 +110,8 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
 
 def _head(path: Path) -> bytes:
     """The first bytes of a file, uncompressed."""
-    if path.suffix == ".gz":
-        with gzip.open(path, "rb") as stream:
-            return stream.read(8192)
-    with path.open("rb") as plain:
-        return plain.read(8192)
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+        return stream.read(8192)
 
 
 def _texts(path: Path) -> Iterator[str]:

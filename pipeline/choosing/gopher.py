@@ -43,20 +43,6 @@ class GopherQuality(Strict):
     languages. Reason gopher_stop_words."""
 
 
-def quality_reasons(config: GopherQuality) -> list[str]:
-    """The reasons that `quality_drop` may give."""
-    named = {
-        "gopher_word_count": (config.min_words, config.max_words),
-        "gopher_word_length": (config.min_mean_word_characters, config.max_mean_word_characters),
-        "gopher_symbols": (config.max_symbols_per_word,),
-        "gopher_bullets": (config.max_bullet_lines,),
-        "gopher_ellipses": (config.max_ellipsis_lines,),
-        "gopher_letters": (config.min_words_with_letter,),
-        "gopher_stop_words": (config.min_stop_words,),
-    }
-    return [reason for reason, thresholds in named.items() if any(value is not None for value in thresholds)]
-
-
 def quality_drop(text: str, words: HashedWords, lines: list[str], config: GopherQuality) -> Drop | None:
     """The first rule that a document breaks, or None.
 

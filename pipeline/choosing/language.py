@@ -37,11 +37,6 @@ def language_problems(config: LanguageRule) -> list[str]:
     ]
 
 
-def language_reasons(config: LanguageRule) -> list[str]:
-    """The reasons that the rule may give."""
-    return ["language_other"] * bool(config.keep) + ["language_unsure"] * (config.min_score > 0)
-
-
 def identify(text: str) -> tuple[str | None, float]:
     """The most probable language of a text and its probability; (None, 0) for a text without letters.
 

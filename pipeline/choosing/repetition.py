@@ -32,14 +32,6 @@ class GopherRepetition(Strict):
     """Share of characters in 5-, 6-, ... 10-grams that occur twice or more. Reasons gopher_duplicate_5gram ..."""
 
 
-def repetition_reasons(config: GopherRepetition) -> list[str]:
-    """The reasons that `repetition_drop` may give."""
-    names = ("lines", "paragraphs", "line_characters", "paragraph_characters")
-    found = [f"gopher_duplicate_{name}" for name in names if getattr(config, f"max_duplicate_{name}") is not None]
-    found += [f"gopher_top_{n}gram" for n in _TOP if config.max_top_ngram]
-    return found + [f"gopher_duplicate_{n}gram" for n in _DUPLICATE if config.max_duplicate_ngram]
-
-
 def repetition_drop(text: str, words: HashedWords, lines: list[str], config: GopherRepetition) -> Drop | None:
     """The first rule that a document breaks, or None. Arguments as in `gopher.quality_drop`."""
     by_lines = (config.max_duplicate_lines, config.max_duplicate_line_characters)

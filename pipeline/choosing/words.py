@@ -75,25 +75,28 @@ def extend_ngrams(hashes: U64, words: U64) -> U64:
 
 def mix(values: U64) -> U64:
     """The finaliser of splitmix64 (Steele et al. 2014): a bijection of 64-bit words that mixes all bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: U64 = values ^ (values >> np.uint64(31))
+    mixed = values ^ (values >> np.uint64(30))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
     return mixed
 
 
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """Tables of the hash: values and classes of code points, powers of the base and their inverses."""
-
-    values: U64
-    classes: NDArray[np.uint8]
-    powers: U64
-    inverses: U64
+@lru_cache
+def powers(base: int, count: int) -> tuple[U64, U64]:
+    """base**i and base**-i modulo 2**64 for an odd base, `(count,)` each."""
+    tables = []
+    for factor in (base, pow(base, -1, 1 << 64)):
+        table = np.full(count, factor, np.uint64)
+        table[0] = 1
+        tables.append(np.multiply.accumulate(table))
+    return tables[0], tables[1]
 
 
 @lru_cache(maxsize=1)
-def _tables() -> _Tables:
-    """Builds the tables once a process, in about 30 ms."""
+def _tables() -> tuple[U64, NDArray[np.uint8]]:
+    """Values and classes of code points, built once a process in about 30 ms."""
     classes = np.zeros(_CLASSES, np.uint8)
     for code in range(_CLASSES):
         character = chr(code)
@@ -106,11 +109,7 @@ def _tables() -> _Tables:
     classes[-1] = _LETTER  # U+1FFFF is not a character: its entry is used for all code points above
     values = mix(np.arange(1, 0x110001, dtype=np.uint64) * np.uint64(_BASE))
     values[:_CLASSES][classes == _SPACE] = 0
-    # Lower case is up to three times as long.
-    exponents = np.full(3 * _PIECE_CHARACTERS, _BASE, np.uint64)
-    inverse = np.full(3 * _PIECE_CHARACTERS, pow(_BASE, -1, 1 << 64), np.uint64)
-    exponents[0] = inverse[0] = 1
-    return _Tables(values, classes, np.multiply.accumulate(exponents), np.multiply.accumulate(inverse))
+    return values, classes
 
 
 def _pieces(text: str, fold: bool) -> Iterator[Codes]:
@@ -139,7 +138,7 @@ def _coded(piece: str, fold: bool) -> Codes:
 
 def _classes(codes: Codes) -> NDArray[np.uint8]:
     """Classes of characters (whitespace, letter, mark or none), `(n,)`."""
-    classes: NDArray[np.uint8] = _tables().classes[codes if codes.itemsize == 1 else np.minimum(codes, _CLASSES - 1)]
+    classes: NDArray[np.uint8] = _tables()[1][codes if codes.itemsize == 1 else np.minimum(codes, _CLASSES - 1)]
     return classes
 
 
@@ -152,11 +151,11 @@ def _hash_piece(codes: Codes) -> tuple[U64, NDArray[np.int64], NDArray[np.int64]
     starts, stops = edges[0::2], edges[1::2]
     if not len(starts):
         return np.empty(0, np.uint64), starts, stops, classes
-    tables = _tables()
-    values = tables.values[codes]
-    values *= tables.powers[: len(codes)]
+    factors, inverses = powers(_BASE, 3 * _PIECE_CHARACTERS)  # lower case is up to three times as long
+    values = _tables()[0][codes]
+    values *= factors[: len(codes)]
     sums = np.add.reduceat(values, starts)  # whitespace after a word has value 0 and adds nothing
-    sums *= tables.inverses[starts]
+    sums *= inverses[starts]
     return mix(sums + (stops - starts).astype(np.uint64) * _LENGTH), starts, stops, classes
 
 

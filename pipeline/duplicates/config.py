@@ -29,10 +29,6 @@ class NearConfig(Strict):
         """Length of a signature (the "number of permutations" of classical MinHash)."""
         return self.bands * self.rows
 
-    def candidate_share(self, similarity: float) -> float:
-        """Probability that two documents of this similarity are compared: 1 - (1 - s^rows)^bands."""
-        return float(1 - (1 - similarity**self.rows) ** self.bands)
-
 
 class DuplicatesConfig(Strict):
     """Duplicates: the first document in the order of the corpus is kept, the others are dropped and counted."""
@@ -56,7 +52,7 @@ def problems(config: DuplicatesConfig) -> list[str]:
     # Documents slightly more similar than the limit must almost always be compared; at the limit itself the
     # verification is random anyway.
     wanted = min(1.0, near.similarity + 0.1)
-    share = near.candidate_share(wanted)
+    share = 1 - (1 - wanted**near.rows) ** near.bands  # probability that two documents so similar are compared
     if share >= _LEAST_CANDIDATE_SHARE:
         return []
     return [

@@ -28,11 +28,6 @@ class Numbering:
     starts: I64
     """`(num_units + 1,)`."""
 
-    @property
-    def num_documents(self) -> int:
-        """Documents of all units."""
-        return int(self.starts[-1])
-
     def units_of(self, documents: I64) -> I64:
         """Places in the plan of the units that hold the documents, `(n,)`."""
         return np.searchsorted(self.starts, documents, side="right").astype(np.int64) - 1

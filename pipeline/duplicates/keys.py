@@ -50,7 +50,6 @@ class KeysError(ValueError):
 class UnitKeys:
     """A unit's file of keys, mapped into memory."""
 
-    unit: str
     digest: str
     """Hash of the contents, by which results are matched to them."""
     made_with: str
@@ -90,7 +89,7 @@ def write_keys(
     ids: Sequence[bytes],
     ordinals: Sequence[int],
     signatures: Sequence[NDArray[np.uint32]] = (),
-) -> Path:
+) -> None:
     """Writes the keys of a unit's kept documents, whole or not at all. Equal arguments give equal bytes.
 
     Args:
@@ -100,9 +99,6 @@ def write_keys(
         ids: 16 bytes a document.
         ordinals: the number of each document among all records of the unit, strictly ascending.
         signatures: `(num_slots,)` a document, from a `Signer` of `config.near`; none without `config.near`.
-
-    Returns:
-        The file's path.
 
     Raises:
         ValueError: the arguments do not match.
@@ -131,10 +127,8 @@ def write_keys(
         {"digest": digest.hexdigest(), "made_with": made_with(config), "num_slots": str(signed.shape[1])}
     )
     columns = [_one_row(array, field.type) for array, field in zip(arrays, schema, strict=True)]
-    path = keys_path(folder, unit)
-    with write_aside(path) as aside, pa.ipc.new_file(str(aside), schema) as stream:
+    with write_aside(keys_path(folder, unit)) as aside, pa.ipc.new_file(str(aside), schema) as stream:
         stream.write_batch(pa.record_batch(columns, schema=schema))
-    return path
 
 
 def _one_row(array: NDArray[Any], list_type: pa.DataType) -> pa.Array:
@@ -164,7 +158,6 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
     ids = batch.column("ids").values.buffers()[1]
     ordinals = _flat(batch, "ordinals")
     return UnitKeys(
-        unit=unit,
         digest=metadata[b"digest"].decode(),
         made_with=metadata[b"made_with"].decode(),
         ordinals=ordinals,

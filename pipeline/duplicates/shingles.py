@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.seeding import key_for
-
-U64 = NDArray[np.uint64]
+from pipeline.choosing.words import U64, mix, powers
 
 _CHUNK = 1 << 15  # characters at a time, so that intermediate arrays stay in the processor's cache
 _BASE = key_for(0, "duplicates: base") | 1  # odd, so that it has an inverse modulo 2**64
@@ -29,16 +28,6 @@ _SPACELESS = (
     (0xF900, 0xFB00),
     (0x20000, 0x32400),
 )
-
-
-def mix(values: U64) -> U64:
-    """The SplitMix64 finalizer: a bijection of 64-bit words; every output bit depends on every input bit."""
-    mixed = values ^ (values >> np.uint64(30))
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
 
 
 def shingles(text: str, ngram_words: int) -> U64:
@@ -85,27 +74,19 @@ def word_hashes(text: str) -> U64:
 
 
 def _hash_words(values: U64, alone: NDArray[np.bool_] | None) -> U64:
-    """Hashes of the words in a stretch of letter values, separated by 0: sum of letter * base^place, mixed.
-
-    The sums of all words are differences of one prefix sum, divided by the power of the word's start.
-    """
-    letter = np.empty(len(values) + 2, np.bool_)
-    letter[0] = letter[-1] = False
-    np.not_equal(values, 0, out=letter[1:-1])
-    edges = letter[1:] != letter[:-1]
-    if alone is None or not alone.any():
-        places = np.flatnonzero(edges)
-        starts, ends = places[::2], places[1::2]
-    else:
-        edges[:-1] |= alone
-        edges[1:] |= alone
-        places = np.flatnonzero(edges)
-        starts = places[letter[places + 1]]
-        ends = places[letter[places]]
-    powers, inverses = _powers()
-    sums = np.zeros(len(values) + 1, np.uint64)
-    np.cumsum(values * powers[: len(values)], out=sums[1:])
-    return mix((sums.take(ends) - sums.take(starts)) * inverses.take(starts))
+    """Hashes of the words in a stretch of letter values, separated by 0: sum of letter * base^place, mixed."""
+    first = values != 0
+    continues = first[1:] & first[:-1]
+    if alone is not None:
+        continues &= ~(alone[1:] | alone[:-1])
+    first[1:] ^= continues
+    starts = np.flatnonzero(first)
+    if not len(starts):
+        return np.empty(0, np.uint64)
+    factors, inverses = powers(_BASE, _CHUNK)
+    sums = np.add.reduceat(values * factors[: len(values)], starts)  # separators have value 0 and add nothing
+    sums *= inverses.take(starts)
+    return mix(sums)
 
 
 @lru_cache(maxsize=1)
@@ -122,14 +103,3 @@ def _tables() -> tuple[U64, NDArray[np.bool_]]:
     for first, last in _SPACELESS:
         alone[first:last] = letters[first:last] != 0
     return letters, alone
-
-
-@lru_cache(maxsize=1)
-def _powers() -> tuple[U64, U64]:
-    """base^place and its inverse modulo 2**64, for every place of a chunk."""
-    tables = []
-    for base in (_BASE, pow(_BASE, -1, 2**64)):
-        table = np.full(_CHUNK, base, np.uint64)
-        table[0] = 1
-        tables.append(np.multiply.accumulate(table))
-    return tables[0], tables[1]

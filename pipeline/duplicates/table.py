@@ -12,7 +12,6 @@
 | cluster_size | int64                   | documents that the kept one represents, including itself         |
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -87,20 +86,12 @@ def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
     Raises:
         FileNotFoundError: the search is not finished.
     """
-    batch = _open(folder)
+    batch = pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).get_batch(0)
     column = batch.column("unit")
     place = column.dictionary.index(unit).as_py()
     if place < 0:
         return {}
     codes = column.indices.to_numpy(zero_copy_only=True)
     start, stop = np.searchsorted(codes, [place, place + 1])
-    return {duplicate.ordinal: duplicate for duplicate in _rows(batch.slice(start, stop - start))}
-
-
-def _open(folder: Path) -> pa.RecordBatch:
-    return pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).get_batch(0)
-
-
-def _rows(batch: pa.RecordBatch) -> Iterator[Duplicate]:
-    for row in batch.to_pylist():
-        yield Duplicate(**row)
+    rows = batch.slice(start, stop - start).to_pylist()
+    return {row["ordinal"]: Duplicate(**row) for row in rows}

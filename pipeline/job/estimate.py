@@ -3,11 +3,13 @@
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from common.config import Strict
@@ -17,13 +19,12 @@ from pipeline.config import PipelineConfig, identity
 from pipeline.job.outcome import lines_hint, nothing_kept
 from pipeline.job.sample import output_engine
 from pipeline.job.strata import Found, Stratum, bites, draw_strata
-from pipeline.job.units import MIB, Unit, read_unit
-from pipeline.job.worker import judged_documents
-from pipeline.readers.corpus import Record
-from pipeline.shards.ledger import Entry
+from pipeline.job.unit_writer import Tally
+from pipeline.job.units import Unit, read_unit
+from pipeline.job.worker import Judged, judged_documents
+from pipeline.readers.corpus import MIB
 from pipeline.shards.manifest import SPLITS, Counts, Manifest
 from pipeline.shards.schema import UINT16_VOCABULARY
-from pipeline.tokenizer.batch_tokenizer import EngineName
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 ESTIMATE = "estimate.json"
@@ -128,18 +129,13 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     Each folder and each format is estimated separately (pipeline/job/strata.py) from at least a few parts: if small
     files hold most of the documents, large ones say nothing about them.
 
-    Args:
-        config: settings.
-        folder: folder of the tokenizer.
-        units: the plan.
-        tokenizer: facts of the tokenizer.
-
     Raises:
         ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
     engine = output_engine(config, folder, units)
-    list(judged_documents(iter(()), folder, config, tokenizer, engine))  # load the tokenizer before the clock starts
-    seen = _Seen()
+    judge = partial(judged_documents, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
+    list(judge(iter(())))  # load the tokenizer before the clock starts
+    seen = Tally()
     strata = draw_strata([part for unit in units for part in unit.parts])
     total = sum(stratum.num_bytes for stratum in strata)
     for stratum in strata:
@@ -147,13 +143,13 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
             began, started = time.perf_counter(), time.process_time()
             reading = read_unit(Unit(name="00000", parts=[one.part]), config.corpus, config.content)
             for records, num_bytes in bites(reading, one.part.num_bytes):
-                found = _judge(records, folder, config, tokenizer, engine, seen)
+                found = _judge(judge(iter(records)), seen)
                 now = time.process_time()
                 one.bites.append((replace(found, cpu_seconds=now - started), num_bytes))
                 started = now
                 if time.perf_counter() - began > _SAMPLE_SECONDS * one.stands_for / total:
                     break
-    _warn(seen, config, units)
+    _warn(seen.counts(), config, units)
     found = sum((stratum.estimate() for stratum in strata), Found())
     spread = sum((stratum.variance() for stratum in strata), Found())
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
@@ -176,33 +172,8 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     )
 
 
-@dataclass
-class _Seen:
-    """Fates of the documents of a sample."""
-
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    text_bytes: int = 0
-    longest_tokens: int = 0
-
-    def add(self, entry: Entry, kept: bool) -> None:
-        """Counts one more document."""
-        self.kept += kept
-        if not kept:
-            (self.failed if entry.id is None else self.dropped)[entry.fate] += 1
-        self.text_bytes += entry.text_bytes
-        self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
-
-    def counts(self) -> Counts:
-        """The counts as pipeline/job/outcome.py needs them."""
-        read = self.kept + self.dropped.total() + self.failed.total()
-        return Counts(read=read, **vars(self))
-
-
-def _warn(seen: _Seen, config: PipelineConfig, units: Sequence[Unit]) -> None:
+def _warn(counts: Counts, config: PipelineConfig, units: Sequence[Unit]) -> None:
     """Warns, as `prepare` would, if no document of the sample is kept or if lines should be whole files."""
-    counts = seen.counts()
     sources = (part.source for unit in units for part in unit.parts)
     hint = lines_hint(counts.read, counts.dropped, identity(config), sources)
     for problem in filter(None, (nothing_kept(counts, config), hint)):
@@ -219,17 +190,10 @@ def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
     return max(costs, default=0)
 
 
-def _judge(
-    records: Sequence[Record],
-    folder: Path,
-    config: PipelineConfig,
-    tokenizer: TokenizerInfo,
-    engine: EngineName,
-    seen: _Seen,
-) -> Found:
-    """Sums over some records; counts their fates in `seen`."""
+def _judge(documents: Iterable[tuple[Judged, NDArray[np.uint32] | None]], seen: Tally) -> Found:
+    """Sums over some documents; counts their fates in `seen`."""
     found = Found()
-    for judged, tokens in judged_documents(iter(records), folder, config, tokenizer, engine):
+    for judged, tokens in documents:
         num_tokens = 0 if tokens is None else len(tokens)
         num_texts = 0 if judged.layout is None else len(judged.layout.starts)
         found += Found(1, int(tokens is not None), num_tokens, judged.entry.text_bytes, num_texts=num_texts)

@@ -68,14 +68,7 @@ def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]
 def lines_hint(
     read: int, dropped: Mapping[str, int], config: Mapping[str, Any], sources: Iterable[str | None]
 ) -> str | None:
-    """A hint if most documents are empty or short and each line of a text file is a document; else None.
-
-    Args:
-        read: number of documents read.
-        dropped: dropped documents by reason.
-        config: settings that decide the content of the shards, as JSON.
-        sources: names of the files.
-    """
+    """A hint if most documents are empty or short and each line of a text file is a document; else None."""
     num_short = dropped.get(EMPTY, 0) + dropped.get(TOO_SHORT, 0)
     chosen = config.get("corpus", {}).get("format")
     if "content" in config or 2 * num_short <= read or chosen not in ("auto", "text"):

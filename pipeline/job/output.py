@@ -20,9 +20,8 @@ from pipeline.job.units import Unit, hash_unit
 from pipeline.job.worker import CANDIDATES
 from pipeline.readers.skipped import Skip
 from pipeline.readers.stamp import Stamp
-from pipeline.shards.ledger import LEDGERS
+from pipeline.shards.ledger import LEDGERS, REJECTED
 from pipeline.shards.manifest import MANIFEST, TOKENIZER
-from pipeline.shards.rejected import REJECTED
 
 PLAN = "plan.json"
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from common.config import Strict
 from common.console.bars import bar
 from common.watcher import Watcher
-from pipeline.shards.manifest import Sidecar
+from pipeline.shards.manifest import Counts, Sidecar
 
 PROGRESS = "progress.jsonl"
 BEATS = "beats"
@@ -32,6 +32,14 @@ class Done(Strict):
     kept: int = 0
     failed: int = 0
     text_bytes: int = 0
+
+    @classmethod
+    def of(cls, counts: Counts, num_bytes: int) -> "Done":
+        """Work that gave these counts from this many input bytes."""
+        failed = sum(counts.failed.values())
+        return cls(
+            num_bytes=num_bytes, documents=counts.read, kept=counts.kept, failed=failed, text_bytes=counts.text_bytes
+        )
 
     def __add__(self, other: "Done") -> "Done":
         mine, theirs = self.model_dump(), other.model_dump()
@@ -74,11 +82,10 @@ class Progress(Watcher):
     def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar]) -> None:
         super().__init__(_BEAT_SECONDS, "declutr-progress")
         self._folder, self._stage, self._total_bytes = folder, stage, total_bytes
-        self._log = (folder / PROGRESS).open(
-            "ab", buffering=0
-        )  # unbuffered, so that a line refused by a full disk is not retried at the end
+        # Unbuffered, so that a line refused by a full disk is not retried at the end.
+        self._log = (folder / PROGRESS).open("ab", buffering=0)
         self._finished = {sidecar.unit for sidecar in done}
-        self._done = self._before = sum((_of_sidecar(sidecar) for sidecar in done), Done())
+        self._done = self._before = sum((Done.of(each.counts, each.num_bytes) for each in done), Done())
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._bar = bar(
@@ -96,7 +103,7 @@ class Progress(Watcher):
         """Counts one more finished unit."""
         with self._lock:
             self._finished.add(sidecar.unit)
-            self._done += _of_sidecar(sidecar)
+            self._done += Done.of(sidecar.counts, sidecar.num_bytes)
             self._show()
 
     def look(self) -> None:
@@ -162,14 +169,3 @@ def seconds_spent(folder: Path) -> float | None:
             total += last
         stage, last = now, seconds
     return total + last
-
-
-def _of_sidecar(sidecar: Sidecar) -> Done:
-    counts = sidecar.counts
-    return Done(
-        num_bytes=sidecar.num_bytes,
-        documents=counts.read,
-        kept=counts.kept,
-        failed=sum(counts.failed.values()),
-        text_bytes=counts.text_bytes,
-    )

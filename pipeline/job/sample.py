@@ -9,7 +9,8 @@ from common.console.logs import get_logger
 from common.storage import folder_aside
 from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
-from pipeline.job.units import MIB, Unit, read_unit
+from pipeline.job.units import Unit, read_unit
+from pipeline.readers.corpus import MIB
 from pipeline.shards.manifest import TOKENIZER
 from pipeline.texts.rows import texts_of
 from pipeline.tokenizer.batch_tokenizer import EngineName
@@ -50,7 +51,12 @@ def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: floa
 def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
     """The tokenizer in the output folder; the first run creates it."""
     if not (folder / TOKENIZER).exists():
-        made = _make_tokenizer(config, units)
+        if isinstance(config.tokenizer, TrainedTokenizer):
+            get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
+            texts = sample_texts(config, units, config.tokenizer.sample_mib)
+            made = train_tokenizer(texts, config.tokenizer.vocab_size)
+        else:
+            made = load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
         with folder_aside(folder / TOKENIZER) as aside:
             _save(made, aside)
     return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), config.tokenizer.kind)
@@ -67,17 +73,8 @@ def _save(tokenizer: Any, folder: Path) -> None:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise OSError(
-            f"{folder.parent / TOKENIZER} cannot be written: {error}"
-        ) from error  # `tokenizers` raises plain Exception
-
-
-def _make_tokenizer(config: PipelineConfig, units: Sequence[Unit]) -> Any:
-    """Loads or trains the configured tokenizer."""
-    if isinstance(config.tokenizer, TrainedTokenizer):
-        get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
-        return train_tokenizer(sample_texts(config, units, config.tokenizer.sample_mib), config.tokenizer.vocab_size)
-    return load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+        # `tokenizers` raises plain Exception.
+        raise OSError(f"{folder.parent / TOKENIZER} cannot be written: {error}") from error
 
 
 def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName:

@@ -19,22 +19,15 @@ from pipeline.job.unit_writer import UnitWriter, load_sidecar
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
 from pipeline.shards.content import Layout
-from pipeline.shards.ledger import LEDGERS, ledger_entries
+from pipeline.shards.ledger import LEDGERS, REJECTED, ledger_entries
 from pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar
-from pipeline.shards.rejected import REJECTED
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
 
 
 def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo) -> Sidecar:
-    """Writes one unit from its candidates and the list of duplicates, without reading or tokenizing again.
-
-    Args:
-        unit: the unit.
-        folder: the output folder with the candidates in it.
-        config: settings.
-        tokenizer: facts of the tokenizer.
+    """Writes one unit from the candidates and the list of duplicates in `folder`, without reading or tokenizing again.
 
     Raises:
         ShardError: the counts do not balance.

@@ -7,7 +7,7 @@ the second finds duplicates over all units, and the third writes the units witho
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import ray
 from ray.exceptions import WorkerCrashedError
@@ -23,7 +23,7 @@ from pipeline.job.progress import Progress
 from pipeline.job.sample import output_engine
 from pipeline.job.selection import write_selected
 from pipeline.job.unit_writer import finished_sidecar
-from pipeline.job.units import Unit, largest_first
+from pipeline.job.units import Unit
 from pipeline.job.worker import stage_folder, write_unit
 from pipeline.shards.manifest import ShardError, Sidecar
 from pipeline.tokenizer.batch_tokenizer import EngineName
@@ -67,7 +67,8 @@ def _run(
     found = [finished_sidecar(unit, target, config) for unit in units]
     done = [sidecar for sidecar in found if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
-    todo = largest_first([unit for unit, sidecar in zip(units, found, strict=True) if sidecar is None])
+    todo = [unit for unit, sidecar in zip(units, found, strict=True) if sidecar is None]
+    todo.sort(key=lambda unit: (-unit.weight, unit.name))  # a large unit started last would keep one worker busy alone
     if done:
         get_logger().info("%s: %d of %d units are already finished", stage, len(done), len(units))
     if todo:
@@ -76,7 +77,9 @@ def _run(
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
         rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
         arguments = {"stage": stage, "folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": engine}
-        results = rows.map(work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=_remote_arguments)
+        results = rows.map(
+            work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=lambda: {"max_retries": _ATTEMPTS}
+        )
         with Progress(folder, stage, sum(unit.num_bytes for unit in units), done) as progress:
             try:
                 for row in results.iter_rows():
@@ -109,10 +112,6 @@ def work_on(
     except (OSError, ShardError) as error:
         return {"sidecar": "", "problem": f"unit {unit.name}: {error}"}
     return {"sidecar": sidecar.model_dump_json(), "problem": ""}
-
-
-def _remote_arguments() -> dict[str, Any]:
-    return {"max_retries": _ATTEMPTS}
 
 
 def _crashed(left: Sequence[Unit]) -> str:

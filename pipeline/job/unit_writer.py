@@ -2,9 +2,9 @@
 
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,48 +12,62 @@ from pydantic import ValidationError
 
 from common.storage import write_text
 from pipeline.config import PipelineConfig, config_hash
-from pipeline.job.progress import Done
 from pipeline.job.units import Unit, hash_unit
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.stamp import Stamp
 from pipeline.shards.content import LABELS, NO_LABEL, Layout
-from pipeline.shards.ledger import Entry, LedgerWriter
+from pipeline.shards.ledger import Entry, LedgerWriter, rejected_writer
 from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
-from pipeline.shards.rejected import RejectedWriter
 from pipeline.shards.schema import shard_schema
 from pipeline.shards.writer import ShardWriter
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 
-class UnitWriter:
-    """A context that takes the documents of a unit in reading order, kept or not; call `finish` after it.
+@dataclass
+class Tally:
+    """Counts of the documents read so far."""
 
-    Args:
-        folder: target folder.
-        unit: the unit.
-        config: settings.
-        tokenizer: facts of the tokenizer.
-    """
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    text_bytes: int = 0
+    longest_tokens: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
+
+    def add(self, entry: Entry, kept: bool) -> None:
+        """Counts one more document; one without an id could not be read."""
+        self.read += 1
+        self.kept += kept
+        if not kept:
+            (self.failed if entry.id is None else self.dropped)[entry.fate] += 1
+        self.text_bytes += entry.text_bytes
+        self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
+
+    def counts(self) -> Counts:
+        """The counts, sorted by reason."""
+        named = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "failed", "labels")}
+        return Counts(**(vars(self) | named))
+
+
+class UnitWriter(ExitStack):
+    """A context that takes the documents of a unit in reading order, kept or not; call `finish` after it."""
 
     def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
+        super().__init__()
         facts = tokenizer.vocab_size, config.geometry, tokenizer.fingerprint
         schema = shard_schema(*facts, config.short_documents, config.content.kind)
         self._folder, self._unit, self._config = folder, unit, config
         self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.block_documents) for s in SPLITS}
         self._ledger = LedgerWriter(folder, unit.name)
-        self._rejected = RejectedWriter(folder, unit.name, config.write_rejected)
-        self._stack = ExitStack()
-        self._kept = self._text_bytes = self._longest_tokens = 0
-        self._dropped: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
         self._failures: list[ReadFailure] = []
-        self._labels: Counter[str] = Counter()
+        self.tally = Tally()
 
-    def __enter__(self) -> "UnitWriter":
-        for shard in self._shards.values():
-            self._stack.enter_context(shard)
-        self._stack.enter_context(self._ledger)
-        self._stack.enter_context(self._rejected)
+    def __enter__(self) -> Self:
+        for part in (*self._shards.values(), self._ledger):
+            self.enter_context(part)
+        rejected = rejected_writer(self._folder, self._unit.name, self._config.write_rejected)
+        self._write_rejected = self.enter_context(rejected)
         return self
 
     def keep(self, entry: Entry, tokens: NDArray[np.uint32], layout: Layout | None = None) -> None:
@@ -66,41 +80,18 @@ class UnitWriter:
         shard = self._shards[entry.fate]  # type: ignore[index]
         row = shard.add(entry.id, tokens, entry.source, entry.offset, layout)
         if layout is not None:
-            self._labels.update(LABELS[label] for label in layout.labels.tolist() if label != NO_LABEL)
-        self._kept += 1
-        self._record(replace(entry, row=row))
+            self.tally.labels.update(LABELS[label] for label in layout.labels.tolist() if label != NO_LABEL)
+        self.tally.add(entry, True)
+        self._ledger.add(replace(entry, row=row))
 
     def reject(self, entry: Entry, text: str) -> None:
         """Adds a document that is dropped or, if it has no id, could not be read; its fate is the reason."""
-        if entry.id is None:
-            self._failed[entry.fate] += 1
-            if len(self._failures) < MAX_EXAMPLES:
-                example = {"reason": entry.fate, "source": entry.source, "offset": entry.offset}
-                self._failures.append(ReadFailure.model_validate(example | {"message": entry.detail or ""}))
-        else:
-            self._dropped[entry.fate] += 1
-        self._record(entry)
-        self._rejected.add(entry, text)
-
-    def _record(self, entry: Entry) -> None:
-        self._text_bytes += entry.text_bytes
-        self._longest_tokens = max(self._longest_tokens, entry.num_tokens or 0)
+        if entry.id is None and len(self._failures) < MAX_EXAMPLES:
+            example = {"reason": entry.fate, "source": entry.source, "offset": entry.offset}
+            self._failures.append(ReadFailure.model_validate(example | {"message": entry.detail or ""}))
+        self.tally.add(entry, False)
         self._ledger.add(entry)
-
-    def done(self, bytes_read: int) -> Done:
-        """Work on the unit after `bytes_read` bytes of its input."""
-        return Done(
-            num_bytes=bytes_read,
-            documents=self._ledger.num_rows,
-            kept=self._kept,
-            failed=sum(self._failed.values()),
-            text_bytes=self._text_bytes,
-        )
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        self._write_rejected(entry, text)
 
     def finish(self, stamp: Stamp | None = None) -> Sidecar:
         """Writes the sidecar with the state of the inputs: the unit is finished.
@@ -108,15 +99,7 @@ class UnitWriter:
         Raises:
             ShardError: the counts do not balance.
         """
-        counts = Counts(
-            read=self._ledger.num_rows,
-            kept=self._kept,
-            dropped=dict(sorted(self._dropped.items())),
-            failed=dict(sorted(self._failed.items())),
-            text_bytes=self._text_bytes,
-            longest_tokens=self._longest_tokens,
-            labels=dict(sorted(self._labels.items())),
-        )
+        counts = self.tally.counts()
         counts.check(f"unit {self._unit.name}")
         sidecar = Sidecar(
             unit=self._unit.name,

@@ -6,12 +6,11 @@ from pydantic import Field
 
 from common.config import Strict
 from common.storage import hash_json
-from pipeline.readers.corpus import MIB as MIB
-from pipeline.readers.corpus import FilesCorpus, HubCorpus, Part, Record
+from pipeline.readers.corpus import MIB, FilesCorpus, HubCorpus, Part, Record
 from pipeline.readers.files import Rules, rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
-from pipeline.readers.pydocs import PythonDocs, python_parts, read_module, read_topics
+from pipeline.readers.pydocs import PythonDocs, python_parts, read_python
 from pipeline.readers.skipped import Skipped
 from pipeline.readers.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
 from pipeline.shards.content import AnyContent, DocumentsContent, keys_of
@@ -77,12 +76,7 @@ class Reading(Iterator[Record]):
         rules = None if isinstance(self._corpus, PythonDocs) else _rules(self._corpus, self._content)
         for part in self._unit.parts:
             self._meter, self._part_bytes = Meter(), part.num_bytes
-            if part.format == "python":
-                yield from read_module(part)
-            elif part.format == "topics":
-                yield from read_topics(part)
-            elif rules is not None:
-                yield from read_part(part, rules, self._meter)
+            yield from read_python(part) if rules is None else read_part(part, rules, self._meter)
             self._meter, self._part_bytes = Meter(), 0
             self._done += part.num_bytes
 
@@ -95,17 +89,7 @@ def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent) -> Rules:
 def plan_units(
     corpus: Corpus, unit_mib: float, skipped: Skipped | None = None, content: AnyContent = DOCUMENTS
 ) -> tuple[list[Unit], list[str]]:
-    """Groups the corpus into units of about `unit_mib` of uncompressed input.
-
-    Args:
-        corpus: settings.
-        unit_mib: text in a unit, MiB.
-        skipped: counts the files that a search of folders met and did not take.
-        content: kind of the rows.
-
-    Returns:
-        The units, and the problems of the inputs, one line each.
-    """
+    """Groups the corpus into units of about `unit_mib` MiB of uncompressed text; see `file_parts`."""
     unit_bytes = max(1, int(unit_mib * MIB))
     problems: list[str] = []
     if isinstance(corpus, PythonDocs):
@@ -153,8 +137,3 @@ def stamp_read(unit: Unit) -> Stamp | None:
 def read_unit(unit: Unit, corpus: Corpus, content: AnyContent = DOCUMENTS) -> Reading:
     """Every row and failure of a unit, in order."""
     return Reading(unit, corpus, content)
-
-
-def largest_first(units: Sequence[Unit]) -> list[Unit]:
-    """Sorts units by size, because a large unit started last would keep one worker busy alone."""
-    return sorted(units, key=lambda unit: (-unit.weight, unit.name))

@@ -18,17 +18,16 @@ from pipeline.config import PipelineConfig
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.signatures import Signer
-from pipeline.job.progress import Heartbeat
+from pipeline.job.progress import Done, Heartbeat
 from pipeline.job.unit_writer import UnitWriter
 from pipeline.job.units import Unit, read_unit, stamp_read
-from pipeline.readers import Record
-from pipeline.readers.corpus import ReadFailure, document_id
+from pipeline.readers.corpus import ReadFailure, Record, document_id
 from pipeline.shards.content import NO_LABEL, Layout
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import TOKENIZER, Sidecar, Split
 from pipeline.shards.windows import EMPTY, drop_reason
 from pipeline.texts.rows import LeftOut, TextRow, row_id
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 CANDIDATES = "candidates"
@@ -66,14 +65,9 @@ def stage_folder(folder: Path, config: PipelineConfig) -> Path:
 def write_unit(
     unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName = "tokenizers"
 ) -> Sidecar:
-    """Prepares one unit. The bytes written depend only on the unit, the settings and the tokenizer.
+    """Prepares one unit in an output folder that holds the tokenizer.
 
-    Args:
-        unit: the unit to read.
-        folder: output folder, which holds the tokenizer.
-        config: settings.
-        tokenizer: facts of the tokenizer.
-        engine: library that applies it; without influence on the result.
+    The bytes written depend only on the unit, the settings and the tokenizer, not on the engine that applies it.
 
     Raises:
         OSError: an input was changed after planning.
@@ -93,7 +87,7 @@ def write_unit(
                 if keys is not None:
                     keys.add(ordinal, judged)
             if heartbeat.due():
-                heartbeat.beat(writer.done(reading.bytes_read))
+                heartbeat.beat(Done.of(writer.tally.counts(), reading.bytes_read))
     if keys is not None:
         write_keys(target, unit.name, config.duplicates, keys.ids, keys.ordinals, keys.signatures)
     return writer.finish(stamp_read(unit))
@@ -122,7 +116,8 @@ def judged_documents(
     """Every record with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
     encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
     chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
-    for batch in _batches(_judge(record, chooser, config) for record in records):
+    documents = (_judge(record, chooser, config) for record in records)
+    for batch in batches(documents, lambda judged: len(judged.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         going = [judged for judged in batch if not judged.entry.fate]
         encoded = iter(encoder.encode([text for judged in going for text in judged.texts or (judged.text,)]))
         splits = iter(splits_of([judged.split_key for judged in going], config))
@@ -180,20 +175,6 @@ def _judge(record: Record, chooser: Chooser, config: PipelineConfig) -> Judged:
         choice.detail,
     )
     return Judged(entry, choice.text, texts, labels)
-
-
-def _batches(documents: Iterator[Judged]) -> Iterator[Sequence[Judged]]:
-    """Groups documents by a bounded number of documents and characters."""
-    batch: list[Judged] = []
-    held = 0
-    for judged in documents:
-        batch.append(judged)
-        held += len(judged.text)
-        if held >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
 
 
 @lru_cache(maxsize=2)

@@ -2,7 +2,3 @@
 
 All data are streams with bounded memory: nothing is extracted to disk, and sizes in headers are not trusted.
 """
-
-from pipeline.readers.corpus import Record
-
-__all__ = ["Record"]

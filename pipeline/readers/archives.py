@@ -13,9 +13,8 @@ _MAX_NUMBER = 1 << 60
 _MAX_DIGITS = 19
 _SPARSE = b"GNU.sparse."
 """Prefix of extended-header keys for sparse files, whose contents start with a map of holes instead of text."""
-_REGULAR = b"0\x007"
-_FOLDER = b"5"
-_KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a FIFO"}
+_KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a FIFO"}
+_KINDS |= {b"0": "file", b"\0": "file", b"7": "file", b"5": "folder"}
 
 
 @dataclass(slots=True)
@@ -201,11 +200,9 @@ def _text(field: bytes) -> str:
 
 def _kind(flag: bytes, name: str) -> str:
     """Kind of a member."""
-    if flag == _FOLDER or (flag in (b"0", b"\0") and name.endswith("/")):
+    if flag in (b"0", b"\0") and name.endswith("/"):
         return "folder"
-    if flag[0] in _REGULAR:
-        return "file"
-    return _KINDS.get(flag.decode("latin-1"), f"of the unknown type {flag!r}")
+    return _KINDS.get(flag, f"of the unknown type {flag!r}")
 
 
 def _padded(size: int) -> int:

@@ -23,7 +23,7 @@ from pipeline.readers.streams import (
     READ_ERRORS,
     Allowance,
     ByteStream,
-    as_file,
+    ForwardFile,
     compression_of,
     decompressed,
 )
@@ -162,7 +162,7 @@ def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: by
         case "arrow":
             if head.startswith(_ARROW_FILE):
                 stream.skip(len(_ARROW_FILE))
-            file = pa.PythonFile(as_file(stream), mode="r")
+            file = pa.PythonFile(ForwardFile(stream), mode="r")
             yield from read_arrow_stream(file, source, rules.text_field, rules.max_bytes)
         case "parquet":
             yield from _read_held_parquet(stream, source, rules)

@@ -3,6 +3,7 @@
 import errno
 import fnmatch
 import glob
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -29,10 +30,9 @@ def find_inputs(given: str, skipped: Skipped) -> Iterator[Input]:
     Raises:
         OSError: the storage does not answer, or refuses.
     """
-    return _find_remote(given) if is_remote(given) else _find_local(given, skipped)
-
-
-def _find_local(given: str, skipped: Skipped) -> Iterator[Input]:
+    if is_remote(given):
+        yield from _find_remote(given)
+        return
     root = expand(given)
     if root.is_file():
         yield _local(root, root.name, searched=False)
@@ -172,21 +172,17 @@ def stream_of(file: BinaryIO, path: str, start: int = 0) -> ByteStream:
     return ByteStream(file.read, start, chunk_bytes, file.seek)
 
 
-class _RemoteFile:
+class _RemoteFile(io.RawIOBase):
     """A remote file that raises OSError for all errors of the library behind it."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self.closed = False
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
         return True
-
-    def writable(self) -> bool:
-        return False
 
     def read(self, num_bytes: int = -1) -> bytes:
         with network_errors():
@@ -197,18 +193,7 @@ class _RemoteFile:
             self._file.seek(position, whence)
             return int(self._file.tell())
 
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def flush(self) -> None:
-        pass
-
     def close(self) -> None:
-        self.closed = True
-        self._file.close()
-
-    def __enter__(self) -> "_RemoteFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        if not self.closed:
+            self._file.close()
+        super().close()

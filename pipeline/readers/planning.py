@@ -1,5 +1,6 @@
 """The files of a corpus and the parts they are cut into, from names, sizes, file heads and directories alone."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from typing import BinaryIO
 
 import pyarrow.parquet as pq
 
+from common.paths import expand
 from common.stores.address import is_remote
 from pipeline.readers.archives import is_tar
 from pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
@@ -16,12 +18,12 @@ from pipeline.readers.encodings import encoding_of
 from pipeline.readers.fields import FIELD_FORMATS, fields_problem
 from pipeline.readers.files import Rules, format_of, rules_of
 from pipeline.readers.hub import hub_inputs
-from pipeline.readers.inputs import corpus_files
 from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix
-from pipeline.readers.places import open_input, stream_of
-from pipeline.readers.skipped import UNREADABLE, Skipped, advice_on
+from pipeline.readers.places import find_inputs, open_input, stream_of
+from pipeline.readers.skipped import UNREADABLE, Skipped, advice_on, describe_skipped
 from pipeline.readers.streams import (
     BLOCK_BYTES,
+    COMPRESSED_SUFFIXES,
     READ_ERRORS,
     Allowance,
     ByteStream,
@@ -43,23 +45,17 @@ _SHOWN_PROBLEMS = 20
 def file_parts(
     corpus: FilesCorpus | HubCorpus, part_bytes: int, skipped: Skipped | None = None, rules: Rules | None = None
 ) -> tuple[list[Part], list[str]]:
-    """Cuts the corpus into parts of about `part_bytes`, in an order that depends only on names.
+    """Cuts the corpus into parts of about `part_bytes` bytes of text, in an order that depends only on names.
 
-    Args:
-        corpus: settings.
-        part_bytes: bytes of text in a part.
-        skipped: counts the files that a search met and did not take.
-        rules: rules for reading; by default those of texts.
-
-    Returns:
-        The parts, and the problems of the inputs, one line each.
+    Counts the files that a search met and did not take in `skipped`. Also returns the problems of the inputs, one line
+    each.
     """
     skipped = Skipped() if skipped is None else skipped
     rules = rules or rules_of(corpus)
     if isinstance(corpus, HubCorpus):
         found, problems = hub_inputs(corpus)
     else:
-        found, problems = corpus_files(corpus, skipped)
+        found, problems = _corpus_files(corpus, skipped)
     unique = {file.path: file for file in reversed(found)}
     sources = Counter(file.source for file in unique.values())
     files = [
@@ -85,6 +81,50 @@ def file_parts(
             f"corpus.paths: no file found is named like {' '.join(SUFFIXES)} or is an archive of such files"
         )
     return parts, list(dict.fromkeys(problems))
+
+
+def _corpus_files(corpus: FilesCorpus, skipped: Skipped) -> tuple[list[Input], list[str]]:
+    """The files of all entries of `paths`, and their problems, one line each."""
+    found: list[Input] = []
+    problems: list[str] = []
+    for given in corpus.paths:
+        try:
+            matches = list(find_inputs(given, skipped))
+        except OSError as error:
+            problems.append(f"corpus.paths: {given!r} cannot be listed: {error}")
+            continue
+        if not matches:
+            where = given if is_remote(given) else expand(given).absolute()
+            problems.append(f"corpus.paths: {given!r} matches no file; looked at {where}")
+        usable: list[Input] = []
+        for file in matches:
+            if not file.searched or corpus.format != "auto" or _is_candidate(file):
+                usable.append(file)
+            else:
+                skipped.add_file(file.source)
+        unnamed = [file for file in usable if not _is_unicode(file.source)]
+        problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
+        if matches and not usable:
+            problems.append(
+                f"corpus.paths: {given!r} holds no file named like {' '.join(SUFFIXES)} and no archive of such files"
+                + "".join(f"; {line}" for line in describe_skipped(skipped.kinds()))
+            )
+        found += usable
+    return found, problems
+
+
+def _is_unicode(name: str) -> bool:
+    """Returns True if a name is valid Unicode; file systems allow any bytes."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def _is_candidate(file: Input) -> bool:
+    """Returns True if a file found in a folder may be readable, by its name or because it is compressed."""
+    suffix = bare_suffix(file.source)
+    if file.lost and (not suffix or os.path.isdir(file.path)):  # noqa: PTH112
+        return True
+    compressed = any(file.source.lower().endswith(ending) for ending in COMPRESSED_SUFFIXES)
+    return suffix in SUFFIXES or suffix == TAR_SUFFIX or compressed
 
 
 def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterable[Cut]:

@@ -18,26 +18,9 @@ from typing import Literal
 from common.config import Strict
 from pipeline.readers.corpus import Document, Part, ReadFailure, Record
 
-_SKIPPED_FOLDERS = frozenset(
-    [
-        "__pycache__",
-        "test",
-        "tests",
-        "testing",
-        "site-packages",
-        "dist-packages",
-        "idlelib",
-        "lib2to3",
-        "_vendor",
-        "_vendored",
-        "vendor",
-        "vendored",
-        "third_party",
-        "thirdparty",
-        "extern",
-        "externals",
-        "node_modules",
-    ]
+_SKIPPED_FOLDERS = re.compile(
+    "__pycache__|test_.*|tests?|testing|(site|dist)-packages|idlelib|lib2to3|_?vendor(ed)?|third_?party|extern(als)?"
+    "|node_modules"
 )
 _TRIPLE_QUOTED = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''", re.DOTALL)
 MIN_DOCUMENTATION_BYTES = 512
@@ -67,9 +50,7 @@ def python_parts() -> list[Part]:
 def _modules(root: Path) -> Iterator[Path]:
     """Python files under a folder, without tests and vendored code."""
     for folder, children, names in os.walk(root):
-        children[:] = sorted(
-            child for child in children if child not in _SKIPPED_FOLDERS and not child.startswith("test_")
-        )
+        children[:] = sorted(child for child in children if not _SKIPPED_FOLDERS.fullmatch(child))
         for name in names:
             is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
             if name.endswith(".py") and not is_test:
@@ -82,39 +63,28 @@ def _part(root: Path, prefix: str, path: Path) -> Part:
     return Part(format="python", path=str(path), source=source, start=0, stop=size, num_bytes=size, weight=size)
 
 
-def read_module(part: Part) -> Iterator[Record]:
-    """The documentation of one module; nothing if the module has almost none."""
+def read_python(part: Part) -> Iterator[Record]:
+    """The documentation of one module, nothing if it has almost none; or the topics of `help()` in order."""
     try:
         code = Path(part.path).read_bytes()
     except OSError as error:
         yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=str(error))
         return
-    if sum(match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code)) < MIN_DOCUMENTATION_BYTES:
+    quoted = (match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code))
+    if part.format == "python" and sum(quoted) < MIN_DOCUMENTATION_BYTES:
         return
     tree = _parse(code)
     if isinstance(tree, str):
         yield ReadFailure(reason="invalid_python", source=part.source, offset=0, message=tree)
-        return
-    pieces = [_docstring(tree), *_described(tree, "")]
-    text = "\n\n".join(piece for piece in pieces if piece)
-    if text:
-        yield Document(text, part.source, 0)
-
-
-def read_topics(part: Part) -> Iterator[Record]:
-    """The topics of `help()`: the string values of the dictionary in the file, in order."""
-    try:
-        tree = _parse(Path(part.path).read_bytes())
-    except OSError as error:
-        yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=str(error))
-        return
-    if isinstance(tree, str):
-        yield ReadFailure(reason="invalid_python", source=part.source, offset=0, message=tree)
-        return
-    tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
-    texts = [value.value for table in tables for value in table.values if isinstance(value, ast.Constant)]
-    for ordinal, text in enumerate(texts):
-        yield Document(str(text), part.source, ordinal)
+    elif part.format == "python":
+        pieces = [_docstring(tree), *_described(tree, "")]
+        if text := "\n\n".join(piece for piece in pieces if piece):
+            yield Document(text, part.source, 0)
+    else:
+        tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
+        texts = [value.value for table in tables for value in table.values if isinstance(value, ast.Constant)]
+        for ordinal, topic in enumerate(texts):
+            yield Document(str(topic), part.source, ordinal)
 
 
 def _parse(code: bytes) -> ast.Module | str:

@@ -93,10 +93,7 @@ def _sample(file: BinaryIO, num_bytes: int) -> str:
 def _digest_part(part: Part) -> str:
     """Digest of the stretch of a file that a part reads; of the whole file if the stretch is not a byte range."""
     with open(part.path, "rb") as file:  # noqa: PTH123
-        if part.format in (
-            "jsonl",
-            "text",
-        ):  # the byte before decides if a line starts; the last may pass stop
+        if part.format in ("jsonl", "text"):  # the byte before decides if a line starts; the last may pass stop
             return _digest_stretch(file, max(0, part.start - 1), part.stop, to_newline=True)
         if part.format == "tar" and compression_of(file.read(BLOCK_BYTES)) is None:
             return _digest_stretch(file, part.start, part.stop, to_newline=False)

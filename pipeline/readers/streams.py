@@ -128,11 +128,7 @@ def compression_of(head: bytes) -> str | None:
 
 
 class Allowance:
-    """Limit of the uncompressed bytes of one file, over all layers of compression.
-
-    Args:
-        file: the file; its position is the number of bytes read.
-    """
+    """Limit of the uncompressed bytes of one file, over all layers of compression."""
 
     def __init__(self, file: ByteStream) -> None:
         self._file = file
@@ -164,7 +160,7 @@ def decompressed(
         chunk_bytes: uncompressed bytes at a time.
     """
     if compression == "zst":
-        below, most = pa.CompressedInputStream(pa.PythonFile(as_file(source), mode="r"), "zstd").read, _ZSTD_BYTES
+        below, most = pa.CompressedInputStream(pa.PythonFile(ForwardFile(source), mode="r"), "zstd").read, _ZSTD_BYTES
     else:
         below, most = _Members(source, compression).read, chunk_bytes
 
@@ -228,8 +224,8 @@ class _Members:
         return data
 
 
-class _File(io.RawIOBase):
-    """A stream as a file object that can be read forward."""
+class ForwardFile(io.RawIOBase):
+    """A stream as a Python file that is read forward, for libraries that need one."""
 
     def __init__(self, source: ByteStream) -> None:
         self._source = source
@@ -241,8 +237,3 @@ class _File(io.RawIOBase):
     def read(self, num_bytes: int = -1) -> bytes:
         """At most `num_bytes` bytes; none at the end."""
         return self._source.read(num_bytes if num_bytes >= 0 else CHUNK_BYTES)
-
-
-def as_file(stream: ByteStream) -> io.RawIOBase:
-    """A stream as a Python file, for libraries that need one."""
-    return _File(stream)

@@ -22,14 +22,6 @@ MAX_LOST_ROWS = 1_000_000
 """Most failures for unreadable rows of one table, because a damaged number of rows can have any value."""
 
 
-def is_text(column: pa.DataType) -> bool:
-    """Returns True if a column can hold texts."""
-    kind = column.value_type if pa.types.is_dictionary(column) else column
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    views = (pa.types.is_string_view, pa.types.is_binary_view)
-    return any(test(kind) for test in (*tests, *views))
-
-
 class Rows:
     """Progress of a reader of rows, from which the consumed input is computed."""
 
@@ -173,6 +165,7 @@ def _as_bytes(column: pa.Array) -> pa.Array:
 
 
 _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+_TEXTS = (*_BYTES, *_BYTES.values())
 
 
 def column_problem(schema: pa.Schema, text_field: str) -> str | None:
@@ -180,4 +173,5 @@ def column_problem(schema: pa.Schema, text_field: str) -> str | None:
     if schema.names.count(text_field) != 1:
         return f"no column {text_field!r} (or more than one); found {schema.names}"[:200]
     kind = schema.field(text_field).type
-    return None if is_text(kind) else f"column {text_field!r} is of type {kind}, not text"
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return None if values in _TEXTS else f"column {text_field!r} is of type {kind}, not text"

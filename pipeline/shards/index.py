@@ -45,7 +45,7 @@ class ManifestIndex(msgspec.Struct, frozen=True):
     tokenizer: _Tokenizer
     config: _Settings
 
-    def problem(self, rows: pa.RecordBatch | pa.Table) -> tuple[int, str] | None:
+    def problem(self, rows: pa.RecordBatch) -> tuple[int, str] | None:
         """Like `content_problem`, with this manifest's geometry and vocabulary."""
         geometry = Geometry.model_validate(self.geometry)
         return content_problem(rows, geometry, self.config.short_documents, self.tokenizer.vocab_size, self.kind)

@@ -15,12 +15,13 @@
 Rows are in reading order; a document's row number is its ordinal in the unit.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,8 @@ from pipeline.readers.corpus import ID_BYTES
 
 LEDGERS = "ledger"
 """Folder of the ledgers in the output folder."""
+REJECTED = "rejected"
+"""Folder of the documents that were not kept in the output folder."""
 SCHEMA = pa.schema(
     [
         pa.field("id", pa.binary(ID_BYTES)),
@@ -73,26 +76,21 @@ class LedgerFile(Strict):
     sha256: str
 
 
-@dataclass
-class LedgerWriter:
+class LedgerWriter(ExitStack):
     """Writes the ledger of one unit; the file appears if the block ends without an error."""
 
-    folder: Path
-    unit: str
-    num_rows: int = 0
-    _entries: list[Entry] = field(default_factory=list)
-    _stack: ExitStack = field(default_factory=ExitStack)
-    _stream: Any = None
+    def __init__(self, folder: Path, unit: str) -> None:
+        super().__init__()
+        self.name = f"{LEDGERS}/{unit}.arrow"
+        self.num_rows = 0
+        self._path = folder / self.name
+        self._entries: list[Entry] = []
 
-    @property
-    def name(self) -> str:
-        """Path of the ledger in the output folder."""
-        return f"{LEDGERS}/{self.unit}.arrow"
-
-    def __enter__(self) -> "LedgerWriter":
-        aside = self._stack.enter_context(write_aside(self.folder / self.name))
+    def __enter__(self) -> Self:
+        aside = self.enter_context(write_aside(self._path))
         options = pa.ipc.IpcWriteOptions(compression="zstd")
-        self._stream = self._stack.enter_context(pa.ipc.new_file(str(aside), SCHEMA, options=options))
+        self._stream = self.enter_context(pa.ipc.new_file(str(aside), SCHEMA, options=options))
+        self.push(self._end)
         return self
 
     def add(self, entry: Entry) -> None:
@@ -108,18 +106,38 @@ class LedgerWriter:
         self._stream.write_batch(pa.record_batch(arrays, schema=SCHEMA))
         self._entries = []
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self._entries:
+    def _end(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._entries:
             self._flush()
-        self._stack.__exit__(kind, error, trace)
 
     def result(self) -> LedgerFile:
         """The finished ledger."""
-        path = self.folder / self.name
-        size = path.stat().st_size
-        return LedgerFile(name=self.name, num_rows=self.num_rows, num_bytes=size, sha256=hash_file(path))
+        size = self._path.stat().st_size
+        return LedgerFile(name=self.name, num_rows=self.num_rows, num_bytes=size, sha256=hash_file(self._path))
+
+
+@contextmanager
+def rejected_writer(folder: Path, unit: str, enabled: bool) -> Iterator[Callable[[Entry, str], None]]:
+    """Yields a function that writes a document that is not kept, as its ledger row and its text, for inspection.
+
+    The JSON lines go to `rejected/<unit>.jsonl.gz`; if disabled, the function does nothing.
+    """
+    if not enabled:
+        yield lambda _entry, _text: None
+        return
+    # No name and no time in the header, so that equal documents give equal bytes.
+    with (
+        write_aside(folder / REJECTED / f"{unit}.jsonl.gz") as aside,
+        aside.open("wb") as raw,
+        gzip.GzipFile("", "wb", 6, raw, mtime=0) as stream,
+    ):
+
+        def add(entry: Entry, text: str) -> None:
+            facts = {"id": entry.id.hex() if entry.id else None, "source": entry.source, "offset": entry.offset}
+            facts |= {"reason": entry.fate, "detail": entry.detail, "text": text}
+            stream.write(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+
+        yield add
 
 
 def ledger_batches(path: Path) -> Iterator[pa.RecordBatch]:

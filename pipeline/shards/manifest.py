@@ -1,7 +1,6 @@
 """The manifest of prepared shards: files, counts of documents, and configuration."""
 
 from collections import Counter
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -132,23 +131,20 @@ class Manifest(Strict):
 
 def sum_counts(counts: list[Counts]) -> Counts:
     """Sums counts over units."""
+    dropped, failed, labels = Counter[str](), Counter[str](), Counter[str]()
+    for count in counts:
+        dropped.update(count.dropped)
+        failed.update(count.failed)
+        labels.update(count.labels)
     return Counts(
         read=sum(count.read for count in counts),
         kept=sum(count.kept for count in counts),
-        dropped=_sums(count.dropped for count in counts),
-        failed=_sums(count.failed for count in counts),
+        dropped=dict(sorted(dropped.items())),
+        failed=dict(sorted(failed.items())),
         text_bytes=sum(count.text_bytes for count in counts),
         longest_tokens=max((count.longest_tokens for count in counts), default=0),
-        labels=_sums(count.labels for count in counts),
+        labels=dict(sorted(labels.items())),
     )
-
-
-def _sums(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Sums by reason, sorted by reason."""
-    totals = Counter[str]()
-    for count in counts:
-        totals.update(count)
-    return dict(sorted(totals.items()))
 
 
 def build_manifest(

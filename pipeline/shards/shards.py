@@ -83,21 +83,18 @@ class ShardSet:
                 pieces.append(batch.take(pa.array(positions)))
                 asked.append(mine[places])
         if not pieces:
-            return self._empty()
+            if not self._shards:
+                raise ShardError(f"{self.folder} holds no documents of this split")
+            return self._shard(0).schema.empty_table()
         # The rows were gathered by record batch; restore the requested order.
         order = np.argsort(np.concatenate(asked), kind="stable")
         gathered = pa.Table.from_batches(pieces).combine_chunks()
         table = gathered.take(pa.array(order)).combine_chunks()
-        if found := self._index.problem(table):
+        if found := self._index.problem(table.to_batches()[0]):
             at, problem = found
             path = self.folder / self._shards[which[at]].name
             raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
         return table
-
-    def _empty(self) -> pa.Table:
-        if not self._shards:
-            raise ShardError(f"{self.folder} holds no documents of this split")
-        return self._shard(0).schema.empty_table()
 
     def _shard(self, number: int) -> "_OpenShard":
         if number not in self._open:
@@ -186,8 +183,9 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
             except ShardError as error:
                 found = [str(error)]
             else:
-                read = full or (folder / shard.name).stat().st_mtime_ns > written
-                found = _content_problems(folder, shard, opened, index) if read else []
+                if full or (folder / shard.name).stat().st_mtime_ns > written:
+                    problem = opened.problem(index)
+                    found = _hash_problems(folder, shard) + ([problem] if problem else [])
         problems += found
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
@@ -206,12 +204,6 @@ def _size_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> l
         return []
     state = "truncated" if size < written.num_bytes else "changed"
     return [f"{path} is {state}: {size} bytes, the manifest says {written.num_bytes}; run `prepare` again to remake it"]
-
-
-def _content_problems(folder: Path, shard: Shard, opened: _OpenShard, index: ManifestIndex) -> list[str]:
-    """Problems of a shard's bytes and numbers."""
-    problem = opened.problem(index)
-    return [*_hash_problems(folder, shard), *([] if problem is None else [problem])]
 
 
 def _unsound(path: Path, row: int, problem: str) -> str:

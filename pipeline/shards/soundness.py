@@ -48,7 +48,7 @@ def _nulls(column: pa.Array) -> int:
 
 
 def content_problem(
-    batch: pa.RecordBatch | pa.Table,
+    batch: pa.RecordBatch,
     geometry: Geometry,
     short_documents: ShortDocuments,
     vocab_size: int,
@@ -57,7 +57,7 @@ def content_problem(
     """The first row with contradictory numbers, and its problem; None if all rows agree.
 
     Args:
-        batch: rows of a shard without a `memory_problem`; a table has one chunk.
+        batch: rows of a shard without a `memory_problem`.
         geometry: geometry of the manifest.
         short_documents: setting of the manifest.
         vocab_size: vocabulary size of the manifest's tokenizer; all ids are below it.
@@ -66,7 +66,7 @@ def content_problem(
     if not len(batch):
         return None
     tokens, lengths = _lists(batch, "tokens")
-    said = _array(batch, "num_tokens").to_numpy()
+    said = batch.column("num_tokens").to_numpy()
     if row := _first(said != lengths):
         return row[0], f"num_tokens = {said[row[0]]}, but it has {lengths[row[0]]} tokens"
     if kind == "documents":
@@ -82,7 +82,7 @@ def content_problem(
 
 
 def _windows_problem(
-    batch: pa.RecordBatch | pa.Table, geometry: Geometry, short_documents: ShortDocuments, said: NDArray[np.int64]
+    batch: pa.RecordBatch, geometry: Geometry, short_documents: ShortDocuments, said: NDArray[np.int64]
 ) -> tuple[int, str] | None:
     """The first document whose windows are not those of its length."""
     windows, counts = _lists(batch, "windows")
@@ -99,9 +99,7 @@ def _windows_problem(
     return None
 
 
-def _texts_problem(
-    batch: pa.RecordBatch | pa.Table, kind: ContentKind, said: NDArray[np.int64]
-) -> tuple[int, str] | None:
+def _texts_problem(batch: pa.RecordBatch, kind: ContentKind, said: NDArray[np.int64]) -> tuple[int, str] | None:
     """The first row whose texts or labels are not those of this kind."""
     (starts, counts), (labels, labelled) = _lists(batch, "starts"), _lists(batch, "labels")
     if row := _first(counts != labelled):
@@ -127,14 +125,9 @@ def _first(wrong: NDArray[np.bool_]) -> tuple[int] | None:
     return (int(wrong.argmax()),) if wrong.any() else None
 
 
-def _array(batch: pa.RecordBatch | pa.Table, name: str) -> pa.Array:
-    column = batch.column(name)
-    return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-
-
-def _lists(batch: pa.RecordBatch | pa.Table, name: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+def _lists(batch: pa.RecordBatch, name: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     """Values of a list column, and the length of each list."""
-    lists = _array(batch, name)
+    lists = batch.column(name)
     return lists.flatten().to_numpy(), np.diff(lists.offsets.to_numpy().astype(np.int64))
 
 

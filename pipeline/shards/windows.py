@@ -68,14 +68,7 @@ def document_windows(
 
 
 def window_starts(num_tokens: int, max_tokens: int) -> NDArray[np.int32]:
-    """Starts k * max_tokens of the whole windows in a document; a shorter tail holds no anchor.
-
-    Args:
-        num_tokens: length of the document.
-        max_tokens: length of a window.
-
-    Returns:
-        `(num_tokens // max_tokens,)`, ascending.
+    """Starts k * max_tokens of the whole windows in a document, `(num_tokens // max_tokens,)`; the tail has no anchor.
 
     Raises:
         ValueError: a negative length, or empty windows.

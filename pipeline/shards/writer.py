@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,32 +18,20 @@ from pipeline.shards.windows import document_windows
 _BLOCK_TOKENS = 2**25
 
 
-@dataclass
-class ShardWriter:
+class ShardWriter(ExitStack):
     """Writes the documents of one split of one unit; the file appears if the block ends without an error.
 
     No file is written if no document was added.
     """
 
-    folder: Path
-    unit: str
-    split: Split
-    schema: pa.Schema
-    block_documents: int
-    _rows: list[tuple[bytes, NDArray[np.uint32], str, int, Layout | None]] = field(default_factory=list)
-    _held_tokens: int = 0
-    _num_documents: int = 0
-    _num_tokens: int = 0
-    _stack: ExitStack = field(default_factory=ExitStack)
-    _stream: Any = None
-
-    @property
-    def name(self) -> str:
-        """File name of the shard."""
-        return f"{self.split}-{self.unit}.arrow"
-
-    def __enter__(self) -> "ShardWriter":
-        return self
+    def __init__(self, folder: Path, unit: str, split: Split, schema: pa.Schema, block_documents: int) -> None:
+        super().__init__()
+        self._path = folder / f"{split}-{unit}.arrow"
+        self._split: Split = split
+        self._schema, self._block_documents = schema, block_documents
+        self._rows: list[tuple[bytes, NDArray[np.uint32], str, int, Layout | None]] = []
+        self._held_tokens = self._num_documents = self._num_tokens = 0
+        self._stream: Any = None
 
     def add(
         self, identity: bytes, tokens: NDArray[np.uint32], source: str, offset: int, layout: Layout | None = None
@@ -57,7 +43,7 @@ class ShardWriter:
         Raises:
             ShardError: a token id is beyond the vocabulary.
         """
-        vocab_size = int(self.schema.metadata[b"vocab_size"])
+        vocab_size = int(self._schema.metadata[b"vocab_size"])
         if len(tokens) and int(tokens.max()) >= vocab_size:
             raise ShardError(
                 f"{source} at {offset}: token id {int(tokens.max())} is beyond the vocabulary of {vocab_size} tokens"
@@ -65,7 +51,7 @@ class ShardWriter:
         row = self._num_documents + len(self._rows)
         self._rows.append((identity, tokens, source, offset, layout))
         self._held_tokens += len(tokens)
-        if len(self._rows) >= self.block_documents or self._held_tokens >= _BLOCK_TOKENS:
+        if len(self._rows) >= self._block_documents or self._held_tokens >= _BLOCK_TOKENS:
             self._flush()
         return row
 
@@ -74,47 +60,44 @@ class ShardWriter:
         if not self._rows:
             return
         if self._stream is None:
-            aside = self._stack.enter_context(write_aside(self.folder / self.name))
-            self._stream = self._stack.enter_context(pa.ipc.new_file(str(aside), self.schema))
+            aside = self.enter_context(write_aside(self._path))
+            self._stream = self.enter_context(pa.ipc.new_file(str(aside), self._schema))
         ids, tokens, sources, offsets, layouts = zip(*self._rows, strict=True)
-        if "windows" in self.schema.names:
-            geometry, short_documents = geometry_of(self.schema)
+        if "windows" in self._schema.names:
+            geometry, short_documents = geometry_of(self._schema)
             inner = {"windows": [document_windows(len(row), geometry, short_documents) for row in tokens]}
         else:
             inner = {"starts": [one.starts for one in layouts], "labels": [one.labels for one in layouts]}
         columns = {
-            "id": pa.array(ids, self.schema.field("id").type),
-            "tokens": _lists(tokens, self.schema.field("tokens").type),
-            **{name: _lists(rows, self.schema.field(name).type) for name, rows in inner.items()},
+            "id": pa.array(ids, self._schema.field("id").type),
+            "tokens": _lists(tokens, self._schema.field("tokens").type),
+            **{name: _lists(rows, self._schema.field(name).type) for name, rows in inner.items()},
             "num_tokens": pa.array([len(row) for row in tokens], pa.int64()),
             "source": pa.array(sources, pa.string()),
             "offset": pa.array(offsets, pa.int64()),
         }
-        self._stream.write_batch(pa.record_batch(list(columns.values()), schema=self.schema))
+        self._stream.write_batch(pa.record_batch(list(columns.values()), schema=self._schema))
         self._num_documents += len(self._rows)
         self._num_tokens += self._held_tokens
         self._rows, self._held_tokens = [], 0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
+        if kind is None:
             self._flush()
-        self._stack.__exit__(kind, error, trace)
+        return super().__exit__(kind, *rest)
 
     def result(self) -> list[Shard]:
         """The finished shard; an empty list if no document was added."""
         if self._num_documents == 0:
             return []
-        path = self.folder / self.name
         return [
             Shard(
-                name=self.name,
-                split=self.split,
+                name=self._path.name,
+                split=self._split,
                 num_documents=self._num_documents,
                 num_tokens=self._num_tokens,
-                num_bytes=path.stat().st_size,
-                sha256=hash_file(path),
+                num_bytes=self._path.stat().st_size,
+                sha256=hash_file(self._path),
             )
         ]
 

@@ -1,9 +1,10 @@
 """Tokenization of texts with bounded memory, by the engine chosen for a tokenizer (engine.py)."""
 
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from pipeline.tokenizer.wordpiece import WordTable
 
 EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
 Ids = NDArray[np.uint32]
+Item = TypeVar("Item")
 
 _PIECE_CHARACTERS = 1_000_000
 _BATCH_CHARACTERS = 250_000
@@ -68,7 +70,8 @@ class BatchTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, `(num_tokens,)`; an empty text has none."""
         pieces: list[list[Ids]] = [[] for _ in texts]
-        for batch in _batches(self._pieces(texts)):
+        # Batches are small, because an encoding takes many times the memory of its text.
+        for batch in batches(self._pieces(texts), lambda piece: len(piece[1]), _BATCH_CHARACTERS):
             encoded = self._encode([piece for _, piece in batch])
             for (index, _), ids in zip(batch, encoded, strict=True):
                 pieces[index].append(ids)
@@ -109,15 +112,17 @@ def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:
     return [pre_tokenizer["type"], *(name for part in inner for name in _types(part))]
 
 
-def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Groups pieces by a bounded number of characters, because an encoding takes many times the memory of its text."""
-    batch: list[tuple[int, str]] = []
+def batches(
+    items: Iterable[Item], size: Callable[[Item], int], most: int, most_items: int = sys.maxsize
+) -> Iterator[list[Item]]:
+    """Groups items in order; a group ends when its sizes add up to `most`, or with `most_items` items."""
+    group: list[Item] = []
     held = 0
-    for piece in pieces:
-        batch.append(piece)
-        held += len(piece[1])
-        if held >= _BATCH_CHARACTERS:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
+    for item in items:
+        group.append(item)
+        held += size(item)
+        if held >= most or len(group) >= most_items:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from common import seeding
 from common.config import ConfigError, Strict
 from pipeline.tokenizer import bytelevel, wordpiece
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
+from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from pipeline.tokenizer.bytelevel import byte_letters, parse
 from pipeline.tokenizer.tokenization import EngineSetting
 
@@ -86,7 +86,7 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
 
 def disagreement(reference: BatchTokenizer, fast: BatchTokenizer, texts: Iterable[str]) -> str | None:
     """Describes the first text whose ids differ; None if all ids are equal."""
-    for batch in _batches(texts):
+    for batch in batches(texts, len, _CHARACTERS_AT_ONCE):
         for text, expected, found in zip(batch, reference.encode(batch), fast.encode(batch), strict=True):
             if not np.array_equal(expected, found):
                 shared = min(len(expected), len(found))
@@ -148,15 +148,3 @@ def _characters() -> list[str]:
     uniform = set(chain.from_iterable(range(first, end) for first, end in _SAMPLED))
     whole = [code for code in range(0x20000) if code not in uniform and code not in _SURROGATES]
     return [chr(code) for code in whole + sampled]
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Groups texts by a bounded number of characters."""
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if sum(map(len, batch)) >= _CHARACTERS_AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -152,9 +152,6 @@ def fingerprint(tokenizer: Any) -> str:
 
     Covers vocabulary, merges, normaliser, pre-tokenizer, added tokens and special ids, but not truncation and padding,
     which are state.
-
-    Args:
-        tokenizer: a fast Hugging Face tokenizer.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]

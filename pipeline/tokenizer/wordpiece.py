@@ -29,11 +29,7 @@ _CANDIDATES += range(0xFF01, 0xFF66)
 
 
 def obstacle(parsed: dict[str, Any]) -> str | None:
-    """The reason why a table of pieces cannot replace this tokenizer; None if it can.
-
-    Args:
-        parsed: the tokenizer's settings as JSON values (`pipeline.tokenizer.bytelevel.parse`).
-    """
+    """The reason why a table of pieces cannot replace a tokenizer with these settings (`parse`); None if it can."""
     kinds = [(parsed[step] or {}).get("type") for step in ("normalizer", "pre_tokenizer", "model")]
     if kinds[1:] != ["BertPreTokenizer", "WordPiece"] or kinds[0] not in (None, "BertNormalizer"):
         return f"it is {kinds[2]} after {kinds[0]} and {kinds[1]}, not WordPiece as in BERT"

@@ -3,17 +3,10 @@
 from pathlib import Path
 
 import pytest
+from corpora import sentence
 
 from pipeline.config import PipelineConfig
 from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
-
-TEXT = "the span of a document is encoded and the mean of its tokens is pulled to an anchor nearby"
-
-
-def sentence(number: int, num_words: int) -> str:
-    """Text that differs from that of any other number."""
-    words = TEXT.split()
-    return " ".join(f"{words[(number * 7 + i * i) % len(words)]}{number if i == 0 else ''}" for i in range(num_words))
 
 
 @pytest.fixture(scope="session")

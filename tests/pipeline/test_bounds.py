@@ -1,46 +1,17 @@
 """Sizes that headers claim and bombs that files are: counted failures, in bounded memory and time."""
 
 import gzip
-import json
-import subprocess
-import sys
 import tarfile
 import zlib
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import COMPRESSORS, files, outcomes, read_all, tar
+from corpora import COMPRESSORS, files, measured, outcomes, read_all, tar
 
 from pipeline.readers.planning import file_parts
 
-ROOT = Path(__file__).resolve().parents[2]
 MAX_RSS_MIB = 450
-MEASURE = """
-import json, sys
-from collections import Counter
-from pathlib import Path
-from pipeline.readers.corpus import Document, FilesCorpus
-from pipeline.job.units import plan_units, read_unit
-corpus = FilesCorpus(kind="files", paths=sys.argv[1:])
-units, problems = plan_units(corpus, 1e6)
-records = (r for unit in units for r in read_unit(unit, corpus))
-found = Counter("document" if isinstance(r, Document) else r.reason for r in records)
-peak_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-print(json.dumps([problems, found, peak_kib // 1024]))
-"""
-
-
-def measured(path):
-    """Records by outcome of a process that reads the path, and its peak MiB."""
-    ran = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    problems, found, peak_mib = json.loads(ran.stdout)
-    assert not problems
-    return found, peak_mib
 
 
 def with_size(field=None, pax=None):
@@ -98,7 +69,7 @@ def test_nested_bombs_break_off(tmp_path):
     inner = b"".join([*(packer.compress(spaces) for _ in range(64)), packer.flush()])
     bomb = gzip.compress(gzip.compress(inner * 1000, 6), 6)
     (tmp_path / "x.tar").write_bytes(tar([("bomb.txt.gz", bomb), ("b.txt", b"next")]))
-    found, peak_mib = measured(tmp_path)
+    found, _, peak_mib = measured(tmp_path)
     assert found.pop("unreadable") == 1
     assert 0 < found.pop("document") < 200
     assert not found
@@ -123,6 +94,6 @@ def test_large_texts_before_small_ones_are_read_in_bounded_memory(tmp_path, kind
     """The texts of the dictionary would together be more than an Arrow array of strings can hold."""
     write_large_before_small(tmp_path / "a.parquet", kind, num_large)
     assert (tmp_path / "a.parquet").stat().st_size < 200_000
-    found, peak_mib = measured(tmp_path)
+    found, _, peak_mib = measured(tmp_path)
     assert found == {"document": num_large + 20_000}
     assert peak_mib < MAX_RSS_MIB

@@ -5,9 +5,8 @@ import io
 import json
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from corpora import COMPRESSORS, files, outcomes, read_all, tar
+from corpora import COMPRESSORS, files, outcomes, read_all, tar, write_table
 
 from pipeline.readers.corpus import Document
 
@@ -51,11 +50,8 @@ def test_a_byte_order_mark_tells_the_encoding(tmp_path, suffix, encoding, packed
 def test_without_a_mark_wide_text_is_no_training_data(tmp_path, suffix, encoding):
     path = tmp_path / f"a.{suffix}"
     raw = pa.array([text.encode(encoding) for text in TEXTS])
-    if suffix == "parquet":
-        pq.write_table(pa.table({"text": raw}), path)
-    elif suffix == "binary.arrow":
-        with pa.ipc.new_file(path, pa.schema([("text", pa.binary())])) as writer:
-            writer.write_table(pa.table({"text": raw}))
+    if suffix in ("parquet", "binary.arrow"):
+        write_table(path, pa.table({"text": raw}))
     else:
         path.write_bytes(contents(suffix).encode(encoding))
     records = read_all(files(path))

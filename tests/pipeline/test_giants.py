@@ -2,14 +2,11 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from corpora import files, read_all, tar
+from corpora import files, measured, read_all, tar, write_table
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +14,6 @@ from pipeline.readers.corpus import Document
 from pipeline.readers.lines import read_jsonl
 from pipeline.readers.streams import ByteStream
 
-ROOT = Path(__file__).resolve().parents[2]
 GIANT_MIB = 150
 MAX_RSS_MIB = 1024
 WORDS = 'a giant document, \u4e2d\u6587 and \U0001f600 "quoted" \\ with\ttabs\n'
@@ -41,11 +37,8 @@ def test_a_long_document_is_cut_into_documents_that_make_it_up(tmp_path, suffix)
             path.write_bytes(gzip.compress(line))
         case "csv":
             path.write_bytes(f'text\nshort\n"{text}"\nafter\n'.encode())
-        case "parquet":
-            pq.write_table(table, path)
-        case "arrow":
-            with pa.ipc.new_file(path, table.schema) as writer:
-                writer.write_table(table)
+        case "parquet" | "arrow":
+            write_table(path, table)
         case "tar":
             path.write_bytes(tar([("a.txt", b"short"), ("b.txt", text.encode()), ("c.txt", b"after")]))
     first, *pieces, last = read_all(files(path, max_document_mib=0.005))
@@ -108,42 +101,14 @@ def write_giant(path: Path, kind: str, mib: int) -> None:
         stream.write(b'"}\n' if kind == "jsonl" else bytes(1024 + -count * len(piece) % 512) if kind == "tar" else b"")
 
 
-MEASURE = """
-import resource, sys
-from pathlib import Path
-from pipeline.readers.corpus import Document, FilesCorpus
-from pipeline.job.units import plan_units, read_unit
-path, fixed = sys.argv[1:]
-corpus = FilesCorpus(kind="files", paths=[path], format=fixed)
-units, problems = plan_units(corpus, 1e6)
-records = [(isinstance(r, Document), len(r.text.encode())) for unit in units for r in read_unit(unit, corpus)]
-assert not problems and all(good for good, _ in records)
-status = Path("/proc/self/status")
-if status.exists():  # Linux: ru_maxrss remembers the process that started this one, too
-    peak_kib = int(status.read_text().partition("VmHWM:")[2].split()[0])
-else:
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-print(len(records), sum(size for _, size in records), peak_kib // 1024)
-"""
-
-
-def measure_giant(path: Path, kind: str) -> tuple[int, int, int]:
-    """Documents, bytes of text, and peak MiB of a process that reads it."""
-    fixed = kind if kind.startswith("text") else "auto"
-    command = [sys.executable, "-c", MEASURE, str(path), fixed]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    documents, size, peak_mib = map(int, ran.stdout.split())
-    return documents, size, peak_mib
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "text_file", "jsonl", "tar"])
 def test_a_giant_document_is_read_in_bounded_memory(tmp_path, kind):
     path = tmp_path / ("a.tar" if kind == "tar" else "a.jsonl" if kind == "jsonl" else "a.txt")
     write_giant(path, kind, GIANT_MIB)
-    documents, size, peak_mib = measure_giant(path, kind)
-    assert documents >= size / 2**20 / 16
+    found, size, peak_mib = measured(path, kind if kind.startswith("text") else "auto")
+    assert list(found) == ["document"]
+    assert found["document"] >= size / 2**20 / 16
     assert size > GIANT_MIB * 2**20 * 0.7
     # A line of JSON is held once, as bytes; of everything else no more than a piece is held.
     assert peak_mib < (450 + GIANT_MIB if kind == "jsonl" else 450)

@@ -3,8 +3,7 @@ import json
 
 import pytest
 
-from pipeline.shards.ledger import Entry, LedgerWriter, find_entries, ledger_entries
-from pipeline.shards.rejected import RejectedWriter
+from pipeline.shards.ledger import Entry, LedgerWriter, find_entries, ledger_entries, rejected_writer
 
 
 def entry(number: int, **changes) -> Entry:
@@ -77,8 +76,8 @@ def test_a_ledger_whose_writer_fails_is_absent(tmp_path):
 
 def test_rejected_documents_are_written_with_their_reason_and_equal_ones_give_equal_bytes(tmp_path):
     for name in ("a", "b"):
-        with RejectedWriter(tmp_path / name, "00000", enabled=True) as rejected:
-            rejected.add(entry(1, fate="too_short", row=None), "grüße")
+        with rejected_writer(tmp_path / name, "00000", enabled=True) as rejected:
+            rejected(entry(1, fate="too_short", row=None), "grüße")
     paths = [tmp_path / name / "rejected" / "00000.jsonl.gz" for name in ("a", "b")]
     assert paths[0].read_bytes() == paths[1].read_bytes()
     (line,) = gzip.decompress(paths[0].read_bytes()).splitlines()
@@ -93,6 +92,6 @@ def test_rejected_documents_are_written_with_their_reason_and_equal_ones_give_eq
 
 
 def test_rejected_documents_are_not_written_when_nobody_asks(tmp_path):
-    with RejectedWriter(tmp_path, "00000", enabled=False) as rejected:
-        rejected.add(entry(1), "text")
+    with rejected_writer(tmp_path, "00000", enabled=False) as rejected:
+        rejected(entry(1), "text")
     assert not (tmp_path / "rejected").exists()

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from pipeline.readers.corpus import Part, ReadFailure
-from pipeline.readers.pydocs import python_parts, read_module, read_topics
+from pipeline.readers.pydocs import python_parts, read_python
 
 LONG = "It does what it says. " * 30
 
@@ -20,7 +20,7 @@ def test_a_module_is_its_docstring_and_its_public_definitions(tmp_path):
         'def _hidden():\n    """Hidden."""\n'
         'class Thing:\n    """A thing."""\n    def act(self, x):\n        """Acts."""\n    def silent(self): ...\n'
     )
-    (document,) = read_module(part_of(path))
+    (document,) = read_python(part_of(path))
     assert document.text.startswith("About the module.")
     assert document.text.endswith("shown(a, b)\nShown.\n\nIndented.\n\nThing\nA thing.\n\nThing.act(x)\nActs.")
 
@@ -29,8 +29,8 @@ def test_what_documents_nothing_is_no_document_and_what_is_not_python_is_a_failu
     short, broken = tmp_path / "short.py", tmp_path / "broken.py"
     short.write_text('"""Short."""')
     broken.write_text(f'"""{LONG}"""\ndef (')
-    assert list(read_module(part_of(short))) == []
-    (failure,) = read_module(part_of(broken))
+    assert list(read_python(part_of(short))) == []
+    (failure,) = read_python(part_of(broken))
     assert isinstance(failure, ReadFailure)
     assert failure.reason == "invalid_python"
 
@@ -43,6 +43,6 @@ def test_the_machine_has_a_corpus_in_an_order_of_its_own():
     assert "stdlib/asyncio/base_events.py" in sources
     assert not any("/tests/" in source or "/test_" in source for source in sources)
     (topics,) = [part for part in parts if part.format == "topics"]
-    texts = [record.text for record in read_topics(topics)]
+    texts = [record.text for record in read_python(topics)]
     assert len(texts) > 70
     assert any("assert" in text for text in texts)

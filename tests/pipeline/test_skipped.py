@@ -5,9 +5,8 @@ import os
 import socket
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from corpora import files, outcomes, read_all, tar
+from corpora import files, outcomes, read_all, tar, write_table
 from nobody import shared_folder, without_rights
 
 from pipeline.job.units import hash_unit, plan_units, read_unit
@@ -154,13 +153,10 @@ def test_a_folder_of_nothing_else_says_what_is_in_it(folder):
 def test_a_table_with_another_column_is_a_failure_for_each_row_beside_other_files(folder, suffix):
     table = pa.table({"body": ["a", "b", "c"]})
     path = folder / f"b.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(table, path, row_group_size=2)
-    elif suffix == "csv":
+    if suffix == "csv":
         path.write_text("body\na\nb\nc\n")
     else:
-        with (pa.ipc.new_stream if "stream" in suffix else pa.ipc.new_file)(path, table.schema) as writer:
-            writer.write_table(table, max_chunksize=2)
+        write_table(path, table, 2)
     records, skipped, problems = search(folder)
     assert not problems
     assert not skipped
@@ -186,11 +182,8 @@ def test_a_file_that_changes_after_it_was_found_loses_nothing_without_a_failure(
     lines = b"".join(b'{"text": "%s"}\n' % text.encode() for text in texts)
     table = pa.table({"text": texts})
     match suffix:
-        case "parquet":
-            pq.write_table(table, path, row_group_size=20)
-        case "arrow":
-            with pa.ipc.new_file(path, table.schema) as writer:
-                writer.write_table(table, max_chunksize=20)
+        case "parquet" | "arrow":
+            write_table(path, table, 20)
         case "tar":
             path.write_bytes(tar([(f"{text}.txt", text.encode()) for text in texts]))
         case "txt":

@@ -6,7 +6,7 @@ import io
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import files, outcomes, read_all
+from corpora import files, outcomes, read_all, write_table
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,12 +63,7 @@ def test_columns_of_every_type_of_text(tmp_path, kind, suffix):
     column = pa.array(texts).dictionary_encode() if kind == "dictionary" else pa.array(texts, pa.string()).cast(kind)
     table = pa.table({"n": range(5), "text": column})
     path = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(table, path, row_group_size=2)
-    else:
-        make = pa.ipc.new_file if suffix == "file.arrow" else pa.ipc.new_stream
-        with make(path, table.schema) as writer:
-            writer.write_table(table, max_chunksize=2)
+    write_table(path, table, 2)
     expected = [(path.name, text if text is not None else "no_text_field") for text in texts]
     for unit_mib in (64.0, 1e-6):
         assert outcomes(read_all(files(path), unit_mib)) == expected
@@ -80,12 +75,7 @@ def test_text_that_is_no_utf8_spoils_its_row_alone(tmp_path, suffix):
     raw = pa.array([b"a", b"\xff", b"c"])
     column = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
     path = tmp_path / f"a.{suffix}"
-    table = pa.table({"text": column})
-    if suffix == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.ipc.new_file(path, table.schema) as writer:
-            writer.write_table(table)
+    write_table(path, pa.table({"text": column}))
     assert [outcome for _, outcome in outcomes(read_all(files(path)))] == ["a", "invalid_utf8", "c"]
 
 
@@ -109,10 +99,6 @@ def test_a_damaged_row_group_is_lost_alone(tmp_path):
 def test_a_column_whose_name_is_damaged_is_a_failure(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     table = pa.table({"textual": ["a"], "text": ["b"]})
-    if suffix == "parquet":
-        pq.write_table(table, path, store_schema=False)
-    else:
-        with pa.ipc.new_file(path, table.schema) as writer:
-            writer.write_table(table)
+    write_table(path, table, store_schema=False)
     path.write_bytes(path.read_bytes().replace(b"textual", b"t\xff\xfetual"[:7]))
     assert [record.reason for record in read_all(files(path))] == ["unreadable"]

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import sentence
 from transformers import AutoTokenizer
 
 from common.config import ConfigError
@@ -10,14 +11,6 @@ from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from pipeline.tokenizer.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
-
-
-TEXT = "the span of a document is encoded and the mean of its tokens is pulled to an anchor nearby"
-
-
-def sentence(number, num_words):
-    words = TEXT.split()
-    return " ".join(f"{words[(number * 7 + i * i) % len(words)]}{number if i == 0 else ''}" for i in range(num_words))
 
 
 def encoder_of(tokenizer, folder):

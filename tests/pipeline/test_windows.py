@@ -36,14 +36,6 @@ def test_a_kept_document_has_room_for_its_anchors(num_anchors, max_tokens, num_t
     assert kept == (len(window_starts(num_tokens, max_tokens)) >= 2 * num_anchors)
 
 
-def test_the_limit_itself_is_long_enough():
-    geometry = Geometry()
-    assert geometry.min_document_tokens == 2048
-    assert drop_reason(2048, geometry) is None
-    assert drop_reason(2047, geometry) == "too_short"
-    assert drop_reason(0, geometry) == "empty"
-
-
 MODES = ["drop", "fewer_anchors", "shrink_spans"]
 geometries = st.builds(
     lambda num_anchors, max_tokens, less: Geometry(

@@ -3,11 +3,15 @@
 import bz2
 import gzip
 import io
+import json
 import lzma
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.job.units import plan_units, read_unit
 from pipeline.readers.corpus import Document, FilesCorpus
@@ -77,3 +81,56 @@ def read_all(corpus, unit_mib=64.0):
 def outcomes(records):
     """(source, text or reason) of each record."""
     return [(r.source, r.text if isinstance(r, Document) else r.reason) for r in records]
+
+
+TEXT = "the span of a document is encoded and the mean of its tokens is pulled to an anchor nearby"
+
+
+def sentence(number: int, num_words: int) -> str:
+    """Text that differs from that of any other number."""
+    words = TEXT.split()
+    return " ".join(f"{words[(number * 7 + i * i) % len(words)]}{number if i == 0 else ''}" for i in range(num_words))
+
+
+def write_table(path: Path, table, rows=None, **options):
+    """Writes Parquet, an Arrow stream (`.stream.arrow`) or an Arrow file by the suffix, in groups of `rows` rows."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=rows, **options)
+        return
+    with (pa.ipc.new_stream if ".stream" in path.name else pa.ipc.new_file)(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+MEASURE = """
+import json, resource, sys
+from collections import Counter
+from pathlib import Path
+from pipeline.readers.corpus import Document, FilesCorpus
+from pipeline.job.units import plan_units, read_unit
+path, fixed = sys.argv[1:]
+corpus = FilesCorpus(kind="files", paths=[path], format=fixed)
+units, problems = plan_units(corpus, 1e6)
+found, size = Counter(), 0
+for unit in units:
+    for record in read_unit(unit, corpus):
+        good = isinstance(record, Document)
+        found["document" if good else record.reason] += 1
+        size += len(record.text.encode()) if good else 0
+status = Path("/proc/self/status")
+if status.exists():  # Linux: ru_maxrss remembers the process that started this one, too
+    peak_kib = int(status.read_text().partition("VmHWM:")[2].split()[0])
+else:
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+print(json.dumps([problems, found, size, peak_kib // 1024]))
+"""
+
+
+def measured(path: Path, format="auto") -> tuple[dict[str, int], int, int]:
+    """Records by outcome, bytes of text and peak MiB of a process that reads the path."""
+    command = [sys.executable, "-c", MEASURE, str(path), format]
+    root = Path(__file__).resolve().parents[2]
+    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    problems, found, size, peak_mib = json.loads(ran.stdout)
+    assert not problems
+    return found, size, peak_mib
