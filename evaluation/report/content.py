@@ -13,6 +13,7 @@ from evaluation.report.folders import group_sources
 from evaluation.report.markup import share
 from evaluation.report.survey import NUM_BINS, Survey, survey
 from evaluation.report.tally import Tallies, Tally
+from evaluation.report.texts import TextSurvey, survey_texts, text_bars
 from pipeline.job.estimate import Estimate, load_estimate
 from pipeline.job.progress import seconds_spent
 from pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
@@ -38,6 +39,8 @@ class Content:
     """Duration of the preparation, summed over all its runs."""
     fates: dict[str, Tally]
     """Documents by fate."""
+    texts: TextSurvey | None
+    """Figures of short texts; None for documents."""
 
     @property
     def kept_tally(self) -> Tally:
@@ -104,6 +107,7 @@ def gather(folder: Path) -> Content:
         estimate=load_estimate(folder),
         seconds=seconds_spent(folder),
         fates={str(fate): tally for fate, tally in found.fates.all().items()},
+        texts=survey_texts(folder, manifest),
     )
 
 
@@ -148,6 +152,8 @@ def bar_charts(content: Content) -> list[Bars]:
         charts.append(Bars(name, title, bars))
     sizes = [Bar(f"{size} documents", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()]
     charts.append(Bars("clusters", "Clusters of duplicates by size", sizes))
+    if content.texts is not None:
+        charts += text_bars(content.texts, content.manifest.labels)
     return [chart for chart in charts if chart.bars]
 
 

@@ -17,12 +17,13 @@ from evaluation.report.sections import (
     reasons,
     sources,
 )
+from evaluation.report.text_section import texts
 
 
 def page(content: Content) -> str:
     """Renders the document. The same content gives the same text."""
     parts = {
-        "lengths": ("Lengths", lengths(content)),
+        "lengths": ("Lengths", lengths(content) if content.texts is None else texts(content)),
         "reasons": ("What is not kept", reasons(content)),
         "duplicates": ("Duplicates", duplicates(content)),
         "contamination": ("Evaluation sets", contamination(content)),

@@ -26,7 +26,8 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     """
     target = output or folder / REPORT
     content = gather(folder)
-    save_histogram(lengths_chart(content), target / "charts" / "lengths.png")
+    if content.texts is None:
+        save_histogram(lengths_chart(content), target / "charts" / "lengths.png")
     for chart in bar_charts(content):
         save_bars(chart, target / "charts" / f"{chart.name}.png")
     path = target / "report.html"
