@@ -63,7 +63,7 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
     manifest = load_manifest(path)
     totals = manifest.totals
     yield f"Shards, schema version {manifest.schema_version}: {len(manifest.shards)} files in {path}"
-    yield f"  {totals['read']:,} documents read = {totals['kept']:,} kept + {totals['dropped']:,} dropped + " + (
+    yield f"  {totals['read']:,} {manifest.noun} read = {totals['kept']:,} kept + {totals['dropped']:,} dropped + " + (
         f"{totals['failed']:,} failed"
     )
     for kind, reasons in (("dropped", manifest.dropped), ("failed", manifest.failed)):
@@ -72,7 +72,8 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
     for failure in manifest.failures[:5]:
         yield f"    {failure}"
     yield f"  {totals['kept_train']:,} for training, {totals['kept_held_out']:,} held out"
-    yield f"  {totals['num_tokens']:,} tokens kept, {totals['longest_tokens']:,} in the longest document"
+    longest = f"{totals['longest_tokens']:,} in the longest {manifest.noun.removesuffix('s')}"
+    yield f"  {totals['num_tokens']:,} tokens kept, {longest}"
     geometry, tokenizer, kind = manifest.geometry, manifest.tokenizer, manifest.content.kind
     yield f"  {_room(geometry, manifest.short_documents) if kind == 'documents' else _texts(manifest)}"
     yield f"  tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"

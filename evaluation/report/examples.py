@@ -62,10 +62,8 @@ def _text(decoder: Tokenizer, row: dict[str, Any]) -> str:
         return decoder.decode(row["tokens"][:_TOKENS_READ]).strip()
     bounds = pairwise([*row["starts"], row["num_tokens"]])
     texts = [decoder.decode(row["tokens"][start:end]).strip() for start, end in bounds if start < _TOKENS_READ]
-    labels = row["labels"][: len(texts)]
-    return "\n".join(
-        f"{LABELS[label]}: {text}" if label >= 0 else text for label, text in zip(labels, texts, strict=True)
-    )
+    labels = [f"{LABELS[label]}: " if label >= 0 else "" for label in row["labels"][: len(texts)]]
+    return "\n".join(label + text for label, text in zip(labels, texts, strict=True))
 
 
 def rejected_examples(folder: Path, found: Survey) -> dict[str, list[Example]]:

@@ -102,7 +102,7 @@ def summary(manifest: Manifest, output: str) -> str:
     totals = manifest.totals
     lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
     return (
-        f"{output}: {totals['read']:,} documents read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
+        f"{output}: {totals['read']:,} {manifest.noun} read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
         f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} tokens in "
         f"{len(manifest.shards)} shards{_hypotheses(manifest)}{_not_read(manifest)}"
     )

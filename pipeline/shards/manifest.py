@@ -124,6 +124,11 @@ class Manifest(Strict):
         """Kind of the rows."""
         return _CONTENT.validate_python(self.config.get("content", "documents"))
 
+    @property
+    def noun(self) -> str:
+        """Word for its rows in messages."""
+        return "documents" if self.content.kind == "documents" else "rows"
+
     def of_split(self, split: str) -> list[Shard]:
         """Shards of a split, in the order by which documents are numbered."""
         return sorted((shard for shard in self.shards if shard.split == split), key=lambda shard: shard.name)
