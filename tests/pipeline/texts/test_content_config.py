@@ -1,5 +1,7 @@
 """Settings of `content`: what is refused, and what stays the same for documents."""
 
+import textwrap
+
 import pytest
 from pydantic import ValidationError
 
@@ -56,7 +58,9 @@ def test_settings_that_do_not_fit_are_refused(changes, told):
 
 def test_all_problems_are_told_at_once(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}}")
+    path.write_text(
+        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}}"
+    )
     with pytest.raises(ConfigError) as error:
         load_config(str(path), "prepare", PipelineConfig, ["content=pairs", "geometry.num_anchors=3", "choosing.c4={}"])
     assert len(error.value.problems) == 2
@@ -78,6 +82,6 @@ def test_a_printed_config_can_be_used_again(tmp_path, capsys):
     )
     assert main([str(path), "--print-config"]) == 0
     again = tmp_path / "again.yaml"
-    again.write_text(capsys.readouterr().out)
+    again.write_text("prepare:\n" + textwrap.indent(capsys.readouterr().out, "  "))
     before, after = (load_config(str(one), "prepare", PipelineConfig) for one in (path, again))
     assert before == after

@@ -192,7 +192,12 @@ def test_parquet_with_damaged_text_and_with_other_columns(tmp_path, make_texts, 
     table = pa.table({"premise": texts, "hypothesis": ["b", "b", "b", "c"], "label": pa.array([0, 0, 0, 2], pa.int8())})
     pq.write_table(table, tmp_path / "a.parquet")
     wrong, empty, row = rows_of(make_texts("pairs", tmp_path / "a.parquet"))
-    assert (wrong.reason, wrong.offset, empty.reason, row.texts) == ("invalid_utf8", 1, "empty_premise", ("a", "b", "c"))
+    assert (wrong.reason, wrong.offset, empty.reason, row.texts) == (
+        "invalid_utf8",
+        1,
+        "empty_premise",
+        ("a", "b", "c"),
+    )
     config = make_texts({"kind": "pairs", "premise": "sentence1"}, tmp_path / "a.parquet")
     (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
     assert "content.premise" in problem
@@ -342,4 +347,3 @@ def test_counts_of_real_files_are_those_of_a_plain_reading(name, needs, make_tex
     assert left == Counter({"repeated": repeated, "lacks": len(premises) - len(kept)})
     labels = Counter(("entailment", "neutral", "contradiction")[label] for row in rows for label in row.labels[1:])
     assert labels == Counter(label for premise in kept for _, label in premises[premise])
-
