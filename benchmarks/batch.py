@@ -9,25 +9,21 @@ whole batch fits at once, its gradient without microbatches is compared with the
 """
 
 import argparse
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from benchmarks import documents, memory, models, packed, record
+from benchmarks import memory, models, packed, record
 from trainer.data.batches import RankBatch
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.masking import MaskingConfig
-from trainer.objectives.span_settings import SpanConfig
 from trainer.step.step import Stepper
 
 SIZES = (16, 64, 256, 1024, 4096)
 _FIRST = 16  # documents of the step that creates the optimizer's state
-_FIGURES = "declutr benchmark: "  # prefix of a child's figures
 # glibc returns freed memory to the system, so that the peak is memory in use and not memory kept by its heap.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
@@ -35,22 +31,15 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     """Measure one size in this process."""
     device = torch.device(options.device)
-    spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
-    feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
+    workload = packed.Workload.of(options, options.device, options.precision, dropout=options.dropout)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
     before = memory.reset_peak(device)
-    encoder = models.encoder(options.model, options.dropout, options.seed).to(device)
-    autocast = record.autocast_type(options.precision, options.device)
-    stepper = packed.stepper(encoder, feed, DeclutrConfig(), options.microbatch_tokens, autocast)
-
-    def batch(size: int) -> RankBatch:
-        table = documents.documents(0, size, spans, feed.vocabulary.size, options.seed)
-        return packed.rank_batch(feed, table, device)
-
-    stepper.step(batch(min(_FIRST, count)), 1)
-    measured = batch(count)
-    anchors = count * spans.num_anchors
+    encoder = workload.encoder()
+    stepper = workload.stepper(encoder, options.microbatch_tokens)
+    stepper.step(workload.batch(0, min(_FIRST, count)), 1)
+    measured = workload.batch(0, count)
+    anchors = count * workload.spans.num_anchors
     memory.reset_peak(device)
     begun = time.perf_counter()
     with memory.EmbeddingState({measured.spans.num_spans, anchors, 2 * anchors}, encoder.embedding_size) as counted:
@@ -84,28 +73,14 @@ def difference(stepper: Stepper, batch: RankBatch, microbatch_tokens: int) -> fl
 
 
 def in_own_process(options: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Measure one size in a fresh process.
-
-    Raises:
-        RuntimeError: the process failed; its message is on stderr.
-    """
-    given = {name: value for name, value in vars(options).items() if name not in ("json", "sizes", "commit")}
-    command = [sys.executable, "-m", "benchmarks.batch", "--one", json.dumps(given | {"count": count})]
-    child = subprocess.run(command, env=os.environ | _ALLOCATOR, stdout=subprocess.PIPE, text=True, check=False)
-    lines = [line for line in child.stdout.splitlines() if line.startswith(_FIGURES)]
-    if child.returncode or not lines:
-        raise RuntimeError(f"{count} documents: the process ended with status {child.returncode}")
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix(_FIGURES))
-    return found
+    """Measure one size in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, _ALLOCATOR), ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(measure, options, count).result()
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["--one"]:
-        given = argparse.Namespace(**json.loads(arguments[1]))
-        print(_FIGURES + json.dumps(measure(given, given.count)), flush=True)
-        return
     options = record.parser("batch", __doc__)
     record.add_device(options)
     options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="documents per step")

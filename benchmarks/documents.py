@@ -23,28 +23,22 @@ def documents(first: int, count: int, spans: SpanConfig, vocab_size: int, seed: 
     schema = shard_schema(vocab_size, Geometry(num_anchors=spans.num_anchors, max_tokens=spans.max_tokens), "made up")
     numbers = np.arange(first, first + count, dtype=np.uint64)
     least = spans.min_document_tokens
-    lengths = least + (_uniform(seed, "benchmark lengths", numbers) * least).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    zeros = np.zeros_like(numbers)
+    shares = seeding.unit(seeding.blocks(seed, "benchmark lengths", numbers, zeros, zeros)[:, 0])
+    lengths = least + (shares * least).astype(np.int64)
     ordinary = vocab_size - 1 - _FIRST_ORDINARY
-    tokens = np.empty(int(offsets[-1]), schema.field("tokens").type.value_type.to_pandas_dtype())
-    for number, start, end in zip(numbers.tolist(), offsets.tolist(), offsets[1:].tolist(), strict=False):
-        key = np.array([number], np.uint64)
-        drawn = seeding.words(seed, "benchmark tokens", key, np.zeros_like(key), end - start)[0]
-        tokens[start:end] = _FIRST_ORDINARY + (seeding.unit(drawn) * ordinary).astype(np.int64)
-    windows = [window_starts(length, spans.max_tokens) for length in lengths.tolist()]
-    window_offsets = np.cumsum([0, *map(len, windows)]).astype(np.int32)
-    ids = b"".join(hashlib.blake2b(f"{seed} {n}".encode(), digest_size=ID_BYTES).digest() for n in numbers.tolist())
+    stored = schema.field("tokens").type.value_type.to_pandas_dtype()
+    tokens = []
+    for key, length in zip(np.split(numbers, count), lengths.tolist(), strict=True):
+        drawn = seeding.words(seed, "benchmark tokens", key, np.zeros_like(key), length)[0]
+        tokens.append((_FIRST_ORDINARY + (seeding.unit(drawn) * ordinary).astype(np.int64)).astype(stored))
     columns = [
-        pa.FixedSizeBinaryArray.from_buffers(pa.binary(ID_BYTES), count, [None, pa.py_buffer(ids)]),
-        pa.ListArray.from_arrays(offsets, tokens),
-        pa.ListArray.from_arrays(window_offsets, np.concatenate([np.empty(0, np.int32), *windows])),
-        pa.array(lengths),
-        pa.array(["made up"] * count),
-        pa.array(numbers.astype(np.int64)),
+        [hashlib.blake2b(f"{seed} {number}".encode(), digest_size=ID_BYTES).digest() for number in numbers.tolist()],
+        tokens,
+        [window_starts(length, spans.max_tokens) for length in lengths.tolist()],
+        lengths,
+        ["made up"] * count,
+        numbers.astype(np.int64),
     ]
-    return pa.table([column.cast(field.type) for column, field in zip(columns, schema, strict=True)], schema=schema)
-
-
-def _uniform(seed: int, purpose: str, numbers: seeding.U64) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Draw a number in [0, 1) for each document."""
-    return seeding.unit(seeding.blocks(seed, purpose, numbers, np.zeros_like(numbers), np.zeros_like(numbers))[:, 0])
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+    return pa.table(arrays, schema=schema)

@@ -7,11 +7,9 @@ packages or from a file of sentences. Both sides tokenize, encode and give one f
 within one run. The weights are drawn from the seed, because the time of a forward does not depend on them.
 """
 
-import argparse
 import re
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,12 +100,12 @@ def compare(
     for number in range(rounds):
         # the first side changes, so that neither always runs on a machine warmed by the other
         for name in sorted(sides, reverse=bool(number % 2)):
-            begun, cpu_begun = time.perf_counter(), time.process_time()
+            begun = record.now()
             vectors[name] = sides[name](texts)
-            seconds[name].append(round(time.perf_counter() - begun, 4))
-            cpu_seconds[name].append(round(time.process_time() - cpu_begun, 4))
+            taken, cpu_taken = (record.now() - begun).tolist()
+            seconds[name].append(round(taken, 4))
+            cpu_seconds[name].append(round(cpu_taken, 4))
             record.progress(f"round {number} {name} {len(texts)} texts {seconds[name][-1]:.2f} s")
-    ratios = [theirs / own for theirs, own in zip(seconds["sentence_transformers"], seconds["ours"], strict=True)]
     return {
         "texts": len(texts),
         "seconds": seconds,
@@ -115,9 +113,7 @@ def compare(
         "ratio_cpu_median": round(
             statistics.median(cpu_seconds["sentence_transformers"]) / statistics.median(cpu_seconds["ours"]), 4
         ),
-        "ratios": [round(ratio, 4) for ratio in ratios],
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        **record.ratios(seconds["sentence_transformers"], seconds["ours"]),
         "texts_per_second": round(len(texts) / statistics.median(seconds["ours"]), 1),
         "max_abs_diff": float(np.abs(vectors["ours"] - vectors["sentence_transformers"]).max()),
     }
@@ -126,7 +122,6 @@ def compare(
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     options = record.parser("embed", __doc__)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--model", choices=SIZES, default="minilm", help="size of the encoder")
     options.add_argument("--sentences", type=Path, help="file with one sentence per line; default: documentation")
     options.add_argument("--num-sentences", type=int, default=20_000)

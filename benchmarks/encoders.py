@@ -11,7 +11,6 @@ compared by their held-out scores.
 """
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from common.config import load_config
 from common.storage import folder_aside, hash_json, read_json, write_json
 from evaluation.senteval.data.tasks import find
 from trainer.driver.export import EXPORT, write_encoder
-from trainer.driver.run import SUMMARY
+from trainer.driver.summary import SUMMARY
 from trainer.setup.build import build_encoder, load_tokenizer
 from trainer.setup.config import TrainConfig
 
@@ -79,7 +78,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options() -> argparse.ArgumentParser:
     options = record.parser("encoders", __doc__)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--corpus", type=Path, nargs="+", required=True, help="files of long English documents")
     options.add_argument("--senteval", type=Path, metavar="DIR", help="folder with downstream and probing")
     options.add_argument("--work", type=Path, default=Path("runs/encoders"), help="shards, runs, scores; kept")
@@ -109,10 +107,8 @@ def once(work: Path, name: str, command: list[str]) -> None:
         return
     record.progress(f"{name}: running; {log}")
     work.mkdir(parents=True, exist_ok=True)
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("a") as output:
-        ended = subprocess.run(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
+        ended = subprocess.run(command, stdout=output, stderr=output)
     if ended.returncode:
         raise SystemExit(f"{name} ended with status {ended.returncode}; see {log}")
     write_json(mark, hash_json(command))
@@ -197,8 +193,7 @@ def held_out(trained: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[f
 
 def table(figures: Mapping[str, Any]) -> Iterator[str]:
     """Markdown table of mean and standard deviation by task; `*`: own data, not comparable with papers."""
-    yield _head("", KINDS)
-    yield "| --- | " + " | ".join(["---:"] * len(KINDS)) + " |"
+    yield from _head("", KINDS)
     rows = {
         find(task).label + ("" if found["data"] in ("identical", "published") else "*"): found
         for task, found in figures["tasks"].items()
@@ -210,16 +205,16 @@ def table(figures: Mapping[str, Any]) -> Iterator[str]:
 def held_out_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[str]:
     """Markdown table of the held-out scores: share of queries whose passage is found first, in percent."""
     kinds = KINDS[:3]
-    yield _head("found first among held-out documents, %", kinds)
-    yield "| --- | " + " | ".join(["---:"] * len(kinds)) + " |"
+    yield from _head("found first among held-out documents, %", kinds)
     for name, words in _HELD_OUT.items():
         cells = (_cell(_figures([100 * value for value in found[name][kind]])) for kind in kinds)
         yield f"| {words} (`{name}`) | {' | '.join(cells)} |"
 
 
-def _head(first: str, kinds: Sequence[str]) -> str:
+def _head(first: str, kinds: Sequence[str]) -> Iterator[str]:
     names = [kind.replace("_", " ").replace("mlm", "MLM").replace("declutr", "DeCLUTR") for kind in kinds]
-    return f"| {' | '.join([first, *names])} |".replace("|  |", "| |")
+    yield f"| {' | '.join([first, *names])} |".replace("|  |", "| |")
+    yield "| --- | " + " | ".join(["---:"] * len(kinds)) + " |"
 
 
 def _cell(found: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.embed import SIZES, write_encoder
-from benchmarks.official_senteval import Checkout, Clock, Plain
+from benchmarks.official_senteval import Checkout, Plain
 from common.storage import folder_aside, hash_json, read_json, write_json
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
@@ -90,7 +90,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options() -> argparse.ArgumentParser:
     options = record.parser("evaluate", __doc__)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--senteval", type=Path, metavar="DIR", help="checkout of facebookresearch/SentEval")
     options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
     options.add_argument("--tasks", default="all", help="names and sets, separated by commas")
@@ -155,20 +154,18 @@ def _task(
     if data is None:
         raise ValueError(f"{task.name}: no data")
     load = round(os.getloadavg()[0], 2)
-    clocks: dict[str, Clock] = {}
+    seconds: dict[str, list[float]] = {}  # wall and processor
     scores: dict[str, dict[str, float]] = {}
     for side in ("ours", "official") if turn else ("official", "ours"):
         if side == "ours":
             own = embeddings[[rows[text] for text in sentences(data)]]
-            clocks[side] = Clock()
-            clocks[side].start()
+            begun = record.now()
             scores[side] = dict(score(data, "procedure", own, config).scores)
-            clocks[side].stop()
+            elapsed = record.now() - begun
         else:
-            scores[side], clocks[side] = official.score(data, rows, embeddings, config, identity)
-        record.progress(
-            f"{encoder} {task.name} {side} {clocks[side].seconds:.1f} s {headline(task.name, scores[side]):.2f}"
-        )
+            scores[side], elapsed = official.score(data, rows, embeddings, config, identity)
+        seconds[side] = elapsed.tolist()
+        record.progress(f"{encoder} {task.name} {side} {elapsed[0]:.1f} s {headline(task.name, scores[side]):.2f}")
     compared = sorted(scores["ours"].keys() & scores["official"].keys() - {"mse"})
     points = {name: 1.0 if name in _HUNDREDTHS else 100.0 for name in compared}
     apart = {name: abs(scores["ours"][name] - scores["official"][name]) * points[name] for name in compared}
@@ -177,15 +174,15 @@ def _task(
         "encoder": "hashed-words" if encoder.startswith("hashed-words") else "transformer",
         "rows": data.num_rows,
         "load_average": load,
-        "ratio": round(clocks["official"].cpu_seconds / max(clocks["ours"].cpu_seconds, 1e-9), 3),
-        "ratio_wall": round(clocks["official"].seconds / max(clocks["ours"].seconds, 1e-9), 3),
+        "ratio": round(seconds["official"][1] / max(seconds["ours"][1], 1e-9), 3),
+        "ratio_wall": round(seconds["official"][0] / max(seconds["ours"][0], 1e-9), 3),
         "score_diff": round(abs(headline(task.name, scores["ours"]) - headline(task.name, scores["official"])), 6),
         "largest_diff": round(max(apart.values()), 6),
         **{
             side: {
                 "score": round(headline(task.name, scores[side]), 4),
-                "seconds": round(clocks[side].seconds, 3),
-                "cpu_seconds": round(clocks[side].cpu_seconds, 3),
+                "seconds": round(seconds[side][0], 3),
+                "cpu_seconds": round(seconds[side][1], 3),
                 "scores": {name: round(scores[side][name], 6) for name in compared},
             }
             for side in ("ours", "official")

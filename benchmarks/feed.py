@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import documents, models, record
-from trainer.objectives.masking import MaskingConfig
+from benchmarks import documents, packed, record
 from trainer.objectives.span_settings import SpanConfig
 
 _TABLES = 8  # tables of documents, used in turns, so that they do not all stay in the processor's cache
@@ -23,7 +22,7 @@ _PAPER, _SHORT = (32, 512), (8, 64)
 def measure(spans: tuple[int, int], count: int, seconds: float, seed: int) -> dict[str, Any]:
     """Measure tokens per second of processor time with spans of these lengths."""
     setting = SpanConfig(min_tokens=spans[0], max_tokens=spans[1])
-    feed = models.feed("distilroberta", setting, MaskingConfig(), seed)
+    feed = packed.Workload("distilroberta", setting, seed).feed()
     size = feed.vocabulary.size
     tables = [documents.documents(step * count, count, setting, size, seed) for step in range(_TABLES)]
     feed.batch(tables[0], np.zeros(count, np.int64))

@@ -5,15 +5,16 @@ from disk changes nothing that follows. Its seconds are stored with it.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks import record
 from common.storage import write_aside
 
 
@@ -24,13 +25,12 @@ class KeptFits:
         folder: folder for these fits alone; created if missing.
 
     Attributes:
-        seconds: wall time of the fits that were read from disk.
-        cpu_seconds: processor time of these fits.
+        elapsed: wall seconds and processor seconds of the fits that were read from disk.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.seconds = self.cpu_seconds = 0.0
+        self.elapsed = np.zeros(2)
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
@@ -52,19 +52,15 @@ class KeptFits:
         with safe_open(path, "pt") as stored:
             facts = stored.metadata()
             own.model.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
-        self.seconds += float(facts["seconds"])
-        self.cpu_seconds += float(facts["cpu_seconds"])
+        self.elapsed += [float(facts["seconds"]), float(facts["cpu_seconds"])]
         return float(facts["accuracy"])
 
 
 def _made(path: Path, own: Any, fit: Callable[..., float], *arguments: Any, **options: Any) -> float:
-    begun, cpu_begun = time.perf_counter(), time.process_time()
+    begun = record.now()
     accuracy = fit(own, *arguments, **options)
-    facts = {
-        "accuracy": accuracy,
-        "seconds": time.perf_counter() - begun,
-        "cpu_seconds": time.process_time() - cpu_begun,
-    }
+    seconds, cpu_seconds = record.now() - begun
+    facts = {"accuracy": accuracy, "seconds": seconds, "cpu_seconds": cpu_seconds}
     with write_aside(path) as aside:
         save_file(own.model.state_dict(), aside, {name: repr(float(value)) for name, value in facts.items()})
     return accuracy

@@ -8,32 +8,28 @@ from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import build_model, load_hf_config
 from trainer.model.settings import EncoderConfig
-from trainer.objectives.declutr.feed import SpanFeed
-from trainer.objectives.masking import MaskingConfig
-from trainer.objectives.span_settings import SpanConfig
 
-_POSITIONS = 514  # RoBERTa's first two are never used
-_ROBERTA = {"model_type": "roberta", "max_position_embeddings": _POSITIONS, "type_vocab_size": 1}
-_BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        **_ROBERTA,
-        "vocab_size": 1000,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    },
-    "demo": {
-        **_ROBERTA,
-        "vocab_size": 8000,
-        "hidden_size": 192,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "intermediate_size": 768,
-    },
-    "distilroberta": {**_ROBERTA, **_BASE, "vocab_size": 50265, "num_hidden_layers": 6},
-    "roberta-base": {**_ROBERTA, **_BASE, "vocab_size": 50265, "num_hidden_layers": 12},
+POSITIONS = 514  # RoBERTa's first two are never used
+
+
+def _roberta(vocab_size: int, hidden_size: int, num_layers: int, num_heads: int, feed_forward: int) -> dict[str, Any]:
+    return {
+        "model_type": "roberta",
+        "max_position_embeddings": POSITIONS,
+        "type_vocab_size": 1,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "intermediate_size": feed_forward,
+    }
+
+
+SIZES = {
+    "tiny": _roberta(1000, 32, 2, 2, 64),
+    "demo": _roberta(8000, 192, 3, 6, 768),
+    "distilroberta": _roberta(50265, 768, 6, 12, 3072),
+    "roberta-base": _roberta(50265, 768, 12, 12, 3072),
 }
 _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 
@@ -60,16 +56,3 @@ def padded_model(size: str, dropout: float, seed: int) -> PreTrainedModel:
 
 def _model(size: str, config: EncoderConfig, seed: int) -> PreTrainedModel:
     return build_model(config, load_hf_config(config, int(SIZES[size]["vocab_size"]), dict(_IDS)), seed)
-
-
-def feed(size: str, spans: SpanConfig, masking: MaskingConfig | None, seed: int) -> SpanFeed:
-    """Feed for the benchmarks' documents; a span leaves room for its two special tokens."""
-    return SpanFeed(
-        spans=spans,
-        masking=masking,
-        unmasked_anchors=False,
-        include_positives=True,
-        max_content=_POSITIONS - 4,
-        vocabulary=vocabulary(size),
-        seed=seed,
-    )

@@ -32,11 +32,6 @@ class _Hidden(nn.Module):
 class NeighbourStep:
     """Loss and gradient of a contrastive step by sentence-transformers.
 
-    Args:
-        model: masked language model with transformers' attention.
-        temperature: temperature of the contrastive loss.
-        autocast: type of the matrix products, or None.
-
     Raises:
         ImportError: sentence-transformers is not installed.
     """

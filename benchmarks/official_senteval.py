@@ -9,12 +9,11 @@ import contextlib
 import importlib
 import inspect
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score
 
+from benchmarks import record
 from benchmarks import released_senteval as plain
 from benchmarks.kept_fits import KeptFits
 from evaluation.senteval.classifier.settings import ClassifierConfig
@@ -30,24 +30,6 @@ from evaluation.senteval.scores.relatedness import bins
 
 Array = NDArray[Any]
 Scores = dict[str, float]
-
-
-@dataclass
-class Clock:
-    """Wall seconds and processor seconds of a piece of work."""
-
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    _begun: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
-
-    def start(self) -> None:
-        """Start the clock."""
-        self._begun = (time.perf_counter(), time.process_time())
-
-    def stop(self) -> None:
-        """Stop the clock."""
-        self.seconds = time.perf_counter() - self._begun[0]
-        self.cpu_seconds = time.process_time() - self._begun[1]
 
 
 class _Over:
@@ -86,9 +68,9 @@ class Checkout:
 
     def score(
         self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig, identity: str = ""
-    ) -> Any:
-        """Return scores and clock of a task; `identity` names the task with its encoder among stored fits."""
-        clock = Clock()
+    ) -> tuple[Scores, Array]:
+        """Return a task's scores with its wall and processor seconds; its fits are stored in the folder `identity`."""
+        started: list[Array] = []
         fits = KeptFits(self.keep / identity) if self.keep else None
 
         def batcher(_: Any, batch: Sequence[Sequence[str]]) -> Array:
@@ -105,13 +87,10 @@ class Checkout:
         }
         params = {"task_path": str(self.data), "usepytorch": True, "kfold": config.num_folds, "classifier": classifier}
         with _today(), fits.around(self.classifier) if fits else contextlib.nullcontext():
-            engine = self.engine.SE({**params, "seed": config.seed}, batcher, lambda *_: clock.start())
+            engine = self.engine.SE({**params, "seed": config.seed}, batcher, lambda *_: started.append(record.now()))
             found = engine.eval(data.task.name)
-            clock.stop()
-        if fits:
-            clock.seconds += fits.seconds
-            clock.cpu_seconds += fits.cpu_seconds
-        return _flat(found), clock
+            elapsed = record.now() - started[-1]
+        return _flat(found), elapsed + fits.elapsed if fits else elapsed
 
 
 def _flat(found: Mapping[str, Any]) -> Scores:
@@ -140,29 +119,19 @@ def _today() -> Iterator[None]:
 
     cuda = _Over(torch.cuda, is_available=lambda: True, manual_seed=lambda _: None)
     seen = _Over(torch, device=lambda _: torch.device("cpu"), cuda=cuda)
-    undo: list[Callable[[], None]] = []
-
-    def put(owner: Any, name: str, value: Any) -> None:
-        before = getattr(owner, name)
-        undo.append(lambda: setattr(owner, name, before))
-        setattr(owner, name, value)
-
-    put(torch.Tensor, "cuda", stay)
-    put(torch.nn.Module, "cuda", stay)
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "senteval":
-            continue
-        if getattr(module, "torch", None) is torch:
-            put(module, "torch", seen)
-        if getattr(module, "np", None) is np:
-            put(module, "np", _Over(np, array=ragged))
-        if getattr(module, "inspect", None) is inspect:
-            put(module, "inspect", _Over(inspect, getargspec=inspect.getfullargspec))
-    try:
+    replaced = {
+        "torch": (torch, seen),
+        "np": (np, _Over(np, array=ragged)),
+        "inspect": (inspect, _Over(inspect, getargspec=inspect.getfullargspec)),
+    }
+    with contextlib.ExitStack() as stack:
+        for owner in (torch.Tensor, torch.nn.Module):
+            stack.enter_context(patch.object(owner, "cuda", stay))
+        for path, module in list(sys.modules.items()):
+            for name, (real, shim) in replaced.items() if path.partition(".")[0] == "senteval" else ():
+                if getattr(module, name, None) is real:
+                    stack.enter_context(patch.object(module, name, shim))
         yield
-    finally:
-        for back in reversed(undo):
-            back()
 
 
 class Plain:
@@ -172,13 +141,11 @@ class Plain:
 
     def score(
         self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig, _: str = ""
-    ) -> Any:
-        """Return scores and clock of a task."""
-        clock = Clock()
-        clock.start()
+    ) -> tuple[Scores, Array]:
+        """Return a task's scores, and its wall and processor seconds."""
+        begun = record.now()
         scores = self._scores(data, rows, embeddings, config)
-        clock.stop()
-        return scores, clock
+        return scores, record.now() - begun
 
     def _scores(self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig) -> Scores:
         task, classes = data.task, len(data.classes)

@@ -1,22 +1,21 @@
-"""Programs that preparation is compared with, each in separate processes that wait for a start signal.
+"""Programs that preparation is compared with, each in separate processes that start together.
 
-    python -m benchmarks.others datasets|limit SETTINGS_AS_JSON
-
-A process loads its libraries, and for the limit its texts, prints that it is ready, waits for a line on its input, and
-prints its figures. So start-up is not measured.
+A process loads its libraries, and for the limit its texts, before it waits for the others. So start-up is not measured.
 """
 
 import glob
 import gzip
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tokenizers import Tokenizer
 
@@ -24,10 +23,9 @@ from pipeline.choosing.whitespace import normalise
 from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
 from pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
 
-_READY, _FIGURES = "declutr ready", "declutr figures: "
+_start: list[Barrier] = []  # in a process of `run`: the barrier that all of them pass together
 _BATCH = 256
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 def texts_of(paths: list[str]) -> Iterator[str]:
@@ -58,7 +56,7 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
         ids = tokenizer(texts, **options)["input_ids"]
         return {"input_ids": ids, "num_tokens": [len(row) for row in ids]}
 
-    _wait()
+    _start[0].wait()
     begun = time.perf_counter()
     loaded = library.load_dataset("json", data_files=settings["paths"], split="train")
     rows = loaded.map(tokenize, batched=True, num_proc=workers, remove_columns=loaded.column_names)
@@ -84,58 +82,34 @@ def limit(settings: dict[str, Any]) -> dict[str, Any]:
         encode = plain.engine(GPT2_PATTERN).encode_ordinary_batch
         encode = partial(encode, num_threads=1)
     encode(texts[:_BATCH])
-    _wait()
+    _start[0].wait()
     begun = time.perf_counter()
     for start in range(0, len(texts), _BATCH):
         encode(texts[start : start + _BATCH])
     return {"seconds": time.perf_counter() - begun}
 
 
-def run(name: str, settings: list[dict[str, Any]], cache: Path) -> list[dict[str, Any]]:
-    """Run processes with these settings, started at the same time; return their figures.
-
-    Raises:
-        RuntimeError: a process failed; its message is on stderr.
-    """
+def run(
+    work: Callable[[dict[str, Any]], dict[str, Any]], settings: list[dict[str, Any]], cache: Path
+) -> list[dict[str, Any]]:
+    """Call `work` with each of the settings in a fresh process, all started at the same time; return their figures."""
     # Empty caches in every round, and only the threads of the counted processes.
-    environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "benchmarks.others", name]
-    children = [
-        subprocess.Popen(
-            [*command, json.dumps(given)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for given in settings
-    ]
+    environment = {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    context = multiprocessing.get_context("spawn")
+    with (
+        patch.dict(os.environ, environment),
+        ProcessPoolExecutor(len(settings), context, _join, (context.Barrier(len(settings)),)) as pool,
+    ):
+        return list(pool.map(partial(_call, work), settings))
+
+
+def _join(barrier: Barrier) -> None:
+    _start.append(barrier)
+
+
+def _call(work: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
     try:
-        for child in children:
-            _line(child, _READY)
-        for child in children:
-            if child.stdin:
-                child.stdin.write("\n")
-                child.stdin.flush()
-        return [json.loads(_line(child, _FIGURES)) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
-
-
-def _line(child: subprocess.Popen[str], beginning: str) -> str:
-    """Return the rest of the first line with this prefix."""
-    for line in child.stdout or ():
-        if line.startswith(beginning):
-            return line.removeprefix(beginning).strip()
-    raise RuntimeError(f"{child.args!r} ended before it printed {beginning!r}")
-
-
-def _wait() -> None:
-    """Print that this process is ready and wait for the start signal."""
-    print(_READY, flush=True)
-    sys.stdin.readline()
-
-
-if __name__ == "__main__":
-    print(
-        _FIGURES + json.dumps({"datasets": datasets, "limit": limit}[sys.argv[1]](json.loads(sys.argv[2]))), flush=True
-    )
+        return work(settings)
+    except BaseException:
+        _start[0].abort()  # so that the other processes do not wait for this one
+        raise

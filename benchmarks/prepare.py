@@ -9,7 +9,6 @@ trained on it. All programs take turns in every round. MiB count normalised text
 import argparse
 import gzip
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from benchmarks import others, record
@@ -85,7 +85,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
             rates["tokenizers"].append(mib / engine_alone(settings | {"engine": "tokenizers"}, where / "limit"))
             rates["warm_tokenizers"].append(mib / ours(given, settings, where / "slow", "tokenizers")[0])
         if find_spec("datasets"):
-            found = others.run("datasets", [settings], where / "datasets")[0]
+            found = others.run(others.datasets, [settings], where / "datasets")[0]
             if (found["documents"], found["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
                 raise RuntimeError(f"`datasets` kept other documents or tokens: {found}, ours: {manifest.totals}")
             rates["datasets"].append(mib / found["seconds"])
@@ -111,7 +111,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
             "mib_per_s": _median(rates["cold"]),
             "ratio_vs_datasets": _ratio(rates["cold"], rates["datasets"]),
             "share_of_limit": _ratio(rates["cold"], rates["tiktoken"] or rates["our_engine"]),
-            "start_seconds": round(statistics.median(mib / c - mib / w for c, w in _pairs(rates)), 2),
+            "start_seconds": _median([mib / c - mib / w for c, w in zip(rates["cold"], rates["warm"], strict=True)]),
         },
         "rates_mib_per_s": {name: [round(rate, 2) for rate in found] for name, found in rates.items()},
         **record.facts("prepare", given.commit),
@@ -198,17 +198,16 @@ def command(given: argparse.Namespace, settings: dict[str, Any], output: Path) -
     output.parent.mkdir(parents=True, exist_ok=True)
     config = output.parent / "config.yaml"
     config.write_text(yaml.safe_dump({"prepare": _config(given, settings, output)}), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     begun = time.perf_counter()
     line = [sys.executable, "-m", "pipeline.prepare", str(config)]
-    subprocess.run(line, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begun
 
 
 def engine_alone(settings: dict[str, Any], cache: Path) -> float:
     """Time the engine alone, in as many processes, on texts in memory."""
     shares = [settings | {"share": share} for share in range(settings["workers"])]
-    return max(float(found["seconds"]) for found in others.run("limit", shares, cache))
+    return max(float(found["seconds"]) for found in others.run(others.limit, shares, cache))
 
 
 class WorkerMemory(Watcher):
@@ -220,28 +219,14 @@ class WorkerMemory(Watcher):
 
     def look(self) -> None:
         """Reads the peaks of the processes of now."""
-        for status in _descendants(os.getpid()):
+        for process in psutil.Process().children(recursive=True):
+            try:
+                lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError:  # ended meanwhile, or no /proc
+                continue
+            status = dict(line.partition(":")[::2] for line in lines)
             if status.get("Name", "").strip().startswith("ray::") and "VmHWM" in status:
                 self.peak_mib = max(self.peak_mib or 0.0, round(int(status["VmHWM"].split()[0]) / 1024, 1))
-
-
-def _descendants(root: int) -> list[dict[str, str]]:
-    """/proc/PID/status of every direct or indirect child process of `root`."""
-    found: dict[int, dict[str, str]] = {}
-    for path in Path("/proc").glob("[0-9]*/status"):
-        try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # ended meanwhile
-            continue
-        found[int(path.parent.name)] = dict(line.partition(":")[::2] for line in lines)
-    below = {root}
-    while more := {pid for pid, status in found.items() if int(status["PPid"]) in below} - below:
-        below |= more
-    return [found[pid] for pid in below - {root} if pid in found]
-
-
-def _pairs(rates: dict[str, list[float]]) -> list[tuple[float, float]]:
-    return list(zip(rates["cold"], rates["warm"], strict=True))
 
 
 def _median(rates: list[float]) -> float:

@@ -4,13 +4,18 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.storage import write_text
 
@@ -23,7 +28,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Make a parser with the options of every benchmark."""
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    kind = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, formatter_class=kind)
     made.add_argument("--json", type=Path, metavar="OUT", help="file for the figures, which are also printed")
     made.add_argument("--commit", help="commit of the code, if run outside a git checkout")
     made.add_argument("--seed", type=int, default=0, help="seed of weights, documents, spans and masks")
@@ -44,6 +50,21 @@ def autocast_type(precision: str | None, device: str) -> torch.dtype | None:
     return torch.bfloat16 if chosen == "bf16" else None
 
 
+def now() -> NDArray[np.float64]:
+    """Wall seconds and processor seconds of this process, for differences."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+    """Quotients of the seconds of two sides that took turns, their median and their range."""
+    found = [one / own for one, own in zip(theirs, ours, strict=True)]
+    return {
+        "ratios": [round(ratio, 4) for ratio in found],
+        "ratio_median": round(statistics.median(found), 4),
+        "ratio_range": [round(min(found), 4), round(max(found), 4)],
+    }
+
+
 def facts(name: str, commit: str | None) -> dict[str, Any]:
     """Hardware, versions, commit and command of this run."""
     return {
@@ -56,6 +77,11 @@ def facts(name: str, commit: str | None) -> dict[str, Any]:
             "torch": torch.__version__,  # including its build, such as +cpu
         },
     }
+
+
+def figure(value: float, unit: str, kind: Literal["measured", "computed", "assumed"], how: str) -> dict[str, Any]:
+    """A number with its kind and origin."""
+    return {"value": float(f"{value:.4g}"), "unit": unit, "kind": kind, "how": how}
 
 
 def publish(figures: dict[str, Any], path: Path | None) -> None:

@@ -44,14 +44,7 @@ class PaddedBatch:
 
 
 def pad_batch(batch: SpanBatch, num_anchors: int, pad_id: int, device: torch.device) -> PaddedBatch:
-    """Lay out a packed batch like the released collation.
-
-    Args:
-        batch: spans, anchors first, on the CPU.
-        num_anchors: anchors of all documents.
-        pad_id: padding id.
-        device: device of the step.
-    """
+    """Lay out a packed batch, which is on the CPU with its anchors first, like the released collation."""
     parts = [batch.span_slice(0, num_anchors), batch.span_slice(num_anchors, batch.num_spans)]
     return PaddedBatch(*(_pad(part, pad_id, device) for part in parts))
 
@@ -67,14 +60,7 @@ def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
 
 @dataclass(frozen=True)
 class ReleasedStep:
-    """Loss and gradient of a step in the released layout.
-
-    Attributes:
-        model: masked language model with transformers' attention.
-        num_positives: P, positives per anchor.
-        temperature: temperature of NT-Xent.
-        autocast: type of the matrix products, or None.
-    """
+    """Loss and gradient of a step in the released layout, by a masked language model with transformers' attention."""
 
     model: PreTrainedModel
     num_positives: int

@@ -8,7 +8,7 @@ repeats a fit (`split`) wherever the released code does.
 import copy
 import itertools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,55 +17,9 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 
+from evaluation.senteval.classifier.settings import ClassifierConfig
+
 Array = NDArray[Any]
-
-
-class Settings(Protocol):
-    """Settings of a fit, such as `evaluation.senteval.classifier.settings.ClassifierConfig`."""
-
-    @property
-    def num_hidden(self) -> int:
-        """Hidden units, 0 for logistic regression."""
-
-    @property
-    def dropout(self) -> float:
-        """Dropout of the hidden layer."""
-
-    @property
-    def optimizer(self) -> str:
-        """Adam or rmsprop."""
-
-    @property
-    def rate(self) -> float:
-        """Learning rate."""
-
-    @property
-    def batch_size(self) -> int:
-        """Rows per step."""
-
-    @property
-    def tenacity(self) -> int:
-        """Tolerated misses; one more stops the fit."""
-
-    @property
-    def epoch_size(self) -> int:
-        """Passes between dev scores."""
-
-    @property
-    def max_epoch(self) -> int:
-        """Last pass after which another block of passes may start."""
-
-    @property
-    def num_folds(self) -> int:
-        """Folds of cross-validations."""
-
-    @property
-    def decays(self) -> tuple[float, ...]:
-        """Weight decays to choose from."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of everything except InnerKFold's folds."""
 
 
 class _Dropout(nn.Module):
@@ -87,15 +41,9 @@ class _Dropout(nn.Module):
 
 @dataclass
 class Classifier:
-    """One fit.
+    """One fit with coupled weight decay."""
 
-    Attributes:
-        config: settings of the fit.
-        num_classes: C.
-        decay: coupled weight decay.
-    """
-
-    config: Settings
+    config: ClassifierConfig
     num_classes: int
     decay: float
 
@@ -151,7 +99,7 @@ class Classifier:
         return int((self.predict(x) == y).sum()) / len(x)
 
 
-def inner_kfold(x: Array, y: Array, num_classes: int, config: Settings) -> tuple[float, float, list[float]]:
+def inner_kfold(x: Array, y: Array, num_classes: int, config: ClassifierConfig) -> tuple[float, float, list[float]]:
     """Dev accuracy, accuracy, accuracies of the folds (MR, CR, SUBJ, MPQA)."""
     dev, test = [], []
     for outside, inside in StratifiedKFold(config.num_folds, shuffle=True, random_state=1111).split(x, y):
@@ -163,7 +111,7 @@ def inner_kfold(x: Array, y: Array, num_classes: int, config: Settings) -> tuple
 
 
 def kfold(
-    x: Array, y: Array, x_test: Array, y_test: Array, num_classes: int, config: Settings
+    x: Array, y: Array, x_test: Array, y_test: Array, num_classes: int, config: ClassifierConfig
 ) -> tuple[float, float, Array]:
     """Dev accuracy, accuracy, predictions on the test rows (TREC, MRPC)."""
     decay, mean = _choose(x, y, num_classes, config, config.seed)
@@ -171,7 +119,7 @@ def kfold(
     return mean, round(100 * refit.score(x_test, y_test), 2), refit.predict(x_test)
 
 
-def split(parts: dict[str, tuple[Array, Array]], num_classes: int, config: Settings) -> tuple[float, float]:
+def split(parts: dict[str, tuple[Array, Array]], num_classes: int, config: ClassifierConfig) -> tuple[float, float]:
     """Dev accuracy, accuracy (SST, SICK-E, SNLI, probing); `parts` are train, dev, test."""
     train, dev, test = parts["train"], parts["dev"], parts["test"]
     scores = []
@@ -233,7 +181,7 @@ def _layers(widths: list[int], seed: int) -> tuple[list[nn.Linear], torch.Genera
     return layers, stream
 
 
-def _choose(x: Array, y: Array, num_classes: int, config: Settings, seed: int) -> tuple[float, float]:
+def _choose(x: Array, y: Array, num_classes: int, config: ClassifierConfig, seed: int) -> tuple[float, float]:
     """Choose the decay with the best mean dev accuracy over folds; return it with that accuracy in percent."""
     means = []
     for decay in config.decays:

@@ -15,9 +15,7 @@ both kinds.
 """
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,21 +23,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
-
-from benchmarks import documents, models, packed, record
-from common.storage import write_text
-from trainer.checkpoints import checkpoint
+from benchmarks import gloo, models, packed, record
 from trainer.checkpoints.saver import Saver
 from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
-from trainer.checkpoints.tensorfile import num_bytes
+from trainer.checkpoints.weights import collect
 from trainer.data.batches import RankBatch
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.masking import MaskingConfig
-from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import Request, World
 from trainer.step.step import Stepper
 
@@ -108,7 +97,7 @@ class Stretches:
     def _save(self) -> None:
         memory = self.saver.reuse_memory()
         stepper = self.stepper
-        contents = checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective, memory=memory)
+        contents = collect(stepper.encoder, stepper.optimizer, stepper.objective, memory=memory)
         state = RunState(
             step=self.steps,
             documents=self.steps,
@@ -119,19 +108,13 @@ class Stretches:
             files={},
         )
         self.saver.submit(state, contents)
-        self.num_bytes = sum(map(num_bytes, contents.values()))
+        self.num_bytes = sum(tensor.nbytes for file in contents.values() for tensor in file.values())
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure the overhead and its parts."""
-    spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
-    feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
-    table = documents.documents(0, options.documents, spans, feed.vocabulary.size, options.seed)
-    device = torch.device(options.device)
-    batch = packed.rank_batch(feed, table, device)
-    encoder = models.encoder(options.model, 0.1, options.seed).to(device)
-    autocast = record.autocast_type(options.precision, options.device)
-    stepper = packed.stepper(encoder, feed, DeclutrConfig(), None, autocast)
+    workload = packed.Workload.of(options, options.device, options.precision, dropout=0.1)
+    stepper, batch = workload.stepper(workload.encoder()), workload.batch(0, options.documents)
     stretches = Stretches(stepper, batch, folder / "checkpoints")
     stretches.run(0, saves=False)
     stretches.run(0, saves=True)  # creates moments and the memory for copies
@@ -148,7 +131,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     noise = [stretch.lost_share(pair.written_seconds) for stretch, pair in zip(plain, safe, strict=True)]
     means = [[stretch.seconds / len(stretch.step_seconds) for stretch in kind] for kind in (safe, plain)]
     between = [one / other - 1 for one, other in zip(*means, strict=True)]
-    agree = agree_seconds() if options.agree else None
+    agree = float(gloo.run(2, agree_seconds)[0]) if options.agree else None
     return {
         **_middle("overhead", costs),
         **_middle("noise", noise),
@@ -175,25 +158,14 @@ def _middle(name: str, shares: list[float]) -> dict[str, Any]:
     }
 
 
-def agree_seconds() -> float:
-    """Median seconds of one agreement of two processes over gloo."""
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(_agree, (folder,), nprocs=2, start_method="forkserver")
-        return float(json.loads((Path(folder) / "0.json").read_text()))
-
-
-def _agree(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    try:
-        world, taken = World(rank, 2), []
-        for _ in range(_AGREE_TIMES):
-            begun = time.perf_counter()
-            world.agree(Request(0))
-            taken.append(time.perf_counter() - begun)
-        write_text(Path(folder) / f"{rank}.json", json.dumps(statistics.median(taken)))
-    finally:
-        dist.destroy_process_group()
+def agree_seconds(world: World) -> float:
+    """Median seconds of one agreement of the processes."""
+    taken = []
+    for _ in range(_AGREE_TIMES):
+        begun = time.perf_counter()
+        world.agree(Request(0))
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -206,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--stretches", type=int, default=3, help="stretches of each kind")
     options.add_argument("--folder", type=Path, help="folder for checkpoints (a temporary folder)")
     options.add_argument("--no-agree", dest="agree", action="store_false", help="one process only")
-    given = options.parse_args(sys.argv[1:] if arguments is None else arguments)
+    given = options.parse_args(arguments)
     given.spans = given.spans or [32, 512]
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = measure(given, Path(folder))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks import models, record, wide
+from benchmarks.record import figure
 from common import seeding
 from common.session import start_ray
 from pipeline.shards.shards import ShardSet, check_shards, load_manifest
@@ -33,27 +34,13 @@ from trainer.objectives.declutr.ntxent import ntxent
 
 _MIB = 2**20
 _PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
-_SAMPLE = 200_000  # consecutive places of the permutation checked in each of four regions
-_SAVED_BYTES = 12  # a parameter and its two moments
-_ANCHORS = 2  # per document, each with one mean positive
 _CHUNK_DOCUMENTS = 1024  # per reading task, as in trainer/data/stream.py
-# Assumptions about a cluster; options change them.
-_STEP_SECONDS, _DISK_GB, _GPU_TFLOPS, _NETWORK_GB = 1.0, 10.0, 100.0, 10.0
-
-Kind = Literal["measured", "computed", "assumed"]
-T = TypeVar("T")
 
 
-def figure(value: float, unit: str, kind: Kind, how: str) -> dict[str, Any]:
-    """A number with its kind and origin."""
-    return {"value": float(f"{value:.4g}"), "unit": unit, "kind": kind, "how": how}
-
-
-def timed(work: Callable[[], T], elapsed: bool = False) -> tuple[T, float, float]:
+def timed(work: Callable[[], Any], elapsed: bool = False) -> tuple[Any, float, float]:
     """Return the result, seconds, and the growth of this process in MiB.
 
-    Seconds are processor time of one thread, so that other programs do not count. If the work waits for a disk or
-    another process, set `elapsed` to measure wall time.
+    Seconds are processor time of one thread; `elapsed` measures wall time, for work that waits for disks or processes.
     """
     process, clock = psutil.Process(), time.perf_counter if elapsed else time.process_time
     before, begun = process.memory_info().rss, clock()
@@ -96,8 +83,7 @@ def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
         number = min(given.sample, given.documents)
         index = first * given.batch + np.arange(number, dtype=np.int64)
         epochs = index // given.documents
-        _, found = plan.documents(first, first + -(-number // given.batch))
-        found = found[:number]
+        found = plan.documents(first, first + -(-number // given.batch))[1][:number]
         if not np.array_equal(inverse(given.seed, epochs, found, given.documents), index % given.documents):
             raise RuntimeError(f"step {first}: the permutation is not one-to-one")
     _, one, grown = timed(
@@ -117,18 +103,18 @@ def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
 
 def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Open and read a manifest and shards of that many documents, as a run does."""
-    made = wide.make(folder, given.shards, max(1, given.documents // given.shards))
-    shards, index_seconds, index_mib = timed(lambda: ShardSet(made.folder, "train", look=False))
+    wide.make(folder, given.shards, max(1, given.documents // given.shards))
+    shards, index_seconds, index_mib = timed(lambda: ShardSet(folder, "train", look=False))
     mine = rank_plan(Plan(given.seed, shards.num_documents, given.batch), shards, 0, given.ranks, 0, 2**20)
     taken = [timed(partial(shards.take, mine.chunk(number)[1]))[1] for number in range(given.chunks)]
     rows = len(mine.chunk(0)[1])
     rss = psutil.Process().memory_info().rss / _MIB
-    _, look_seconds, _ = timed(lambda: ShardSet(made.folder, "train"))
-    manifest, whole_seconds, whole_mib = timed(lambda: load_manifest(made.folder))
-    _, check_seconds, _ = timed(lambda: check_shards(made.folder))
+    _, look_seconds, _ = timed(lambda: ShardSet(folder, "train"))
+    manifest, whole_seconds, whole_mib = timed(lambda: load_manifest(folder))
+    _, check_seconds, _ = timed(lambda: check_shards(folder))
     return {
         "shards": figure(len(manifest.shards), "shards", "measured", f"{shards.num_documents} documents"),
-        "manifest_size": figure((made.folder / "manifest.json").stat().st_size / _MIB, "MiB", "measured", "on disk"),
+        "manifest_size": figure((folder / "manifest.json").stat().st_size / _MIB, "MiB", "measured", "on disk"),
         "reader_opens": figure(index_seconds, "s", "measured", "every process that reads: names and sizes only"),
         "reader_memory": figure(index_mib, "MiB", "measured", "growth of the process, once opened"),
         "worker_opens": figure(whole_seconds, "s", "measured", "every training process: the whole manifest"),
@@ -155,7 +141,7 @@ def loss_figures(given: argparse.Namespace) -> dict[str, Any]:
         seconds[rows] = min(timed(step)[1] for _ in range(5))  # the minimum, because other programs use this machine
     largest = max(seconds)
     per_score = seconds[largest] / largest**2
-    rows = 2 * _ANCHORS * given.batch
+    rows = 4 * given.batch
     # Scores: once in the forward for half the pairs, and again, with two products, in the backward.
     flops = 2 * size * rows**2 * (0.5 + 0.5 + 1.0)
     bytes_ = rows * size * 4
@@ -178,7 +164,7 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
     """Measure size, writing and loading of a checkpoint."""
     encoder = models.encoder(given.model, 0.0, given.seed)
     number = sum(parameter.numel() for parameter in encoder.parameters())
-    size = number * _SAVED_BYTES
+    size = number * 12  # a parameter and its two moments
     contents = {str(part): torch.zeros(number) for part in range(3)}
     path = folder / "probe.safetensors"
     checksum, written, _ = timed(lambda: write_tensors(path, contents), elapsed=True)
@@ -200,15 +186,11 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
     }
 
 
-def _nothing() -> None:
-    """Empty task that costs only its overhead."""
-
-
 def ray_figures(given: argparse.Namespace) -> dict[str, Any]:
     """Compute the tasks per second that a run needs, and measure those of one session here."""
     start_ray(num_cpus=2)
     try:
-        task = ray.remote(_nothing)
+        task = ray.remote(lambda: None)
         ray.get([task.remote() for _ in range(20)])
         _, seconds, _ = timed(lambda: ray.get([task.remote() for _ in range(given.tasks)]), elapsed=True)
     finally:
@@ -238,15 +220,15 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--ranks", type=int, default=1024)
     options.add_argument("--shards", type=int, default=100_000)
     options.add_argument("--batch", type=int, default=16_384, help="documents per step, over all ranks")
-    options.add_argument("--sample", type=int, default=_SAMPLE, help="places to check, in each of four regions")
+    options.add_argument("--sample", type=int, default=200_000, help="places to check, in each of four regions")
     options.add_argument("--chunks", type=int, default=20, help="chunks to read")
     options.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="rows of the loss")
     options.add_argument("--model", choices=models.SIZES, default="roberta-base")
     options.add_argument("--tasks", type=int, default=2000, help="empty tasks of Ray")
-    options.add_argument("--step-seconds", type=float, default=_STEP_SECONDS, help="assumed")
-    options.add_argument("--disk-gb", type=float, default=_DISK_GB, help="assumed GB/s of the shared disk")
-    options.add_argument("--network-gb", type=float, default=_NETWORK_GB, help="assumed GB/s of a rank's link")
-    options.add_argument("--gpu-tflops", type=float, default=_GPU_TFLOPS, help="assumed")
+    options.add_argument("--step-seconds", type=float, default=1.0, help="assumed")
+    options.add_argument("--disk-gb", type=float, default=10.0, help="assumed GB/s of the shared disk")
+    options.add_argument("--network-gb", type=float, default=10.0, help="assumed GB/s of a rank's link")
+    options.add_argument("--gpu-tflops", type=float, default=100.0, help="assumed")
     given = options.parse_args(arguments)
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"benchmark": "scale", "documents": given.documents, "ranks": given.ranks}

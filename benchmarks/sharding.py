@@ -7,26 +7,15 @@ network only. Both kinds of step take turns in the same processes, on the same b
 """
 
 import argparse
-import json
 import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import start_processes
 
-from benchmarks import documents, memory, models, packed, record
-from common.storage import write_text
+from benchmarks import gloo, memory, models, packed, record
 from trainer.data.plan import Plan
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.masking import MaskingConfig
-from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.step.step import Stepper
@@ -48,19 +37,17 @@ def _mib(tensors: list[Any]) -> float:
     return sum(pieces.values()) / memory.MIB
 
 
-def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
+def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Measure this worker's figures."""
-    spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
-    feed = models.feed(options.model, spans, MaskingConfig(), options.seed)
+    workload = packed.Workload.of(options, dropout=options.dropout)
     start, end = Plan(options.seed, options.documents, options.documents).slice(world.rank, world.size)
-    table = documents.documents(start, end - start, spans, feed.vocabulary.size, options.seed)
-    batch = packed.rank_batch(feed, table, torch.device("cpu"))
+    batch = workload.batch(start, end - start)
     steppers = {}
     for name in ("whole", "sharded"):
-        encoder = models.encoder(options.model, options.dropout, options.seed)
+        encoder = workload.encoder()
         if name == "sharded":
             shard(encoder, world)
-        steppers[name] = packed.stepper(encoder, feed, DeclutrConfig(), options.microbatch_tokens, world=world)
+        steppers[name] = workload.stepper(encoder, options.microbatch_tokens, world)
     losses = {name: stepper.step(batch, 1).loss for name, stepper in steppers.items()}  # creates the optimizer's state
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     for number in range(options.steps):
@@ -82,17 +69,6 @@ def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, given: dict[str, Any], folder: str) -> None:
-    options = argparse.Namespace(**given)
-    world = World(rank, options.processes)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world.size)
-    try:
-        write_text(Path(folder) / f"{rank}.json", json.dumps(measure(options, world)))
-    finally:
-        dist.destroy_process_group()
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     options = record.parser("sharding", __doc__)
@@ -105,12 +81,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--microbatch-tokens", type=int, help="default: a worker's whole share")
     options.add_argument("--steps", type=int, default=5, help="steps of each kind, after a first one")
     options.add_argument("--dropout", type=float, default=0.1)
-    given = options.parse_args(sys.argv[1:] if arguments is None else arguments)
+    given = options.parse_args(arguments)
     settings = {key: value for key, value in vars(given).items() if key not in ("json", "commit")}
-    with tempfile.TemporaryDirectory() as folder:
-        # "forkserver" for the same reason as in trainer/verify.py
-        start_processes(_rank, (settings, folder), nprocs=given.processes, start_method="forkserver")
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(given.processes)]
+    ranks = gloo.run(given.processes, measure, given)
     first = ranks[0]
     figures = {
         "benchmark": "sharding",

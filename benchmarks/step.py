@@ -8,9 +8,7 @@ programs on the machine affect all of them. Dropout is off unless --dropout is s
 compared in float32 without it.
 """
 
-import argparse
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import documents, models, packed, record
+from benchmarks import models, packed, record
 from benchmarks.neighbour import NeighbourStep
 from benchmarks.released import PaddedBatch, ReleasedStep, pad_batch
 from trainer.data.batches import RankBatch, SpanBatch
 from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.feed import SpanFeed
-from trainer.objectives.masking import MaskingConfig
-from trainer.objectives.span_settings import SpanConfig
 
 TEMPERATURE = 0.05
 
@@ -52,43 +47,32 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(packed.Workload):
     """Settings shared by all sides of a comparison."""
 
-    size: str
-    documents: int
-    spans: SpanConfig
-    objective: DeclutrConfig
-    device: torch.device
-    autocast: torch.dtype | None
-    compile: bool
-    dropout: float
-    seed: int
+    documents: int = 4
+    compile: bool = False
 
     def batches(self, count: int) -> Iterator[SpanBatch]:
         """Make span batches of `count` steps, on the CPU."""
-        feed = self._feed()
+        on_cpu = dataclasses.replace(self, device=torch.device("cpu"))
         for step in range(count):
-            vocab_size = feed.vocabulary.size
-            table = documents.documents(step * self.documents, self.documents, self.spans, vocab_size, self.seed)
-            yield packed.rank_batch(feed, table, torch.device("cpu")).spans
-
-    def _feed(self) -> SpanFeed:
-        return models.feed(self.size, self.spans, self.objective.masking if self.objective.mlm else None, self.seed)
+            yield on_cpu.batch(step * self.documents, self.documents).spans
 
     def ours(self) -> Side:
         """Build the side of the trainer's step."""
-        encoder = models.encoder(self.size, self.dropout, self.seed).to(self.device)
+        encoder = self.encoder()
         if self.compile:
             encoder.model.base_model.compile(dynamic=True)
-        made = packed.stepper(encoder, self._feed(), self.objective, None, self.autocast)
+        made = self.stepper(encoder)
 
         def prepare(spans: SpanBatch) -> RankBatch:
             contrasted = self.documents * self.spans.num_anchors if self.objective.contrastive else 0
             return RankBatch(spans.to(self.device), self.documents, contrasted)
 
         def gradients(batch: RankBatch) -> Tensor:
-            return packed.loss_and_gradients(made, batch)
+            found = made.gradients(batch, 1)
+            return found.terms.get("contrastive", 0.0) + found.mlm_sum / max(1, found.num_selected)
 
         return Side("ours", encoder.model, prepare, gradients, encoder.token_places)
 
@@ -155,13 +139,7 @@ def compare(ours: Side, other: Side, batches: list[SpanBatch], warm_up: int, dev
             if number >= warm_up:
                 seconds[side.name].append(round(taken, 6))
             record.progress(f"{'warm-up' if number < warm_up else 'step'} {number} {side.name} {taken:.3f} s")
-    ratios = [theirs / own for theirs, own in zip(seconds[other.name], seconds[ours.name], strict=True)]
-    return {
-        "times": seconds,
-        "ratios": [round(ratio, 4) for ratio in ratios],
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
-    }
+    return {"times": seconds, **record.ratios(seconds[other.name], seconds[ours.name])}
 
 
 def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:
@@ -217,7 +195,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     options = record.parser("step", __doc__)
     record.add_device(options)
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--model", choices=models.SIZES, default="distilroberta")
     options.add_argument(
         "--documents", type=int, default=4, help="documents per step; 4 is the released batch of a GPU"
@@ -227,18 +204,10 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--dropout", type=float, default=0.0, help="dropout of all sides in timed steps")
     options.add_argument("--compile", action="store_true", help="torch.compile all sides, with dynamic shapes")
     given = options.parse_args(arguments)
-    shortest, longest = given.spans or (32, 512)
-    setting = Setting(
-        size=given.model,
-        documents=given.documents,
-        spans=SpanConfig(min_tokens=shortest, max_tokens=longest),
-        objective=DeclutrConfig(masking=MaskingConfig(), loss={"kind": "ntxent", "temperature": TEMPERATURE}),
-        device=torch.device(given.device),
-        autocast=record.autocast_type(given.precision, given.device),
-        compile=given.compile,
-        dropout=given.dropout,
-        seed=given.seed,
-    )
+    given.spans = given.spans or [32, 512]
+    objective = DeclutrConfig(loss={"kind": "ntxent", "temperature": TEMPERATURE})
+    settings = {"documents": given.documents, "compile": given.compile, "dropout": given.dropout}
+    setting = Setting.of(given, given.device, given.precision, objective=objective, **settings)
     steps = given.steps or (30 if given.device == "cuda" else 5)
     found = against_released(setting, steps, given.warm_up)
     other = against_sentence_transformers(setting, steps, given.warm_up)
@@ -249,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
         "precision": "bf16" if setting.autocast else "fp32",
         "compile": given.compile,
         "documents": given.documents,
-        "spans": [shortest, longest],
+        "spans": given.spans,
         "dropout": given.dropout,
         **found,
         "ratio_vs_sentence_transformers": other["ratio_median"],

@@ -1,7 +1,6 @@
 """A made-up folder of very many shards: a manifest of the real schema, and real files that share their bytes."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,22 +31,7 @@ TOKENIZER = TokenizerInfo(
 """Tokenizer facts that shards need, without any text."""
 
 
-@dataclass(frozen=True)
-class Wide:
-    """Result of `make`.
-
-    Attributes:
-        folder: folder of the shards.
-        num_shards: number of shard names.
-        num_documents: sum of their documents.
-    """
-
-    folder: Path
-    num_shards: int
-    num_documents: int
-
-
-def make(folder: Path, num_shards: int, shard_documents: int) -> Wide:
+def make(folder: Path, num_shards: int, shard_documents: int) -> None:
     """Write one short shard and give it many names; the manifest lists them as `prepare` would.
 
     Names are links to the same bytes, so that 10**9 documents need megabytes. Opening, finding and copying documents
@@ -70,7 +54,6 @@ def make(folder: Path, num_shards: int, shard_documents: int) -> Wide:
         sidecars.append(_sidecar(shard.model_copy(update={"name": name}), number))
     manifest = build_manifest(sidecars, TOKENIZER, _GEOMETRY, {}, "made up")
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=1))
-    return Wide(folder, num_shards, num_shards * shard_documents)
 
 
 def _write(folder: Path, documents: int) -> Shard:

@@ -2,9 +2,9 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -19,8 +19,7 @@ def run(arguments: list[str]) -> int:
     try:
         found = rows(given.run)
     except (CheckpointsError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     if given.json:
         print(json.dumps([asdict(row) for row in found], indent=2))
     else:

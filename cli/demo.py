@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from common.commandline import refused
+
 
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
@@ -20,19 +22,18 @@ def run(arguments: list[str]) -> int:
         load_config(given.config, "prepare", PipelineConfig, (), look_for_data)
         load_config(given.config, "train", TrainConfig, given.overrides)
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     from cli.run_demo import demo
     from pipeline.shards.shards import ShardError
-    from trainer.driver.supervisor import RunStoppedError, TrainingFailedError
+    from trainer.driver.failure import TrainingFailedError
+    from trainer.driver.signals import RunStoppedError
 
     setup_logging("demo")
     try:
         for line in demo(given.config, given.overrides):
             print(line, flush=True)
     except (ConfigError, ShardError, TrainingFailedError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     except RunStoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")
         return stopped.status

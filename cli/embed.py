@@ -1,9 +1,9 @@
 """`declutr embed`."""
 
 import argparse
-import sys
 from typing import get_args
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -13,8 +13,7 @@ def run(arguments: list[str]) -> int:
     from common.console.logs import setup_logging
     from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
-    from evaluation.encoders.choice import EncoderChoice
-    from evaluation.encoders.loading import EncoderError
+    from evaluation.encoders.loading import EncoderChoice, EncoderError
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."
@@ -47,11 +46,9 @@ def run(arguments: list[str]) -> int:
         config = EmbedConfig.model_validate(parts | given)
         note = embed(config)
     except (EmbedError, EncoderError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     except OSError as error:  # a full disk, or storage that is not reachable
-        sys.stderr.write(f"{config.output}: {error}. Finished units are kept; run the same command to continue\n")
-        return 1
+        return refused(f"{config.output}: {error}. Finished units are kept; run the same command to continue")
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
     print(f"{config.output}: {note.rows:,} embeddings of {note.size} numbers ({config.shape.dtype})")

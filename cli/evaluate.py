@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.commandline import refused
 from common.paths import path_argument
 
 if TYPE_CHECKING:
@@ -30,26 +31,28 @@ def run(arguments: list[str]) -> int:
             parser.error("--mteb takes one ENCODER or more, and neither --follow nor --pretrained")
         return _evaluate_mteb(given)
     from evaluation.senteval.checks.checking import inspect
+    from evaluation.senteval.classifier.settings import ClassifierConfig
     from evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
     from evaluation.senteval.download.overview import overview
-    from evaluation.senteval.runner.plan import choose_tasks
+    from evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
 
     failed = _download(given.download, given.mirror) if given.download else False
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
     try:
         names = choose_tasks(given.tasks.split(",") if given.tasks else default)
     except UnknownTaskError as error:
-        sys.stderr.write(f"--tasks: {error}\n")
-        return 1
+        return refused(f"--tasks: {error}")
     data = given.data or given.download
     inspections = [inspect(find(name), data, given.allow_unchecked) for name in names]
     print("\n".join(overview(inspections)), flush=True)
     failed |= any(inspection.standing == "refused" for inspection in inspections)
     failed |= not any(inspection.usable for inspection in inspections)
+    classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
+    choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
     if given.follow:
-        return _follow(given, inspections, _choice(given, names))
+        return _follow(given, inspections, choice)
     if given.encoders or given.pretrained:
-        failed |= not _evaluate(given, inspections, _choice(given, names))
+        failed |= not _evaluate(given, inspections, choice)
     return int(failed)
 
 
@@ -94,14 +97,6 @@ def _download(folder: Path, mirror: str | None) -> bool:
     fetched = download(folder, sources, _say)
     print("\n".join(transfers(fetched, sources)))
     return any(file.outcome == "failed" for file in fetched)
-
-
-def _choice(given: argparse.Namespace, names: tuple[str, ...]) -> "ScoringChoice":
-    from evaluation.senteval.classifier.settings import ClassifierConfig
-    from evaluation.senteval.runner.plan import ScoringChoice
-
-    classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
-    return ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
 
 
 def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
@@ -167,8 +162,7 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
     try:
         tasks = choose_mteb(given.mteb.split(","))
     except EncoderError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     for name in given.encoders:
         try:
             encoder = load_encoder(name, device=given.device, trust_remote_code=given.trust_remote_code)
@@ -196,8 +190,7 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
         follower = Follower(given.follow, inspections, choice, given.device or "cpu", session, _say, trust)
         number = follower.follow(given.every_seconds, given.once)
     except FollowError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     finally:
         torch.set_num_threads(threads)
     print(f"{given.follow}: {number} checkpoints scored")

@@ -1,8 +1,8 @@
 """`declutr explore`."""
 
 import argparse
-import sys
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -23,8 +23,7 @@ def run(arguments: list[str]) -> int:
         parser.error(f"--top {given.top}: must be 1 to 1000")
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.choice import encoder_of
-    from evaluation.encoders.loading import EncoderError
+    from evaluation.encoders.loading import EncoderError, encoder_of
     from evaluation.explore.explorer import Explorer
     from evaluation.explore.server import ExploreServer
 
@@ -35,13 +34,11 @@ def run(arguments: list[str]) -> int:
         encoder = encoder_of(choice, trust_remote_code=given.trust_remote_code)
         explorer = Explorer(index, encoder, given.top)
     except (EmbedError, EncoderError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     try:
         server = ExploreServer(explorer, given.port)
     except OSError as error:
-        sys.stderr.write(f"--port {given.port}: {error.strerror}; omit --port to use a free port\n")
-        return 1
+        return refused(f"--port {given.port}: {error.strerror}; omit --port to use a free port")
     with server:
         try:  # a reader of the line may press Ctrl-C before `print` has returned
             print(f"{server.url}  (private: anyone with this address can read the texts; Ctrl-C stops)", flush=True)

@@ -1,8 +1,8 @@
 """`declutr export-onnx`."""
 
 import argparse
-import sys
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -28,7 +28,6 @@ def run(arguments: list[str]) -> int:
         encoder = load_encoder(given.model, device="cpu", max_tokens=given.max_tokens, trust_remote_code=trust)
         export_onnx(encoder, given.output)
     except (EncoderError, FileExistsError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     print(f"{given.output}: model.onnx, tokenizer.json")
     return 0

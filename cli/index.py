@@ -1,8 +1,8 @@
 """`declutr index`."""
 
 import argparse
-import sys
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -20,7 +20,6 @@ def run(arguments: list[str]) -> int:
     try:
         facts = build_index(given.embeddings, given.output, given.kind, given.source_field)
     except (EmbedError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     print(f"{given.output}: {facts.rows:,} texts, {facts.kind}")
     return 0

@@ -1,8 +1,8 @@
 """`declutr inspect`."""
 
 import argparse
-import sys
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -22,8 +22,7 @@ def run(arguments: list[str]) -> int:
     try:
         run = load_config(given.config, "train", TrainConfig, []) if given.config is not None else None
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     from inspection.describe import DescribeError, default_spans, describe
     from inspection.whereabouts import whereabouts
     from pipeline.shards.shards import ShardError, load_manifest
@@ -39,6 +38,5 @@ def run(arguments: list[str]) -> int:
         for line in lines:
             print(line)
     except (DescribeError, ShardError, CheckpointError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     return 0

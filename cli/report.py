@@ -1,8 +1,8 @@
 """`declutr report`."""
 
 import argparse
-import sys
 
+from common.commandline import refused
 from common.paths import path_argument
 
 
@@ -14,12 +14,11 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("shards", type=path_argument, help="output folder of `prepare`")
     parser.add_argument("--output", type=path_argument, help="folder of report.html and charts/*.png (SHARDS/report)")
     given = parser.parse_args(arguments)
-    from evaluation.report.write import write_report
+    from evaluation.report.page import write_report
     from pipeline.shards.shards import ShardError
 
     try:
         print(write_report(given.shards, given.output))
     except ShardError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     return 0

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from common.config import load_config
+from common.excerpt import shorten
 from common.paths import expand
 from common.storage import write_json
 from evaluation.encoders.loading import load_encoder
@@ -27,7 +28,7 @@ COLUMNS = (
     *("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"),
     *("alignment", "uniformity", "effective_rank", "seconds"),
 )
-_EXAMPLES, _NEIGHBOURS, _PASSAGE_TOKENS, _POOL = 4, 2, 48, 400
+_EXAMPLES, _NEIGHBOURS, _PASSAGE_TOKENS, _POOL, _SHOWN_CHARACTERS = 4, 2, 48, 400, 100
 
 
 def demo(config: str, overrides: list[str]) -> Iterator[str]:
@@ -35,10 +36,6 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
 
     Writes `summary.json` next to the two runs: for `untrained`, `mlm_only`, `declutr` the held-out scores and the
     seconds of training.
-
-    Args:
-        config: a config file with both sections; the parent of its run folder receives the summary.
-        overrides: overrides of the `train` section.
     """
     started = time.monotonic()
     data = load_config(config, "prepare", PipelineConfig)
@@ -92,11 +89,7 @@ def neighbours(data: Path, model: Path) -> Iterator[str]:
     scores = (embeddings @ embeddings.T).fill_diagonal_(-1)
     yield "nearest neighbours among the openings of held-out documents"
     for query in np.linspace(0, len(texts) - 1, _EXAMPLES).astype(int).tolist():
-        yield f"- {rows[texts[query]]}: {_short(texts[query])}"
+        yield f"- {rows[texts[query]]}: {shorten(texts[query], _SHOWN_CHARACTERS)}"
         best = scores[query].topk(min(_NEIGHBOURS, len(texts) - 1))
         for value, other in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            yield f"    {value:.2f}  {rows[texts[other]]}: {_short(texts[other])}"
-
-
-def _short(text: str, characters: int = 100) -> str:
-    return text if len(text) <= characters else f"{text[: characters - 1]}…"
+            yield f"    {value:.2f}  {rows[texts[other]]}: {shorten(texts[other], _SHOWN_CHARACTERS)}"

@@ -1,8 +1,8 @@
 """`declutr search`."""
 
 import argparse
-import sys
 
+from common.commandline import refused
 from common.excerpt import shorten
 from common.paths import path_argument
 
@@ -22,8 +22,7 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.choice import encoder_of
-    from evaluation.encoders.loading import EncoderError
+    from evaluation.encoders.loading import EncoderError, encoder_of
 
     try:
         index = SearchIndex(given.index)
@@ -32,8 +31,7 @@ def run(arguments: list[str]) -> int:
         encoder = encoder_of(choice, trust_remote_code=given.trust_remote_code)
         found = [(query, index.search(encoder, query, given.top)) for query in given.query]
     except (EmbedError, EncoderError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     for query, hits in found:
         if len(found) > 1:
             print(f"# {query}")

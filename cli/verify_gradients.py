@@ -1,7 +1,8 @@
 """`declutr verify-gradients`."""
 
 import argparse
-import sys
+
+from common.commandline import refused
 
 
 def run(arguments: list[str]) -> int:
@@ -32,8 +33,7 @@ def run(arguments: list[str]) -> int:
         config = with_geometry(config, run_folder(config.run, config.cache))
         refuse([problem for problem in problems(config) if not problem.startswith("run =")])
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     print("gradient of one batch, compared with 1 process and the whole batch at once")
     heads = ("precision", "processes", "microbatch", "loss diff", "largest", "relative")
     print("".join(f"{head:>11s}" for head in heads))
@@ -46,7 +46,6 @@ def run(arguments: list[str]) -> int:
             print(f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{within}", flush=True)
             apart += not row.within
     except ObjectiveError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return refused(error)
     print("all equal up to rounding" if not apart else f"{apart} cases differ by more than rounding")
     return int(apart > 0)

@@ -6,13 +6,10 @@ from pathlib import Path
 
 
 class AppendLog:
-    """Records are collected in memory and flushed to an existing file; a failed flush can simply be repeated.
+    """Records are collected in memory and appended to an existing file; a failed flush can simply be repeated.
 
     Records are written at known offsets, so the next flush overwrites what a failed flush left. The file is open only
     during a flush, so no handle becomes stale when a file system disappears and comes back. Threads may share it.
-
-    Args:
-        path: path of the file; records are appended to its present content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,10 +28,7 @@ class AppendLog:
             self._pieces += piece
 
     def flush(self, to_disk: bool = False) -> None:
-        """Writes the records that were added.
-
-        Args:
-            to_disk: also force them to disk.
+        """Writes the records that were added, and with `to_disk` forces them to disk.
 
         Raises:
             OSError: the storage failed; nothing is lost, and the next flush tries again.

@@ -15,7 +15,6 @@ from common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
 _SHOWN_CHARACTERS = 200
-_TRUST = "trust_remote_code"
 
 
 class Strict(BaseModel):
@@ -66,14 +65,10 @@ def load_config(
 
     Overrides are relative to the section. Values are YAML (`workers=2`, `inputs=[a.txt]`, `objective={kind: mlm}`).
 
-    A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only.
+    Each key may be given once. `look` finds problems of the places that settings name; it is called only after another
+    problem, to report all at once.
 
-    Args:
-        name: the file.
-        section: prepare or train.
-        model: the model of the section.
-        overrides: each key at most once.
-        look: finds problems of the places that settings name; called only after another problem, to report all at once.
+    A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only.
 
     Raises:
         ConfigError: with every problem of the file, the overrides and the values.
@@ -111,10 +106,9 @@ def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, 
     except OSError as error:
         raise ConfigError(name, [f"cannot be read: {error.strerror}"]) from error
     if not isinstance(tree, dict) or not set(tree) <= set(SECTIONS):
-        kind = "nothing" if tree is None else type(tree).__name__
-        found = sorted(map(str, tree)) if isinstance(tree, dict) else kind
-        hint = ""
+        found, hint = "nothing" if tree is None else type(tree).__name__, ""
         if isinstance(tree, dict):
+            found = str(sorted(map(str, tree)))
             odd = next(str(key) for key in tree if key not in SECTIONS)
             flat = odd in model.model_fields
             hint = f"; put the settings below `{section}:`" if flat else meant(odd, SECTIONS)
@@ -145,7 +139,7 @@ def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
     for key, value in list(tree.items()):
         if isinstance(value, dict):
             found += _withdraw_trust(value, f"{prefix}{key}.")
-        elif key == _TRUST and value is not False:
+        elif key == "trust_remote_code" and value is not False:
             del tree[key]
             found.append(prefix + key)
     return found
@@ -165,10 +159,9 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     for parent in parents:
         if tree.get(parent) is None:  # absent, or a key without a value
             tree[parent] = {}
-        child = tree[parent]
-        if not isinstance(child, dict):
-            return f"override {key}: `{parent}` holds {_shown(child)}, not a branch with keys"
-        tree = child
+        if not isinstance(tree[parent], dict):
+            return f"override {key}: `{parent}` holds {_shown(tree[parent])}, not a branch with keys"
+        tree = tree[parent]
     tree[last] = parsed
     return None
 
@@ -182,14 +175,7 @@ def first_problem(error: ValueError, model: type[BaseModel]) -> str:
 
 
 def describe(error: ValidationError, model: type[BaseModel], values: Any = None, section: str = "") -> list[str]:
-    """One line per problem: dotted key, value, problem.
-
-    Args:
-        error: the error of the validation.
-        model: the validated model.
-        values: the values, if available; keys are then named as they were written.
-        section: the section of the values.
-    """
+    """One line per problem: dotted key, value, problem. With `values`, keys are named as they were written."""
     lines: dict[str, list[str]] = {}
     for item in error.errors():
         path = _written(item["loc"], values)

@@ -62,7 +62,7 @@ def _asked(address: str) -> str | None:
     found: list[str | None] = []
     session = get_session()  # before the timeout starts: on a busy machine this takes as long as an answer
 
-    refused = (OSError, ValueError, _client_error())
+    refused = (OSError, ValueError, client_error())
 
     def ask() -> None:
         try:
@@ -79,7 +79,7 @@ def _asked(address: str) -> str | None:
     return found[0] if found else f"{address} does not answer within {PATIENCE_SECONDS:.0f} s"
 
 
-def _client_error() -> type[Exception]:
+def client_error() -> type[Exception]:
     """The error of the client that huggingface_hub is built on, whichever HTTP library that is."""
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -122,12 +122,7 @@ def _open_locked(path: Path) -> TextIO:
 
 
 def read_holder(raw: bytes, name: str) -> Holder | None:
-    """The holder of a lock; None if the lock is new, was cut off by a kill, or is damaged.
-
-    Args:
-        raw: content of the lock file.
-        name: name of the lock file, for the log.
-    """
+    """The holder of a lock; None if the lock is new, was cut off by a kill, or is damaged, which is logged."""
     if not raw:
         return None
     try:
@@ -157,10 +152,8 @@ def refusal(run: str | Path, holder: Holder) -> str:
 def lives(holder: Holder, age_seconds: Callable[[], float]) -> bool:
     """Returns True if the holder still runs, by its process on this host or its last heartbeat on another host.
 
-    Args:
-        holder: the holder.
-        age_seconds: returns the age of the last heartbeat by the clock of the storage that holds the lock. A heartbeat
-            more than a minute ahead of that clock is ignored, because a running holder would have renewed it.
+    `age_seconds` returns the age of the last heartbeat by the clock of the storage that holds the lock. A heartbeat
+    more than a minute ahead of that clock is ignored, because a running holder would have renewed it.
     """
     if (holder.host, holder.processes) == (socket.gethostname(), _pid_namespace()):
         began = _began(holder.pid)

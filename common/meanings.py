@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from common.suggestions import branches_of, kinds_of
+
 _WIDTH = 100
 
 
@@ -34,12 +36,7 @@ def _annotated(config: BaseModel) -> Iterator[str]:
 
 
 def settings_tables(model: type[BaseModel], name: str) -> Iterator[str]:
-    """Yield the lines of a Markdown section with one table for each branch of a configuration.
-
-    Args:
-        model: the configuration of the section.
-        name: the section's name, which is the heading.
-    """
+    """Yield the lines of a Markdown section `name` with one table for each branch of a configuration."""
     yield from [f"## {name}", _summary(model), ""]
     yield from _tables(model, "", PydanticUndefined)
 
@@ -49,16 +46,16 @@ def _tables(model: type[BaseModel], prefix: str, default: Any) -> Iterator[str]:
     rows, below = [], []
     for name, field in model.model_fields.items():
         given = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
-        models = _models(field.annotation)
-        below += [(one, f"{prefix}{name}", given, field) for one in models]
+        models = list(branches_of(field.annotation))
+        below += [(one, f"{prefix}{name}", given, field, len(models)) for one in models]
         if not models or given is None:
             meaning = _cell(_meaning(field, "Selects the settings of this table."))
             rows.append(f"| `{prefix}{name}` | {_shown(given)} | {meaning} |")
     if rows:
         yield from ["| setting | default | meaning |", "| --- | --- | --- |", *rows, ""]
-    for one, path, given, field in below:
+    for one, path, given, field, number in below:
         kind = _kind(one)
-        heading = f"`{path}`, kind `{kind}`" if kind and len(_models(field.annotation)) > 1 else f"`{path}`"
+        heading = f"`{path}`, kind `{kind}`" if kind and number > 1 else f"`{path}`"
         yield from [f"### {heading}", field.description or _summary(one), ""]
         yield from _tables(one, f"{path}.", given)
 
@@ -66,13 +63,6 @@ def _tables(model: type[BaseModel], prefix: str, default: Any) -> Iterator[str]:
 def _summary(model: type[BaseModel]) -> str:
     """First paragraph of a model's docstring, in one line."""
     return " ".join(inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0].split())
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models that an annotation names, in order."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _models(part)]
 
 
 def _kind(model: type[BaseModel]) -> str | None:
@@ -84,16 +74,12 @@ def _kind(model: type[BaseModel]) -> str | None:
 
 def _meaning(field: FieldInfo, otherwise: str) -> str:
     """The docstring of a setting, or another text where it has none, with its choices where it has several."""
-    choices = [kind for model in _models(field.annotation) if (kind := _kind(model))] or _literals(field.annotation)
+    literals = [kind for kind in kinds_of(field.annotation) if get_origin(kind) is Literal]
+    choices = [kind for model in branches_of(field.annotation) if (kind := _kind(model))] or [
+        str(choice) for literal in literals for choice in get_args(literal)
+    ]
     listed = f"One of {', '.join(choices)}." if len(choices) > 1 else ""
     return f"{field.description or otherwise} {listed}".strip()
-
-
-def _literals(annotation: Any) -> list[str]:
-    """The strings that an annotation allows, in order."""
-    if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    return [choice for part in get_args(annotation) for choice in _literals(part)]
 
 
 def _shown(default: Any) -> str:

@@ -1,7 +1,7 @@
 """Small JSON files that the project writes and reads back; a file of another shape is reported as damaged."""
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -13,11 +13,7 @@ class DamagedError(ValueError):
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:
-    """Reads a JSON file.
-
-    Args:
-        path: path of the file.
-        kind: type of the content; keys that a struct does not have are ignored.
+    """Reads a JSON file whose content has the type `kind`; keys that a struct does not have are ignored.
 
     Raises:
         DamagedError: the content is empty, cut off, or of another type.
@@ -37,16 +33,4 @@ def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise DamagedError(f"{name} is damaged: {error}") from error
-
-
-def convert_record(value: Any, kind: type[Record], name: str) -> Record:
-    """Like `read_record`, for JSON that is already decoded.
-
-    Raises:
-        DamagedError: as `read_record`.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
         raise DamagedError(f"{name} is damaged: {error}") from error

@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from common.cluster import cluster_problem, named_cluster
 from common.config import ConfigError
@@ -30,15 +29,8 @@ from ray.util.annotations import RayDeprecationWarning
 from common.session_config import SessionConfig as SessionConfig
 from common.session_config import SessionError
 
-
-@dataclass
-class _Local:
-    """The origin of this process's Ray session: True if `start_ray` started it locally."""
-
-    started: bool = False
-
-
-_local = _Local()
+_started_here = False
+"""True if `start_ray` started this process's session on this machine."""
 _AGENT = "ray::DashboardAgent"
 _SHORT_FOLDER = "/tmp/ray"  # Ray's default if TMPDIR is not set
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # longest path of a Unix socket
@@ -51,16 +43,13 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     An existing session of this process is kept, unless it was started here with fewer CPUs than requested now: work
     would silently wait for a CPU that never becomes free.
 
-    Args:
-        num_cpus: CPUs of a local session; None for all CPUs of this machine.
-        address: address of a cluster; None for RAY_ADDRESS.
-        wait_seconds: time for a lost cluster to come back.
+    A local session has `num_cpus` CPUs, or all of this machine. A lost cluster has `wait_seconds` to come back.
 
     Raises:
         ConfigError: no cluster answers there.
         SessionError: no session could be started on this machine.
     """
-    if _local.started and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
+    if _started_here and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()
     if not ray.is_initialized():
         with _deaf_to_hangups():
@@ -76,9 +65,10 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
 
 
 def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:
+    global _started_here
     name, address = named_cluster(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    _local.started = not address
+    _started_here = not address
     if address:
         if problem := cluster_problem(name, address, wait_seconds):
             raise ConfigError("ray", [problem])

@@ -41,12 +41,7 @@ def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") 
 
 
 def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
-    """The names that a key such as `kind` may hold, over all branches that have it.
-
-    Args:
-        path: the key and the branches above it.
-        model: model of the whole section.
-    """
+    """The names that a key such as `kind` may hold, over all branches that have it; arguments as for `unknown_key`."""
     fields = [branch.model_fields.get(path[-1]) for branch in _below((model,), path[:-1])]
     return [str(choice) for field in fields if field for choice in get_args(field.annotation)]
 
@@ -64,21 +59,21 @@ def misread(values: Any, model: type[BaseModel], path: tuple[str, ...] = ()) -> 
     elif isinstance(values, bool):
         branches = _below((model,), path[:-1])
         fields = [branch.model_fields[path[-1]] for branch in branches if path[-1] in branch.model_fields]
-        kinds = {kind for field in fields for kind in _kinds(field.annotation)}
+        kinds = {kind for field in fields for kind in kinds_of(field.annotation)}
         if kinds & {int, float} and bool not in kinds:
             yield f"{'.'.join(path)} = {values!r}: a number is needed (YAML takes yes, no, on, off for true and false)"
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
+def kinds_of(annotation: Any) -> Iterator[Any]:
     """The types that a field may hold."""
     yield annotation
     for part in get_args(annotation):
-        yield from _kinds(part)
+        yield from kinds_of(part)
 
 
-def _branches(annotation: Any) -> Iterator[type[BaseModel]]:
+def branches_of(annotation: Any) -> Iterator[type[BaseModel]]:
     """The branches that a field may hold."""
-    for kind in _kinds(annotation):
+    for kind in kinds_of(annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield kind
 
@@ -88,7 +83,7 @@ def _below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[
     if not path:
         return list(models)
     fields = [model.model_fields[path[0]] for model in models if path[0] in model.model_fields]
-    return _below([branch for field in fields for branch in _branches(field.annotation)], path[1:])
+    return _below([branch for field in fields for branch in branches_of(field.annotation)], path[1:])
 
 
 def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
@@ -96,5 +91,5 @@ def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
     for model in models:
         for name, field in model.model_fields.items():
             yield (name,)
-            for key in _keys(list(_branches(field.annotation))):
+            for key in _keys(list(branches_of(field.annotation))):
                 yield (name, *key)

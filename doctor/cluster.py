@@ -1,5 +1,7 @@
 """Examiners on every node of a Ray cluster, and their combined findings."""
 
+import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +11,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from doctor import collective
-from doctor.examiner import Examiner
 from doctor.finding import EVERYWHERE, Finding, judged
 
 ANSWER_SECONDS = 60.0
 _CLOCK_ROUNDS = 5
+_CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,44 @@ def nodes_of_cluster() -> tuple[list[Node], list[Finding]]:
     remedy = "expected after a planned stop; otherwise read the node's raylet.err and start Ray there again"
     limit = f"{len(dead)} dead: {', '.join(dead)}" if dead else ""
     return nodes, [judged("nodes", EVERYWHERE, f"{len(nodes)} alive", limit=limit, warn=bool(dead), remedy=remedy)]
+
+
+class Examiner:
+    """Actor on one node. It calls the functions of the checks there, and keeps a port open between two calls."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function on this node."""
+        return function(*arguments)
+
+    def open_door(self) -> int:
+        """Listen for the other nodes until `close_door`; return the port."""
+        self._door = socket.create_server(("", 0))
+        threading.Thread(target=_welcome, args=(self._door,), daemon=True).start()
+        port: int = self._door.getsockname()[1]
+        return port
+
+    def close_door(self) -> None:
+        """Stop listening."""
+        self._door.close()
+
+
+def knock(doors: dict[str, tuple[str, int]]) -> dict[str, str]:
+    """Connect to other nodes' ports; return the errors by node."""
+    shut = {}
+    for node, door in doors.items():
+        try:
+            socket.create_connection(door, timeout=_CONNECT_SECONDS).close()
+        except OSError as error:
+            shut[node] = str(error)
+    return shut
+
+
+def _welcome(door: socket.socket) -> None:
+    while True:
+        try:
+            door.accept()[0].close()
+        except OSError:  # closed
+            return
 
 
 class Examiners:
@@ -93,7 +133,7 @@ class Examiners:
             rounds = []
             for _ in range(_CLOCK_ROUNDS):
                 sent = time.time()
-                answer = self._wait("clock", {node: self._actors[node].now.remote()})
+                answer = self._wait("clock", {node: self._actors[node].call.remote(time.time)})
                 if not answer:
                     break
                 back = time.time()
@@ -109,7 +149,7 @@ class Examiners:
             return []
         ports = self.ask("open a port", lambda _, actor: actor.open_door.remote())
         doors = {node: (self.nodes[node].address, port) for node, port in ports.items()}
-        shut = self.ask("connect", lambda _, actor: actor.knock.remote(doors))
+        shut = self.ask("connect", lambda _, actor: actor.call.remote(knock, doors))
         self.ask("close the port", lambda _, actor: actor.close_door.remote())
         blocked = [f"{node} to {other} ({why})" for node, found in shut.items() for other, why in found.items()]
         return [
@@ -131,11 +171,13 @@ class Examiners:
 
     def _sum(self, backend: str, actors: dict[str, Any]) -> Finding:
         first = next(iter(actors))
-        port = self._wait("a port for the group", {first: actors[first].free_port.remote()}).get(first)
+        asked = {first: actors[first].call.remote(collective.free_port)}
+        port = self._wait("a port for the group", asked).get(first)
         address = f"tcp://{self.nodes[first].address}:{port}"
         size = len(actors)
         asked = {
-            node: actor.join.remote(address, rank, size, backend) for rank, (node, actor) in enumerate(actors.items())
+            node: actor.call.remote(collective.join, address, rank, size, backend)
+            for rank, (node, actor) in enumerate(actors.items())
         }
         found = self._wait(f"all-reduce by {backend}", asked) if port else {}
         return collective.judge(
@@ -150,4 +192,4 @@ class Examiners:
 
 def _place(node: Node, gpus: int) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-    return ray.remote(Examiner).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote(node.name)
+    return ray.remote(Examiner).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote()

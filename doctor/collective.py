@@ -1,18 +1,18 @@
 """Real all-reduce over one process per node, or over two processes of this machine."""
 
+import multiprocessing
 import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from common.storage import read_json, write_json
 from doctor.finding import EVERYWHERE, Finding, judged
 
 LIMIT_SECONDS = 60
@@ -67,26 +67,22 @@ def join(address: str, rank: int, size: int, backend: str) -> Summed:
             dist.destroy_process_group()
 
 
-def alone(processes: int = 2) -> dict[str, Summed]:
-    """Sum over processes of this machine: by NCCL if each has a GPU, else by gloo."""
+def alone() -> dict[str, Summed]:
+    """Sum over two processes of this machine, or one if it has one GPU: by NCCL if each has a GPU, else by gloo."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = "nccl" if gpus else "gloo"
-    size = min(processes, gpus) if gpus else processes
-    with tempfile.TemporaryDirectory() as folder:
-        others = start_processes(_local, (folder, size, backend), nprocs=size - 1, join=False, start_method="spawn")
-        found = {"process 0": join(f"file://{folder}/group", 0, size, backend)}
-        try:
-            while others is not None and not others.join():
-                pass
-        except ProcessException as error:
-            return found | {"process 1": Summed(error=str(error).strip().splitlines()[-1])}
-        files = {f"process {rank}": Path(folder) / f"{rank}.json" for rank in range(1, size)}
-        return found | {name: Summed(**read_json(file)) for name, file in files.items()}
-
-
-def _local(number: int, folder: str, size: int, backend: str) -> None:
-    done = join(f"file://{folder}/group", number + 1, size, backend)
-    write_json(Path(folder) / f"{number + 1}.json", asdict(done))
+    size = min(2, gpus or 2)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, context) as pool:
+        address = f"file://{folder}/group"
+        others = [pool.submit(join, address, rank, size, backend) for rank in range(1, size)]
+        found = {"process 0": join(address, 0, size, backend)}
+        for rank, other in enumerate(others, 1):
+            try:
+                found[f"process {rank}"] = other.result()
+            except BrokenProcessPool as error:
+                found[f"process {rank}"] = Summed(error=str(error))
+    return found
 
 
 def judge(backend: str, found: Mapping[str, Summed]) -> Finding:

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -36,7 +35,7 @@ def look(folder: str) -> Seen:
         shards = ShardSet(path, "train", look=False)
         last = max(0, shards.num_documents - 1)
         shards.take(np.unique(np.linspace(0, last, _TRIED).astype(np.int64)))
-        return Seen(_short_hash(path), shards.num_documents)
+        return Seen(hash_file(path / MANIFEST)[:12], shards.num_documents)
     except (ValueError, OSError) as error:
         return Seen(error=str(error).splitlines()[0])
 
@@ -47,10 +46,6 @@ def _look_from_afar(address: str) -> Seen:
     if raw is None:
         return Seen(error=f"{address}: no complete folder of shards found; send it: declutr push FOLDER {address}")
     return Seen(hashlib.sha256(raw).hexdigest()[:12], Manifest.model_validate_json(raw).totals["kept_train"])
-
-
-def _short_hash(path: Path) -> str:
-    return hash_file(path / MANIFEST)[:12]
 
 
 def judge(folder: str, found: Mapping[str, Seen]) -> list[Finding]:

@@ -3,19 +3,17 @@
 import argparse
 import json
 import os
-import socket
 import sys
 import uuid
 from collections.abc import Sequence
 
 import ray
 
+from common.cluster import cluster_problem
 from common.config import ConfigError, load_config
 from common.session import start_ray
-from doctor import collective, data, exposure, judgement, storage
+from doctor import collective, data, exposure, facts, judgement, storage
 from doctor.cluster import Examiners, nodes_of_cluster
-from doctor.examiner import Examiner
-from doctor.exposure import Exposure
 from doctor.facts import Facts
 from doctor.finding import EVERYWHERE, Finding, as_json, as_text, counts, judged
 from doctor.needs import Needs, needs_of
@@ -26,7 +24,6 @@ from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import with_geometry
 
 _HERE = "here"
-_CONNECT_SECONDS = 5.0
 
 
 def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str]) -> list[Finding]:
@@ -40,8 +37,9 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
     needs, findings = _of_config(config) if config else (None, [])
     if address is None:
         return [*findings, *_alone(config, needs, paths)]
-    if closed := _unanswered(address):
-        return [*findings, *closed]
+    if problem := cluster_problem("address", address):
+        remedy = "check that Ray runs there (`ray status`), the port is right, and no firewall blocks it"
+        return [*findings, judged("cluster", EVERYWHERE, problem, fail=True, remedy=remedy)]
     return [*findings, *_cluster(config, needs, address, paths)]
 
 
@@ -60,38 +58,23 @@ def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
 
 
 def _alone(config: TrainConfig | None, needs: Needs | None, paths: Sequence[str]) -> list[Finding]:
-    examiner = Examiner(_HERE)
-    facts, exposed = examiner.gather()
-    findings = of_facts({_HERE: facts}, needs, {})
-    findings.append(exposure.judge_ports(_HERE, exposed))
+    found, exposed = _gather()
+    findings = [*of_facts({_HERE: found}, needs, {}), exposure.judge_ports(_HERE, exposed)]
     if needs:
-        findings.append(judgement.cpus({_HERE: facts.cpus}, needs, own_session=True))
+        findings.append(judgement.cpus({_HERE: found.cpus}, needs, own_session=True))
     if config:
-        findings += data.judge(config.data, {_HERE: examiner.look(storage.located(config.data))})
+        findings += data.judge(config.data, {_HERE: data.look(storage.located(config.data))})
     for path in _written(config, paths):
         folder, mark = storage.standing(storage.located(path)), _mark()
         try:
-            written = {_HERE: examiner.write(folder, mark)}
+            written = {_HERE: storage.write(folder, mark, _HERE)}
             findings += storage.judge(path, written, _disk_bytes(config, needs, path))
             if not written[_HERE].error:
-                findings.append(storage.judge_shared(path, {_HERE: examiner.seen(folder, mark, [_HERE])}))
+                findings.append(storage.judge_shared(path, {_HERE: storage.seen(folder, mark, [_HERE])}))
         finally:
-            examiner.clear(folder, mark)
-    backend = "nccl" if facts.gpus else "gloo"
+            storage.clear(folder, mark, _HERE)
+    backend = "nccl" if found.gpus else "gloo"
     return [*findings, collective.judge(backend, collective.alone())]
-
-
-def _unanswered(address: str) -> list[Finding]:
-    """Finding if no process listens at HOST:PORT, so that asking Ray there is useless."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return []
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        remedy = "check that Ray runs there (`ray status`), the port is right, and no firewall blocks it"
-        return [judged("cluster", EVERYWHERE, f"{address}: {error}", fail=True, remedy=remedy)]
-    return []
 
 
 def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, paths: Sequence[str]) -> list[Finding]:
@@ -104,9 +87,9 @@ def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, path
     nodes, findings = nodes_of_cluster()
     examiners = Examiners(nodes)
     try:
-        gathered: dict[str, tuple[Facts, Exposure]] = examiners.ask("facts", lambda _, a: a.gather.remote())
-        facts = {node: both[0] for node, both in gathered.items()}
-        findings += of_facts(facts, needs, {node.name: node.store_mib for node in nodes})
+        gathered = examiners.ask("facts", lambda _, actor: actor.call.remote(_gather))
+        found = {node: both[0] for node, both in gathered.items()}
+        findings += of_facts(found, needs, {node.name: node.store_mib for node in nodes})
         for node, (_, exposed) in gathered.items():
             findings += [exposure.judge_ports(node, exposed), exposure.judge_token(node, exposed)]
         findings += [judgement.clock(node, *known) for node, known in examiners.clocks().items()]
@@ -114,7 +97,7 @@ def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, path
             findings.append(judgement.cpus({node.name: node.cpus for node in nodes}, needs, own_session=False))
         if config:
             place = storage.located(config.data)
-            findings += data.judge(config.data, examiners.ask("shards", lambda _, a: a.look.remote(place)))
+            findings += data.judge(config.data, examiners.ask("shards", lambda _, a: a.call.remote(data.look, place)))
         for path in _written(config, paths):
             findings += _shared(examiners, path, _disk_bytes(config, needs, path))
         findings += [*examiners.doors(), *examiners.sums()]
@@ -123,28 +106,32 @@ def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, path
         examiners.close()
 
 
+def _gather() -> tuple[Facts, exposure.Exposure]:
+    return facts.gather(), exposure.gather()
+
+
 def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]:
     """Let all nodes write to one folder, then look for the files of the others."""
     folder, mark = storage.standing(storage.located(path)), _mark()
     try:
-        written = examiners.ask("write", lambda _, actor: actor.write.remote(folder, mark))
+        written = examiners.ask("write", lambda node, actor: actor.call.remote(storage.write, folder, mark, node))
         findings = storage.judge(path, written, needed_bytes)
         able = [node for node, one in written.items() if not one.error]
         if len(able) == len(written):
-            unseen = examiners.ask("see", lambda _, actor: actor.seen.remote(folder, mark, able))
+            unseen = examiners.ask("see", lambda _, actor: actor.call.remote(storage.seen, folder, mark, able))
             findings.append(storage.judge_shared(path, unseen))
         return findings
     finally:
-        examiners.ask("clear", lambda _, actor: actor.clear.remote(folder, mark))
+        examiners.ask("clear", lambda node, actor: actor.call.remote(storage.clear, folder, mark, node))
 
 
-def of_facts(facts: dict[str, Facts], needs: Needs | None, store_mib: dict[str, int]) -> list[Finding]:
+def of_facts(nodes: dict[str, Facts], needs: Needs | None, store_mib: dict[str, int]) -> list[Finding]:
     """Findings from the facts alone, about all nodes and about each."""
-    findings = [*judgement.versions(facts), *judgement.settings(facts), *judgement.gpus(facts, needs)]
-    for node, one in facts.items():
-        findings.append(judgement.memory(node, one, needs, len(facts)))
+    findings = [*judgement.versions(nodes), *judgement.settings(nodes), *judgement.gpus(nodes, needs)]
+    for node, one in nodes.items():
+        findings.append(judgement.memory(node, one, needs, len(nodes)))
         findings.append(judgement.object_store(node, one, store_mib.get(node)))
-        findings += [check(node, one) for check in judgement.SINGLE]
+        findings += [judgement.open_files(node, one), judgement.session_disk(node, one)]
     return findings
 
 

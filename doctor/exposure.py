@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from common.excerpt import shorten
 from doctor.facts import ray_environment
 from doctor.finding import Finding, judged
 
@@ -117,17 +118,17 @@ def judge_ports(node: str, facts: Exposure) -> Finding:
     return judged(
         name,
         node,
-        f"{_shortened(ports)}{at}" if public or open_code else f"{len(wide)}, to this network only" if wide else "none",
+        f"{shorten(ports, 160)}{at}"
+        if public or open_code
+        else f"{len(wide)}, to this network only"
+        if wide
+        else "none",
         limit="no public address, and no dashboard reachable from other hosts",
         fail=bool(wide and public and not guarded),
         warn=bool((wide and public) or (open_code and not guarded)),
         remedy="start Ray with --dashboard-host=127.0.0.1 and --node-ip-address=<private address>, close these ports "
         "in the firewall or security group, and turn tokens on (RAY_AUTH_MODE=token)",
     )
-
-
-def _shortened(text: str, most: int = 160) -> str:
-    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def judge_token(node: str, facts: Exposure) -> Finding:

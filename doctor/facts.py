@@ -67,18 +67,12 @@ class Facts:
     settings: dict[str, str]
 
 
-def gather(session_folder: str | None = None, shm: str | None = None) -> Facts:
-    """Gather the facts of this machine.
-
-    Args:
-        session_folder: Ray's session folder; None: from this node's raylet, else Ray's default.
-        shm: folder of Ray's objects; None: likewise.
-    """
-    own_session, own_shm = _folders()
-    session_folder, shm = session_folder or own_session, shm or own_shm
+def gather() -> Facts:
+    """Gather the facts of this machine."""
+    session_folder, shm = _folders()
     gpus, driver = _gpus()
     memory = psutil.virtual_memory()
-    disk = shutil.disk_usage(_standing(Path(session_folder)))
+    disk = shutil.disk_usage(nearest_existing(Path(session_folder)))
     return Facts(
         versions=_versions() | ({"CUDA driver": driver} if driver else {}),
         gpus=gpus,
@@ -133,7 +127,7 @@ def _hidden(value: str) -> str:
     return f"(hash {hashlib.sha256(value.encode()).hexdigest()[:8]})"
 
 
-def _standing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Find the path, or its nearest existing parent."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 

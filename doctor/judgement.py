@@ -1,7 +1,7 @@
 """Judgements of nodes' facts: pure comparisons, one check each."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from doctor.facts import Facts
 from doctor.finding import EVERYWHERE, Finding, judged
@@ -161,8 +161,3 @@ def _by_value(found: Mapping[str, str]) -> str:
     if len(nodes) == 1:
         return next(iter(nodes))
     return "; ".join(f"{value} on {', '.join(who)}" for value, who in nodes.items())
-
-
-Single = Callable[[str, Facts], Finding]
-SINGLE: tuple[Single, ...] = (open_files, session_disk)
-"""Checks of one node that need only its facts."""

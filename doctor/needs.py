@@ -9,6 +9,7 @@ from pipeline.shards.manifest import TOKENIZER, load_manifest
 from pipeline.tokenizer.tokenization import load_tokenizer
 from trainer.data.plan import Plan
 from trainer.model.language_model import load_hf_config
+from trainer.objectives.base import implementation_of
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
@@ -22,7 +23,7 @@ class Needs:
     """Needs of a run.
 
     Attributes:
-        parameters: parameters of encoder and projection; shared ones count once.
+        parameters: parameters of encoder, projection and objective; shared ones count once.
         checkpoints: maximum number on the disk at one time: kept ones, and the one being written.
         workers: processes that train.
         cpus_per_worker: CPUs that each worker reserves.
@@ -104,8 +105,10 @@ def _parameters(config: TrainConfig) -> int:
     hf = load_hf_config(encoder, vocabulary, ids)
     with torch.device("meta"):  # shapes only
         model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
-    number: int = sum(parameter.numel() for parameter in model.parameters())
-    if encoder.projection.kind != "none":
-        hidden, size = int(hf.hidden_size), encoder.projection.size
-        number += (hidden + 1) * size + (size + 1) * size
-    return number
+        size = int(hf.hidden_size)
+        number: int = sum(parameter.numel() for parameter in model.parameters())
+        if encoder.projection.kind != "none":
+            hidden, size = size, encoder.projection.size
+            number += (hidden + 1) * size + (size + 1) * size
+        objective = implementation_of(config.objective)(config.objective, config.context("drop"), size)
+    return number + sum(parameter.numel() for parameter in objective.parameters())

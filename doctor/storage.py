@@ -12,6 +12,7 @@ from typing import Any
 from common.paths import expand, expand_known
 from common.storage import fsync_path
 from common.stores.address import filesystem, is_remote
+from doctor.facts import nearest_existing
 from doctor.finding import EVERYWHERE, Finding, judged
 
 SEEN_SECONDS = 10.0
@@ -53,7 +54,7 @@ def standing(path: str) -> str:
     here = expand_known(path)
     if is_remote(path) or str(here).startswith("$"):
         return path
-    return str(next(folder for folder in (here, *here.parents) if folder.exists()))
+    return str(nearest_existing(here))
 
 
 def write(path: str, mark: str, node: str) -> Written:
@@ -154,22 +155,16 @@ def _reads(files: Any, path: str, node: str) -> bool:
 
 def clear(path: str, mark: str, node: str) -> None:
     """Remove this node's files, and the folder of the marks if it is empty; other nodes do the same meanwhile."""
-    files, root = _filesystem(path if is_remote(path) else str(expand(path)))
-    for left in (f"{root}/{mark}/{_safe(node)}", f"{root}/{mark}/of-{_safe(node)}"):
-        if files.exists(left):
-            files.rm(left, recursive=True)
-    with contextlib.suppress(OSError):  # not empty yet, or removed already
+    with contextlib.suppress(OSError, ValueError, ImportError):  # the folder is not empty yet, or removed already
+        files, root = _filesystem(path if is_remote(path) else str(expand(path)))
+        for left in (f"{root}/{mark}/{_safe(node)}", f"{root}/{mark}/of-{_safe(node)}"):
+            if files.exists(left):
+                files.rm(left, recursive=True)
         files.rmdir(f"{root}/{mark}")
 
 
 def judge(path: str, found: dict[str, Written], needed_bytes: int) -> list[Finding]:
-    """Judge the nodes' tests in a folder.
-
-    Args:
-        path: path as the user wrote it.
-        found: test results by node.
-        needed_bytes: maximum size of a run's files there; 0 if unknown.
-    """
+    """Judge the nodes' tests in a folder; `needed_bytes` is the maximum size of a run's files, 0 if unknown."""
     findings = []
     for node, one in found.items():
         if one.error:

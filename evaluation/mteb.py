@@ -18,11 +18,7 @@ SCORES = "mteb.json"
 
 
 class MtebEncoder:
-    """Adapter from an encoder of this project to MTEB's interface; similarity is the cosine.
-
-    Args:
-        encoder: encoder to adapt.
-    """
+    """Adapter from an encoder of this project to MTEB's interface; similarity is the cosine."""
 
     def __init__(self, encoder: SentenceEncoder) -> None:
         self._encoder = encoder
@@ -63,7 +59,6 @@ def score_mteb(
     A task with a result there for the same encoder is not computed again.
 
     Raises:
-        EncoderError: the data of a task cannot be loaded.
         EncoderError: the data of a task cannot be loaded.
     """
     cache = mteb.ResultCache(output / "mteb")

@@ -18,7 +18,7 @@ from evaluation.senteval.runner.harness import evaluate
 from evaluation.senteval.runner.plan import ScoringChoice
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.run import SUMMARY
+from trainer.driver.summary import SUMMARY
 
 FOLDER = "scores"
 """Folder of a run with the tasks' result files."""
@@ -32,14 +32,7 @@ class FollowError(ValueError):
 class Follower:
     """Scorer of a run's checkpoints, newest first; a slow machine skips checkpoints instead of falling behind.
 
-    Attributes:
-        run: folder of the run.
-        inspections: checked data of the chosen tasks.
-        choice: tasks, one protocol, classifier settings.
-        device: device of the encoder; the workers use the GPUs.
-        session: Ray session that runs the classifiers.
-        say: receives progress lines.
-        trust_remote_code: run Python code that comes with the run's encoder.
+    `say` receives progress lines.
     """
 
     run: Path
@@ -65,12 +58,7 @@ class Follower:
         return hash_json([self.choice.model_dump(mode="json"), files])
 
     def follow(self, wait_seconds: float = 10.0, once: bool = False) -> int:
-        """Score checkpoints until the run is finished and all are scored; return the number of new scores.
-
-        Args:
-            wait_seconds: pause between two looks at the run's folder.
-            once: score the existing checkpoints and return.
-        """
+        """Score checkpoints until the run is finished, or `once` those that exist; return the number of new scores."""
         number, passed_over = 0, set[tuple[int, str]]()
         if not (self.run / CHECKPOINTS).is_dir():
             self.say(f"{self.run}: no checkpoints yet{'' if once else '; waiting for them'}")

@@ -21,37 +21,30 @@ class CheckpointsError(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Facts about one checkpoint.
-
-    Attributes:
-        step: optimizer steps done.
-        broken: reason why it cannot be used; None if all checksums match.
-        age_seconds: seconds since it was written; None if unknown.
-        size_bytes: size of all its files.
-        documents: documents read so far; None, like the next fields, if the state cannot be read.
-        world_size: workers that took the last step.
-        skipped: steps so far whose update was skipped.
-        scores: held-out scores; empty without validation. `followed`: the follower's score, if the run is rated by it.
-        kept: `last`, `best`, `every`, `scoring`; empty if it is deleted with the next checkpoint.
-    """
+    """Facts about one checkpoint."""
 
     step: int
+    """Optimizer steps done."""
     broken: str | None
+    """Reason why it cannot be used; None if all checksums match."""
     age_seconds: float | None
+    """Seconds since it was written; None if unknown."""
     size_bytes: int
+    """Size of all its files."""
     documents: int | None
+    """Documents read so far; None, like the next fields, if the state cannot be read."""
     world_size: int | None
+    """Workers that took the last step."""
     skipped: int | None
+    """Steps so far whose update was skipped."""
     scores: dict[str, float]
+    """Held-out scores; empty without validation. `followed`: the follower's score, if the run is rated by it."""
     kept: list[str]
+    """`last`, `best`, `every`, `scoring`; empty if it is deleted with the next checkpoint."""
 
 
-def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:
+def rows(run: Path) -> list[CheckpointRow]:
     """List the checkpoints of a run, oldest first; reads all of their bytes.
-
-    Args:
-        run: folder of the run.
-        now: seconds since the epoch.
 
     Raises:
         CheckpointsError: the run does not exist, has no checkpoint yet, or has unreadable settings.
@@ -67,7 +60,7 @@ def rows(run: Path, now: float | None = None) -> list[CheckpointRow]:
     except (OSError, ValueError, RecursionError) as error:
         reason = first_problem(error, TrainConfig) if isinstance(error, ValueError) else error
         raise CheckpointsError(f"{run}: its config.yaml cannot be read ({reason})") from error
-    now = time.time() if now is None else now
+    now = time.time()
     score = config.validation.score
     rate = rating(folder, score)
     found = [_row(checkpoint.checkpoint_path(folder, step), step, now, score, rate) for step in steps]

@@ -29,13 +29,7 @@ class DescribeError(ValueError):
 
 
 def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) -> Iterator[str]:
-    """Describe the content of `path` in lines of text.
-
-    Args:
-        path: a folder of shards, of a run, of a checkpoint, or of an exported encoder.
-        num_documents: documents of the shards to show with their spans.
-        seed: seed of the spans shown.
-        epoch: epoch of the spans shown.
+    """Describe shards (with the spans of some documents), a run, a checkpoint or an exported encoder, in lines.
 
     Raises:
         DescribeError: `path` holds none of these.

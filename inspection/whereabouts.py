@@ -19,14 +19,9 @@ _SHOWN = 20
 
 
 def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch: int) -> Iterator[str]:
-    """Describe every document of prepared shards that matches a name.
+    """Describe every document of prepared shards that `wanted` names.
 
-    Args:
-        folder: output folder of `prepare`.
-        wanted: an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
-        config: settings for drawing spans.
-        seed: seed of the run.
-        epoch: epoch of the spans shown.
+    `wanted` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
 
     Raises:
         DescribeError: no document matches the name.

@@ -44,6 +44,8 @@ class _EarlyRay:
         if not session and (is_remote(config.run) or not (expand(config.run) / "summary.json").is_file()):
             arguments = (config.scaling,)
             self._thread = threading.Thread(target=self._start, args=arguments, name="declutr-ray", daemon=True)
+            get_logger().info("starting Ray while loading torch and transformers")
+            self._thread.start()
 
     def _start(self, scaling: ScalingConfig) -> None:
         from common.session import start_ray
@@ -54,12 +56,6 @@ class _EarlyRay:
         finally:
             self._tried.set()
         threading.Event().wait()
-
-    def begin(self) -> None:
-        """Starts the thread."""
-        if self._thread:
-            get_logger().info("starting Ray while loading torch and transformers")
-            self._thread.start()
 
     def wait(self) -> None:
         """Waits until Ray has started or failed to start."""
@@ -127,15 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     early = None if arguments.fork is not None else _EarlyRay(config)
-    if early:
-        early.begin()
     from common.lock import RunLockedError
     from common.records import DamagedError
     from pipeline.shards.shards import ShardError
     from trainer.checkpoints.checkpoint import CheckpointError
+    from trainer.driver.failure import TrainingFailedError
     from trainer.driver.fork import fork
     from trainer.driver.run import run_training
-    from trainer.driver.supervisor import RunStoppedError, TrainingFailedError
+    from trainer.driver.signals import RunStoppedError
 
     try:
         if arguments.fork is not None:

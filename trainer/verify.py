@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
 from pipeline.shards.shards import ShardSet
-from trainer.checkpoints.checkpoint import trained_parameters
+from trainer.checkpoints.weights import trained_parameters
 from trainer.data.batches import RankBatch
 from trainer.data.plan import Plan
 from trainer.model.encoder import Encoder
@@ -80,12 +80,9 @@ class Difference:
 
 
 def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterator[Difference]:
-    """Differences for float64 and float32, every number of processes, and three microbatches.
+    """Differences for float64 and float32, 1 process and each number of `processes`, and three microbatches.
 
-    Args:
-        config: configuration of the run; its precision is replaced.
-        documents: number of documents in the batch, limited to the configuration's.
-        processes: numbers of workers to test, in addition to 1.
+    The batch has `documents` documents, at most those of the configuration, whose precision is replaced.
     """
     size = min(documents, config.batch_documents)
     precisions: tuple[Precision, ...] = ("float64", "float32")

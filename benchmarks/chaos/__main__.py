@@ -3,21 +3,16 @@
 The exit status is 1 if a run does not recover from a fault, or if something is left behind.
 """
 
-import os
-import signal
 import sys
 import time
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.chaos.census import Census
 from benchmarks.chaos.fault import FaultRow
-from benchmarks.chaos.matrix import FAULTS, SHORT, SHORT_STEPS, STEPS, Bench, chains
-from benchmarks.chaos.place import environment, leave_mounts_to_ourselves, mounts_below, temporary
-from benchmarks.record import facts, parser, progress, publish
+from benchmarks.chaos.matrix import FAULTS, SHORT, SHORT_STEPS, STEPS, chains, opened
+from benchmarks.record import facts, parser, publish
 
-_SHORT_AWAY_SECONDS = 4.0
-_AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit
+_AWAY_SECONDS, _SHORT_AWAY_SECONDS = 30.0, 4.0
 
 
 def main() -> int:
@@ -32,46 +27,26 @@ def main() -> int:
     names = given.only or (SHORT if given.short else [fault.name for fault in FAULTS])
     chosen = [fault for fault in FAULTS if fault.name in names]
     begun = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
-    leave_mounts_to_ourselves()
     record = facts("chaos", given.commit)
-    with temporary() as top:
-        os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
-        os.environ.pop("RAY_ADDRESS", None)
-        with Census() as census, census.nothing_outlives():
-            bench = Bench(top, given.seed, census, progress, given.steps)
-            bench.patience = given.patience
-            if given.short:
-                bench.away_seconds = _SHORT_AWAY_SECONDS
-            rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
-            bench.prepare()
-            bench.undisturbed()
-            for group in chains([fault for fault in chosen if fault.possible], given.short):
-                rows += bench.chain(group)
-            left = left_behind(census)
-        left += [f"mount {path}" for path in mounts_below(top)]
-    if top.exists():
-        left.append(f"folder {top}")
+    away_seconds = _SHORT_AWAY_SECONDS if given.short else _AWAY_SECONDS
+    with opened(given.seed, given.steps, away_seconds, given.patience) as bench:
+        rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
+        bench.undisturbed()
+        for group in chains([fault for fault in chosen if fault.possible], given.short):
+            rows += bench.chain(group)
     rows.sort(key=lambda row: [fault.name for fault in FAULTS].index(row.name))
     figures = {
         **record,
         "steps": given.steps,
         "seconds": round(time.monotonic() - begun, 1),
-        "left_behind": left,
+        "left_behind": bench.left_behind,
         "faults": [_rounded(asdict(row)) for row in rows],
     }
     publish(figures, given.json)
     print(table(rows))
-    for line in left:
+    for line in bench.left_behind:
         print(f"left behind: {line}")
-    return int(bool(left) or any(row.recovered is False for row in rows))
-
-
-def left_behind(census: Census) -> list[str]:
-    """Kill our processes that are still alive after everything has ended, and list them."""
-    left = census.wait_gone(_AGENTS_SECONDS)
-    census.end(left)
-    return [f"process {process.pid} {process.title[:200]}" for process in left]
+    return int(bool(bench.left_behind) or any(row.recovered is False for row in rows))
 
 
 def table(rows: list[FaultRow]) -> str:

@@ -1,58 +1,33 @@
 """Census of all processes that descend from this one, also of those whose parents have died."""
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
 
 from common.watcher import Watcher
 
 _EVERY_SECONDS = 1.0
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process that was seen alive.
-
-    Attributes:
-        pid: process id.
-        began: start in clock ticks since boot; with the id it identifies the process for ever.
-        parent: id of the process that started it.
-        state: one letter; Z is a zombie.
-    """
-
-    pid: int
-    began: int
-    parent: int
-    state: str
-
-    @property
-    def title(self) -> str:
-        """Command line, or the title it gave itself; empty if it has ended."""
-        try:
-            raw = Path(f"/proc/{self.pid}/cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            return ""
-        return raw.replace(b"\0", b" ").decode(errors="replace").strip()
-
-
-def running() -> dict[int, Process]:
-    """All processes of this machine by id, without titles."""
-    found = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - hundreds of entries, once a second
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as stream:  # noqa: PTH123 - likewise
-                fields = stream.read().rpartition(b")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found[int(name)] = Process(int(name), int(fields[19]), int(fields[1]), fields[0].decode())
-    return found
+def family(pids: Iterable[int]) -> set[psutil.Process]:
+    """Living processes with these ids and all their descendants, without zombies."""
+    everyone = {process.pid: process for process in psutil.process_iter(["ppid", "status"])}
+    children = defaultdict(list)
+    for pid, process in everyone.items():
+        children[process.info["ppid"]].append(pid)
+    found: set[int] = set()
+    todo = list(pids)
+    while todo:
+        pid = todo.pop()
+        found.add(pid)
+        todo += [child for child in children[pid] if child not in found]
+    return {everyone[pid] for pid in found & everyone.keys() if everyone[pid].info["status"] not in _ENDED}
 
 
 class Census(Watcher):
@@ -60,7 +35,7 @@ class Census(Watcher):
 
     def __init__(self) -> None:
         super().__init__(_EVERY_SECONDS, "census")
-        self._known: dict[tuple[int, int], Process] = {}
+        self._known: set[psutil.Process] = set()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -77,41 +52,33 @@ class Census(Watcher):
         """Notes the processes of now."""
         self.alive()
 
-    def alive(self) -> list[Process]:
+    def alive(self) -> list[psutil.Process]:
         """Our living processes, without zombies."""
-        table = running()
         with self._lock:
-            ours = {process.pid for process in table.values() if (process.pid, process.began) in self._known}
-            ours.add(os.getpid())
-            children: dict[int, list[Process]] = {}
-            for process in table.values():
-                children.setdefault(process.parent, []).append(process)
-            todo = list(ours)
-            while todo:
-                for child in children.get(todo.pop(), []):
-                    if child.pid not in ours:
-                        ours.add(child.pid)
-                        todo.append(child.pid)
-            living = [table[pid] for pid in ours if pid in table and pid != os.getpid()]
-            living = [process for process in living if process.state not in "ZX"]
-            self._known.update({(process.pid, process.began): process for process in living})
-        return sorted(living, key=lambda process: process.pid)
+            known = [process.pid for process in self._known if process.is_running()]
+            self._known = family([os.getpid(), *known]) - {psutil.Process()}
+            return sorted(self._known, key=lambda process: process.pid)
 
-    def titled(self, part: str) -> list[Process]:
+    def titled(self, part: str) -> list[psutil.Process]:
         """Our living processes with this text in their title."""
-        return [process for process in self.alive() if part in process.title]
+        return [process for process in self.alive() if part in title(process)]
 
-    def wait_gone(self, seconds: float) -> list[Process]:
+    def wait_gone(self, seconds: float) -> list[psutil.Process]:
         """Wait until all our processes have ended; return those still alive at the timeout."""
         deadline = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.5)
         return left
 
-    def end(self, left: list[Process]) -> None:
+    def end(self, left: Iterable[psutil.Process]) -> None:
         """Kill our processes, stopped ones too."""
         for process in left:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def title(process: psutil.Process) -> str:
+    """Command line, or the title that the process gave itself; empty if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline()).strip()
+    return ""

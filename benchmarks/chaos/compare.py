@@ -1,8 +1,9 @@
 """Comparison of a disturbed run with the quiet run: documents and losses of every step, last parameters, files."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.chaos.fault import FaultRow, fail
 from benchmarks.chaos.run import ChaosError, Run
 from common.storage import hash_file
 from trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
@@ -41,56 +42,46 @@ class End:
         )
 
 
-@dataclass
-class Differences:
-    """Differences from the quiet run; None if unknown."""
-
-    batches_identical: bool | None = None
-    parameters_identical: bool | None = None
-    loss_difference: float | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-def differences(run: Run, quiet: End, ended: bool, world_changes: bool, alters: bool = False) -> Differences:
-    """Compare a run with the quiet one.
+def compare(
+    row: FaultRow, run: Run, quiet: End, ended: bool = True, world_changes: bool = False, alters: bool = False
+) -> None:
+    """Compare a run with the quiet one, completely or as far as it came, and record the result of a fault.
 
     Args:
+        row: result of the fault.
         run: the disturbed run.
         quiet: state of the quiet run.
         ended: whether the run finished; otherwise only its steps so far are compared.
         world_changes: whether the number of workers changed, which changes the order of sums.
         alters: whether updates were skipped on purpose; then only documents, spans and masks are compared.
     """
-    found = Differences()
     try:
         end = End.of(run)
     except ChaosError as error:
-        found.problems.append(str(error))
-        return found
+        fail(row, str(error))
+        return
     if ended and not alters and set(end.digests) != set(quiet.digests):
-        found.problems.append(f"{len(end.digests)} steps in the metrics, the quiet run has {len(quiet.digests)}")
+        fail(row, f"{len(end.digests)} steps in the metrics, the quiet run has {len(quiet.digests)}")
     common = sorted(set(end.digests) & set(quiet.digests))
     others = [step for step in common if end.digests[step] != quiet.digests[step]]
-    found.batches_identical = not others and bool(common)
+    row.batches_identical = not others and bool(common)
     if others:
-        found.problems.append(f"other documents or spans at {len(others)} steps, first {others[0]}")
+        fail(row, f"other documents or spans at {len(others)} steps, first {others[0]}")
     if alters:
-        return found
+        return
     pairs = [pair for step in common for pair in zip(end.losses[step], quiet.losses[step], strict=True)]
     apart = [abs(a - b) / max(1.0, abs(b)) for a, b in pairs]  # the nearest neighbour of a float32 of 9 is 1e-6 away
-    found.loss_difference = max(apart, default=0.0)
-    if found.loss_difference > (_TOLERANCE if world_changes else 0):
-        found.problems.append(f"losses differ by up to {found.loss_difference:.1e}")
+    row.loss_difference = max(apart, default=0.0)
+    if row.loss_difference > (_TOLERANCE if world_changes else 0):
+        fail(row, f"losses differ by up to {row.loss_difference:.1e}")
     if ended and not world_changes:
-        found.parameters_identical = end.parameters == quiet.parameters
-        if not found.parameters_identical:
+        row.parameters_identical = end.parameters == quiet.parameters
+        if not row.parameters_identical:
             changed = [name for name in quiet.parameters if end.parameters.get(name) != quiet.parameters[name]]
-            found.problems.append(f"other bits in {', '.join(changed)}")
-    if ended:
-        halves = [str(path) for path in run.folder.rglob(".*.tmp")]
-        if halves:
-            found.problems.append(f"half-written and left: {', '.join(halves)}")
-    return found
+            fail(row, f"other bits in {', '.join(changed)}")
+    halves = [str(path) for path in run.folder.rglob(".*.tmp")] if ended else []
+    if halves:
+        fail(row, f"half-written and left: {', '.join(halves)}")
 
 
 def _parameters(folder: Path, step: int) -> dict[str, str]:

@@ -21,7 +21,7 @@ class Fault:
         name: name of the fault.
         inject: causes the fault in a run that trains and returns the moment of the fault. It also repeats the command
             if the user would have to.
-        said: pattern of the message that the user must see; None if none is needed.
+        said: pattern of the message that the user must see.
         setting: place of the fault: one machine, a cluster with a fixed world, a cluster whose world may change, or a
             run that skips bad losses.
         restarts: whether the workers restart.
@@ -33,7 +33,7 @@ class Fault:
 
     name: str
     inject: Callable[[Run], Mark]
-    said: str | None
+    said: str
     setting: Setting = "machine"
     restarts: bool = True
     trains: bool = True
@@ -46,22 +46,21 @@ class Fault:
         """Return whether the fault can be caused here."""
         return not self.needs_root or os.geteuid() == 0
 
-    def seen(self, run: Run, mark: Mark) -> tuple[str, str]:
-        """Find the line that informed the user, and a problem with the output, if any."""
+    def see(self, run: Run, mark: Mark, row: "FaultRow") -> None:
+        """Record the line that informed the user, and a problem with the output, if any."""
         said, told = run.said(mark), ""
         until = time.monotonic() + _WORDS_SECONDS * run.patience
-        while self.said is not None:
+        while True:
             told = next((line for line in said.splitlines() if re.search(self.said, line)), "")
             if told or time.monotonic() > until:
                 break
             time.sleep(0.2)
             said = run.said(mark)
-        problem = ""
+        row.seen_by_user = told[:300]
         if "Traceback (most recent call last)" in said:
-            problem = "a Traceback was shown"
-        elif self.said is not None and not told:
-            problem = f"nothing was said (expected {self.said!r})"
-        return told[:300], problem
+            fail(row, "a Traceback was shown")
+        elif not told:
+            fail(row, f"nothing was said (expected {self.said!r})")
 
 
 @dataclass

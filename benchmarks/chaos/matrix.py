@@ -1,9 +1,11 @@
 """The matrix: every fault once, alone or in sequence within a run, against the quiet run."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +14,16 @@ from typing import Any
 import yaml
 
 from benchmarks.chaos import workload
-from benchmarks.chaos.census import Census
-from benchmarks.chaos.compare import End, differences
+from benchmarks.chaos.census import Census, title
+from benchmarks.chaos.compare import End, compare
 from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
-from benchmarks.chaos.faults import files, kills, nodes, skipping, workers
-from benchmarks.chaos.place import Nodes, environment, small_disks
+from benchmarks.chaos.faults import files, kills, nodes, workers
+from benchmarks.chaos.place import Nodes, environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
 from benchmarks.chaos.run import ChaosError, Mark, Run
+from benchmarks.record import progress
 from common import seeding
 
-FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *skipping.FAULTS, *nodes.FAULTS)
+FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *workers.SKIPPING, *nodes.FAULTS)
 # Faults of the short form.
 SHORT = (
     "worker_killed",
@@ -37,6 +40,7 @@ STEPS = 900
 SHORT_STEPS = 450  # the nine faults above take about 280 of them
 _CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
 _TAIL_LINES = 40
+_AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit
 _LAST_IN_CHAIN = ("driver_killed_exporting",)
 
 
@@ -48,22 +52,22 @@ class Bench:
         top: folder of all files.
         seed: seed of corpus, weights and moments of the faults.
         census: census of all our processes.
-        say: receives progress lines.
         steps: steps of a run.
         away_seconds: time for which storage is unreachable.
         patience: factor of every timeout.
         quiet: state of the quiet run, by CPUs per worker. On a CPU these are threads, and threads decide the order of
             sums.
+        left_behind: processes, mounts and folders that outlived the block of `opened`.
     """
 
     top: Path
     seed: int
     census: Census
-    say: Callable[[str], None]
-    steps: int = STEPS
-    away_seconds: float = files.AWAY_SECONDS
-    patience: float = 1.0
+    steps: int
+    away_seconds: float
+    patience: float
     quiet: dict[int, End] = field(default_factory=dict)
+    left_behind: list[str] = field(default_factory=list)
     _number: int = field(default=0, repr=False)
 
     @property
@@ -87,7 +91,7 @@ class Bench:
         if run.wait(3600):
             raise ChaosError(f"the quiet run failed: {run.output.read_text()[-2000:]}")
         self.quiet[cpus_per_worker] = quiet = End.of(run)
-        self.say(f"quiet run, {cpus_per_worker} CPUs per worker: {self.steps} steps in {quiet.seconds:.1f} s")
+        progress(f"quiet run, {cpus_per_worker} CPUs per worker: {self.steps} steps in {quiet.seconds:.1f} s")
         return quiet
 
     def new_run(self, changes: dict[str, Any] | None = None) -> Run:
@@ -97,8 +101,7 @@ class Bench:
         values = workload.train_values(self.data, place / "run", self.steps, self.seed)
         for key, value in (changes or {}).items():
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
-        away = {"DECLUTR_CHAOS_AWAY": str(self.away_seconds)}
-        return Run(place, values, self.census, environment(self.top) | away, patience=self.patience)
+        return Run(place, values, self.census, environment(self.top), self.away_seconds, self.patience)
 
     def gap(self, fault: Fault) -> int:
         """Steps to wait before a fault, drawn so that it hits different places of a checkpoint interval."""
@@ -131,15 +134,13 @@ class Bench:
                     row = FaultRow(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
                 if mark is not None:
-                    row.seen_by_user, problem = fault.seen(run, mark)
-                    if problem:
-                        fail(row, problem)
+                    fault.see(run, mark, row)
                 rows.append(row)
-                self.say(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - started:.0f} s)")
+                progress(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - started:.0f} s)")
                 if row.problem and mark is None:
                     run.end()
                     row.seen_by_user = row.seen_by_user or _last_line(run)
-                    self.say("\n".join(run.said(Mark(0, 0, None, {})).splitlines()[-_TAIL_LINES:]))
+                    progress("\n".join(run.said(Mark(0, 0, None, {})).splitlines()[-_TAIL_LINES:]))
                     if rows[:-1]:  # the earlier faults can only be judged at the end
                         run.start()
                         self._finish(run, rows[:-1], faults[0])
@@ -158,21 +159,14 @@ class Bench:
         if problem:
             for row in rows:
                 fail(row, problem)
-        self.judge(run, rows, status == 0, fault.setting == "elastic", fault.alters)
+        self.judge(run, rows, ended=status == 0, world_changes=fault.setting == "elastic", alters=fault.alters)
         run.end()
 
-    def judge(
-        self, run: Run, rows: list[FaultRow], ended: bool = True, world_changes: bool = False, alters: bool = False
-    ) -> None:
-        """Compare with the quiet run: completely, or as far as the run came."""
+    def judge(self, run: Run, rows: list[FaultRow], **circumstances: bool) -> None:
+        """Compare with the quiet run; `circumstances` are those of `compare`."""
         quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]
-        found = differences(run, quiet, ended, world_changes, alters)
         for row in rows:
-            row.batches_identical = found.batches_identical
-            row.parameters_identical = found.parameters_identical
-            row.loss_difference = found.loss_difference
-            for problem in found.problems:
-                fail(row, problem)
+            compare(row, run, quiet, **circumstances)
             if row.recovered is None:
                 row.recovered = True
 
@@ -197,6 +191,25 @@ class Bench:
         with small_disks(run) if any(fault.needs_root for fault in faults) else nullcontext():
             yield
             run.end()
+
+
+@contextmanager
+def opened(seed: int, steps: int, away_seconds: float, patience: float) -> Iterator[Bench]:
+    """Make a bench with its shards in a temporary folder; afterwards find and kill what it left behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
+    leave_mounts_to_ourselves()
+    with temporary() as top:
+        os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
+        os.environ.pop("RAY_ADDRESS", None)
+        with Census() as census, census.nothing_outlives():
+            bench = Bench(top, seed, census, steps, away_seconds, patience)
+            bench.prepare()
+            yield bench
+            left = census.wait_gone(_AGENTS_SECONDS)
+            census.end(left)
+            bench.left_behind += [f"process {process.pid} {title(process)[:200]}" for process in left]
+        bench.left_behind += [f"mount {path}" for path in mounts_below(top)]
+    bench.left_behind += [f"folder {top}"] if top.exists() else []
 
 
 def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:

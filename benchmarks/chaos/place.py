@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.census import Census
+from benchmarks.chaos.census import Census, family
 from benchmarks.chaos.run import ATTACHED, ROOT, Run
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 
@@ -120,30 +120,23 @@ class Nodes:
 
     def holder(self, pid: int) -> Any:
         """Find the node on which a process runs."""
-        table = {process.pid: process for process in self.census.alive()}
-        while pid in table:
-            for node in self.nodes:
-                if any(entry.process.pid == pid for entries in node.all_processes.values() for entry in entries):
-                    return node
-            pid = table[pid].parent
+        for node in self.nodes:
+            if any(process.pid == pid for process in family(_pids(node))):
+                return node
         raise LookupError(f"process {pid} belongs to no node")
 
     def remove(self, node: Any) -> None:
         """Kill all processes of a node at once, as if its machine failed."""
-        below = self._below(node)
+        below = family(_pids(node))
         self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
-        self.census.end([process for process in self.census.alive() if process.pid in below])
-
-    def _below(self, node: Any) -> set[int]:
-        found = {entry.process.pid for entries in node.all_processes.values() for entry in entries}
-        while True:
-            more = {process.pid for process in self.census.alive() if process.parent in found} - found
-            if not more:
-                return found
-            found |= more
+        self.census.end(below)
 
     def close(self) -> None:
         """Stop the cluster."""
         with suppress(Exception):
             self._cluster.shutdown()
+
+
+def _pids(node: Any) -> list[int]:
+    return [entry.process.pid for entries in node.all_processes.values() for entry in entries]

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
-from benchmarks.chaos.census import Census, Process
+from benchmarks.chaos.census import Census
 from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from trainer.metrics.metrics import METRICS, read_last_step
 
@@ -58,8 +59,9 @@ class Run:
         values: the `train` section.
         census: census of all our processes.
         environment: environment of the command.
-        nodes: nodes of the cluster it runs on, if this benchmark made it.
+        away_seconds: time for which a fault makes storage unreachable.
         patience: factor of every timeout, for busy machines.
+        nodes: nodes of the cluster it runs on, if this benchmark made it.
         starts: number of starts of the command.
         ended: wall clock time at which its end was seen.
     """
@@ -68,8 +70,9 @@ class Run:
     values: dict[str, Any]
     census: Census
     environment: dict[str, str]
+    away_seconds: float
+    patience: float
     nodes: Any = None
-    patience: float = 1.0
     starts: int = 0
     ended: float = 0.0
     driver: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -85,7 +88,7 @@ class Run:
         """Output of the command, over all its starts."""
         return self.place / "output.txt"
 
-    def start(self, *overrides: str) -> None:
+    def start(self) -> None:
         """Start the command, the same one every time."""
         self.place.mkdir(parents=True, exist_ok=True)
         config = self.place / "train.yaml"
@@ -93,7 +96,7 @@ class Run:
         self.starts += 1
         with self.output.open("ab") as stream:
             self.driver = subprocess.Popen(
-                [sys.executable, "-m", "trainer.train", str(config), *overrides],
+                [sys.executable, "-m", "trainer.train", str(config)],
                 env=self.environment,
                 cwd=self.place,
                 start_new_session=True,
@@ -110,9 +113,14 @@ class Run:
         except subprocess.TimeoutExpired as error:
             raise ChaosError(f"the command has not ended after {seconds:.0f} s") from error
 
+    @property
+    def over(self) -> bool:
+        """Return whether the command was started and has ended."""
+        return self.driver is not None and self.driver.poll() is not None
+
     def end(self) -> None:
         """Stop the command if it still runs."""
-        if self.driver is not None and self.driver.poll() is None:
+        if self.driver is not None and not self.over:
             self.driver.terminate()
             try:
                 self.driver.wait(20 * self.patience)
@@ -161,7 +169,7 @@ class Run:
             found = check()
             if found:
                 return found
-            if not ended and self.driver is not None and self.driver.poll() is not None:
+            if not ended and self.driver is not None and self.over:
                 found = check()
                 if found:
                     return found
@@ -185,17 +193,17 @@ class Run:
         """Step of the newest checkpoint, complete or not; 0 before the first."""
         return max(steps_in(self.folder / CHECKPOINTS), default=0)
 
-    def workers(self) -> list[Process]:
+    def workers(self) -> list[psutil.Process]:
         """Training processes, in the order of their ranks."""
 
-        def found() -> list[Process]:
+        def found() -> list[psutil.Process]:
             ranks = {self._rank(worker): worker for worker in self.census.titled("RayTrainWorker")}
             return [ranks[rank] for rank in sorted(ranks)] if ranks and min(ranks) == 0 else []
 
-        workers: list[Process] = self.wait_for("the workers", found, every_seconds=0.5)
+        workers: list[psutil.Process] = self.wait_for("the workers", found, every_seconds=0.5)
         return workers
 
-    def _rank(self, worker: Process) -> int:
+    def _rank(self, worker: psutil.Process) -> int:
         """Rank of a worker; -1 before it has one."""
         if worker.pid not in self._ranks:
             answer = Path(self.environment["DECLUTR_CHAOS"]) / f"{worker.pid}.rank"
@@ -212,12 +220,12 @@ class Run:
             self._ranks[worker.pid] = rank
         return self._ranks[worker.pid]
 
-    def kill(self, process: Process, number: int = signal.SIGKILL) -> float:
+    def kill(self, process: psutil.Process, number: int = signal.SIGKILL) -> float:
         """Send a signal to one of our processes; return the time."""
         os.kill(process.pid, number)
         return time.time()
 
-    def execute(self, process: Process, code: str) -> None:
+    def execute(self, process: psutil.Process, code: str) -> None:
         """Make a worker run a piece of Python, like a debugger (attached/sitecustomize.py)."""
         folder = Path(self.environment["DECLUTR_CHAOS"])
         aside = folder / f"{process.pid}.tmp"

@@ -5,18 +5,16 @@ is 1.
 """
 
 import os
-import signal
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from benchmarks.chaos.__main__ import left_behind, table
-from benchmarks.chaos.census import Census
-from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
+from benchmarks.chaos.__main__ import table
+from benchmarks.chaos.fault import FaultRow, observe
 from benchmarks.chaos.faults import files, kills, workers
-from benchmarks.chaos.matrix import Bench
-from benchmarks.chaos.place import environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
+from benchmarks.chaos.matrix import Bench, opened
+from benchmarks.chaos.place import small_disks
 from benchmarks.chaos.run import ChaosError, Run
 from benchmarks.record import facts, parser, progress, publish
 from common import seeding
@@ -28,11 +26,6 @@ _SHARE_TRAINING = 0.6  # approximate share of a minute with a fault spent in tra
 _KINDS = tuple(fault for fault in (*kills.FAULTS, *workers.FAULTS, *files.FAULTS) if fault.trains)
 
 
-def drawn(seed: int, number: int, kinds: tuple[Fault, ...]) -> Fault:
-    """Fault with this number."""
-    return kinds[seeding.torch_seed(seed, "chaos", number) % len(kinds)]
-
-
 def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:
     """Train to the end, with a fault every minute, and record a row for each."""
     kinds = tuple(fault for fault in _KINDS if fault.possible)
@@ -40,17 +33,15 @@ def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:
     run.wait_step(1, seconds=300)
     due = time.monotonic() + _EVERY_SECONDS
     while True:
-        while time.monotonic() < due and run.driver is not None and run.driver.poll() is None:
+        while time.monotonic() < due and not run.over:
             time.sleep(0.5)
         # a fault needs steps to be noticed and to recover from, so none is caused just before the end
-        if run.last_step() > bench.steps - 500 or (run.driver is not None and run.driver.poll() is not None):
+        if run.last_step() > bench.steps - 500 or run.over:
             break
-        fault = drawn(seed, len(rows), kinds)
+        fault = kinds[seeding.torch_seed(seed, "chaos", len(rows)) % len(kinds)]
         due = time.monotonic() + _EVERY_SECONDS
         row, mark = observe(run, fault)
-        row.seen_by_user, problem = fault.seen(run, mark)
-        if problem:
-            fail(row, problem)
+        fault.see(run, mark, row)
         rows.append(row)
         progress(f"{len(rows)}: {fault.name}: {row.problem or 'continues'}, step {run.last_step()}")
     if status := run.wait(900):
@@ -63,34 +54,26 @@ def main() -> int:
     options.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
     options.add_argument("--minutes", type=float, default=30, help="approximate time of training with faults (30)")
     given = options.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    leave_mounts_to_ourselves()
     record = facts("chaos.soak", given.commit)
     rows: list[FaultRow] = []
     problem = ""
     begun = time.monotonic()
-    with temporary() as top:
-        os.environ.update(environment(top))
-        with Census() as census, census.nothing_outlives():
-            bench = Bench(top, given.seed, census, progress, _MEASURED_STEPS, _AWAY_SECONDS)
-            bench.patience = given.patience
-            progress(f"seed {given.seed}")
-            bench.prepare()
-            a_step = bench.undisturbed().seconds / _MEASURED_STEPS
-            # this means several epochs, because the corpus was made for the first run
-            bench.steps = max(1000, round(given.minutes * 60 * _SHARE_TRAINING / a_step / 100) * 100)
-            quiet = bench.undisturbed()
-            run = bench.new_run()
-            soaked = time.monotonic()
-            with small_disks(run) if os.geteuid() == 0 else nullcontext():
-                try:
-                    soak(bench, run, given.seed, rows)
-                    bench.judge(run, rows)
-                except ChaosError as error:
-                    problem = str(error)
-                    bench.judge(run, rows, ended=False)
-            soaked = time.monotonic() - soaked
-            left = left_behind(census) + [f"mount {path}" for path in mounts_below(top)]
+    with opened(given.seed, _MEASURED_STEPS, _AWAY_SECONDS, given.patience) as bench:
+        progress(f"seed {given.seed}")
+        a_step = bench.undisturbed().seconds / _MEASURED_STEPS
+        # this means several epochs, because the corpus was made for the first run
+        bench.steps = max(1000, round(given.minutes * 60 * _SHARE_TRAINING / a_step / 100) * 100)
+        quiet = bench.undisturbed()
+        run = bench.new_run()
+        soaked = time.monotonic()
+        with small_disks(run) if os.geteuid() == 0 else nullcontext():
+            try:
+                soak(bench, run, given.seed, rows)
+                bench.judge(run, rows)
+            except ChaosError as error:
+                problem = str(error)
+                bench.judge(run, rows, ended=False)
+        soaked = time.monotonic() - soaked
     figures = {
         **record,
         "seed": given.seed,
@@ -99,13 +82,13 @@ def main() -> int:
         "soak_seconds": round(soaked, 1),
         "seconds": round(time.monotonic() - begun, 1),
         "problem": problem,
-        "left_behind": left,
+        "left_behind": bench.left_behind,
         "faults": [asdict(row) for row in rows],
     }
     publish(figures, given.json)
     print(table(rows))
     print(f"seed {given.seed}: {len(rows)} faults in {bench.steps} steps {problem}")
-    return int(bool(problem or left) or not rows or any(not row.recovered for row in rows))
+    return int(bool(problem or bench.left_behind) or not rows or any(not row.recovered for row in rows))
 
 
 if __name__ == "__main__":

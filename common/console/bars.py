@@ -12,11 +12,7 @@ _LINE = "{desc} {percentage:.0f}% ({n_fmt} of {total_fmt}), {elapsed} elapsed, {
 
 
 class Lines:
-    """A file object that turns a bar into lines: its newest state once a minute, and its last state.
-
-    Args:
-        clock: returns seconds, counted from any moment.
-    """
+    """A file object that turns a bar into lines: its newest state once a minute, and its last state."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._wrote_at = clock, clock()

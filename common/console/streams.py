@@ -3,23 +3,15 @@
 import errno
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
-from common.console.terminal import Piped
+from common.console.terminal import Piped, Wrapper
 
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal was closed
 
 
-class Lasting:
-    """A text stream that drops its output when its reader ends: `train 2>&1 | head` trains to the last step.
-
-    Args:
-        stream: the stream to write to; it handles everything except `write` and `flush`.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+class Lasting(Wrapper):
+    """A text stream that drops its output when its reader ends: `train 2>&1 | head` trains to the last step."""
 
     def write(self, text: str) -> int:
         """Writes a text, or drops it if the reader has ended."""
@@ -28,11 +20,6 @@ class Lasting:
         except OSError as error:
             self._drop(error)
             return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Writes several texts."""
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         """Flushes the stream."""
@@ -47,9 +34,6 @@ class Lasting:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self._stream.fileno())
         os.close(nothing)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def lasting_streams() -> None:

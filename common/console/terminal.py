@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO, cast
 
@@ -27,16 +27,36 @@ def _shown(character: str) -> str:
     return f"⟨U+{ord(character):04X}⟩"
 
 
-class _Shown:
-    """A stream wrapper that makes control characters visible in what is written.
+class Wrapper:
+    """A text stream around another stream, which handles everything except `write` of a subclass."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes a text."""
+        raise NotImplementedError
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Shown(Wrapper):
+    """A wrapper that makes control characters visible in what is written.
 
     Args:
-        stream: the stream to write to; it handles everything except writing.
+        stream: the stream to write to.
         ours: lets the control sequences of progress bars and coloured log lines pass.
     """
 
     def __init__(self, stream: TextIO, ours: bool) -> None:
-        self._stream, self._ours = stream, ours
+        super().__init__(stream)
+        self._ours = ours
 
     def write(self, text: str) -> int:
         """Writes a text with visible control characters."""
@@ -44,14 +64,6 @@ class _Shown:
         parts = _OURS.split(text) if kept else [text]
         self._stream.write("".join(map("".join, zip(map(visible, parts), [*kept, ""], strict=True))))
         return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        """Writes several texts."""
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class Piped(_Shown):

@@ -14,6 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 
 from common.credentials import refusal
+from common.hub import client_error
 
 _ARROW_PROTOCOLS = ("s3", "gs", "gcs")
 
@@ -76,13 +77,11 @@ def network_errors() -> Iterator[None]:
     """
     # Imported here because it takes half a second.
     from aiohttp import ClientError
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
-    # The HTTPError of the client that huggingface_hub is built on, whichever it is.
-    http_error: type[Exception] = HfHubHTTPError.__mro__[1]
     try:
         yield
     except OSError:
         raise
-    except (ClientError, http_error, HFValidationError, pa.ArrowException, ValueError, ImportError) as error:
+    except (ClientError, client_error(), HFValidationError, pa.ArrowException, ValueError, ImportError) as error:
         raise OSError(f"{type(error).__name__}: {error}") from error

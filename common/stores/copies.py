@@ -24,10 +24,8 @@ _FETCHES = 8  # parallel fetches, because a store limits the speed of each strea
 def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Fetches everything at an address, then replaces the earlier copy; unchanged files are not fetched again.
 
-    Args:
-        url: a folder that was sent whole, or a folder of such folders and further files, like a run.
-        local: target folder: new, empty, or an unchanged copy that `pull` made.
-        retries: retry policy while the store does not answer.
+    The address names a folder that was sent whole, or a folder of such folders and further files, like a run. `local`
+    is new, empty, or an unchanged copy that `pull` made.
 
     Raises:
         FileNotFoundError: nothing exists at that address.
@@ -95,18 +93,10 @@ def fetch_all(
     before: Path | None = None,
     here: Mapping[str, FileRecord] | None = None,
 ) -> dict[str, FileRecord]:
-    """Fetches the files of a folder, several at a time.
+    """Fetches the wanted files of a folder to `aside`, several at a time; returns the files that it holds now.
 
-    Args:
-        url: the remote folder.
-        wanted: its files by name; None if size and checksum of a file are unknown.
-        aside: target folder.
-        retries: retry policy while the store does not answer.
-        before: an earlier copy.
-        here: files of that copy; those with the right checksum are linked instead of fetched.
-
-    Returns:
-        The files that `aside` holds now.
+    The record of a wanted file is None if its size and checksum are unknown. Files that an earlier copy, `before`,
+    already has are linked instead of fetched; `here` has the records of its files.
 
     Raises:
         AlteredError: a file is missing or differs from its list.

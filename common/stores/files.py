@@ -1,11 +1,13 @@
-"""Files in object stores: send, fetch, read and remove, with retries while a store does not answer."""
+"""Files in object stores: send, fetch, read and remove, with retries while a store does not answer.
+
+Every function raises RemoteError if the store refuses, or did not answer within the time of `retries`.
+"""
 
 import contextlib
 import hashlib
 import posixpath
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,41 +16,34 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from common.credentials import redact
 from common.storage import fsync_path, write_aside
 from common.stores.address import filesystem, network_errors
-from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy, with_retries
+from common.stores.retry import DEFAULT_RETRIES, AlteredError, Answer, RemoteError, RetryPolicy, with_retries
 
 _CHUNK_BYTES = 8 * 2**20
 
 
 def push_file(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
-    """Sends one file; an object store shows the new content as a whole or not at all.
+    """Sends one file; an object store shows the new content as a whole or not at all."""
 
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    files, place = _open(url)
-
-    def send() -> None:
+    def send(files: Any, place: str) -> None:
         _make_room(files, place)
         files.put_file(str(local), place)
 
-    with_retries(url, retries, send)
+    _act(url, retries, send)
+
+
+def write_file(url: str, content: bytes, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
+    """Writes a small file, whole or not at all."""
+
+    def write(files: Any, place: str) -> None:
+        _make_room(files, place)
+        files.pipe_file(place, content)
+
+    _act(url, retries, write)
 
 
 def pull_file(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> bool:
-    """Fetches one file and replaces the local one; returns False if the remote file does not exist.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    files, place = _open(url)
-
-    def is_file() -> bool:
-        try:
-            return bool(files.info(place)["type"] == "file")
-        except FileNotFoundError:
-            return False
-
-    if not with_retries(url, retries, is_file):
+    """Fetches one file and replaces the local one; returns False if the remote file does not exist."""
+    if not _ask(url, retries, lambda files, place: bool(files.info(place)["type"] == "file")):
         return False
     with write_aside(local) as aside:
         fetch_file(url, aside, retries)
@@ -59,11 +54,10 @@ def fetch_file(url: str, target: Path, retries: RetryPolicy = DEFAULT_RETRIES) -
     """Copies one file to a temporary place; returns the SHA-256 and the size in bytes of the copy.
 
     Raises:
-        RemoteError: the file is missing, the store refuses, or it did not answer in time.
+        AlteredError: the file is missing.
     """
-    files, place = _open(url)
 
-    def fetch() -> tuple[str, int]:
+    def fetch(files: Any, place: str) -> tuple[str, int]:
         digest, num_bytes = hashlib.sha256(), 0
         with files.open(place, "rb") as source, target.open("wb") as stream:
             while chunk := source.read(_CHUNK_BYTES):
@@ -76,7 +70,7 @@ def fetch_file(url: str, target: Path, retries: RetryPolicy = DEFAULT_RETRIES) -
             fsync_path(target)
         return digest.hexdigest(), num_bytes
 
-    return with_retries(url, retries, fetch)
+    return _act(url, retries, fetch)
 
 
 @contextlib.contextmanager
@@ -91,115 +85,47 @@ def _own_disk(target: Path) -> Iterator[None]:
 
 
 def read_file(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> bytes | None:
-    """Content of a small file; None if it does not exist.
+    """Content of a small file; None if it does not exist."""
 
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    files, place = _open(url)
+    def read(files: Any, place: str) -> bytes:
+        with files.open(place, "rb") as stream:
+            return bytes(stream.read())
 
-    def read() -> bytes | None:
-        try:
-            with files.open(place, "rb") as stream:
-                return bytes(stream.read())
-        except FileNotFoundError:
-            return None
-
-    return with_retries(url, retries, read)
+    return _ask(url, retries, read)
 
 
 def size_of(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> int | None:
-    """Size of a file in bytes; None if it does not exist.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    files, place = _open(url)
-
-    def look() -> int | None:
-        files.invalidate_cache()
-        try:
-            return cast(int, files.info(place)["size"])
-        except FileNotFoundError:
-            return None
-
-    return with_retries(url, retries, look)
+    """Size of a file in bytes; None if it does not exist."""
+    return _ask(url, retries, lambda files, place: cast(int, files.info(place)["size"]))
 
 
-def modified(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> float | None:
+def modified(url: str) -> float | None:
     """Modification time of a file in Unix seconds of the store's clock; None if the file does not exist.
 
     Raises:
-        RemoteError: the store refuses, did not answer in time, or keeps no such time.
+        RemoteError: also if the store keeps no such time.
     """
-    files, place = _open(url)
-
-    def look() -> datetime | None:
-        files.invalidate_cache()
-        try:
-            return cast(datetime, files.modified(place))
-        except FileNotFoundError:
-            return None
-
     try:
-        found = with_retries(url, retries, look)
+        found = _ask(url, DEFAULT_RETRIES, lambda files, place: cast(datetime, files.modified(place)))
     except NotImplementedError as error:
         raise RemoteError(f"{url}: this store keeps no modification times") from error
     return None if found is None else found.replace(tzinfo=found.tzinfo or UTC).timestamp()
 
 
-def write_file(url: str, content: bytes, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
-    """Writes a small file, whole or not at all.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    files, place = _open(url)
-    with_retries(url, retries, lambda: _write(files, place, content))
-
-
 def remove_file(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
-    """Removes a file if it exists.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    files, place = _open(url)
-    with_retries(url, retries, lambda: _gone(partial(files.rm_file, place)))
+    """Removes a file if it exists."""
+    _ask(url, retries, lambda files, place: files.rm_file(place))
 
 
 def remove_tree(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
-    """Removes everything in a folder, in any order.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    files, place = _open(url)
-    with_retries(url, retries, lambda: _gone(partial(files.rm, place, recursive=True)))
-
-
-def _gone(remove: Callable[[], None]) -> None:
-    with contextlib.suppress(FileNotFoundError):  # an earlier attempt removed it
-        remove()
+    """Removes everything in a folder, in any order."""
+    _ask(url, retries, lambda files, place: files.rm(place, recursive=True))
 
 
 def names(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> list[str]:
-    """Sorted names of the files and folders directly in a folder; none if the folder does not exist.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    files, place = _open(url)
-
-    def look() -> list[str]:
-        files.invalidate_cache()
-        try:
-            found = files.ls(place, detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(posixpath.basename(str(name).rstrip("/")) for name in found)
-
-    return with_retries(url, retries, look)
+    """Sorted names of the files and folders directly in a folder; none if the folder does not exist."""
+    found = _ask(url, retries, lambda files, place: files.ls(place, detail=False))
+    return sorted(posixpath.basename(str(name).rstrip("/")) for name in found or ())
 
 
 def entries(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> dict[str, bool]:
@@ -209,42 +135,43 @@ def entries(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> dict[str, bool]
 
     Raises:
         AlteredError: an entry is neither a file nor a folder.
-        RemoteError: the store refuses, or did not answer in time.
     """
-    files, place = _open(url)
 
-    def look() -> dict[str, bool]:
-        files.invalidate_cache()
-        try:
-            found = files.ls(place, detail=True)
-        except FileNotFoundError:
-            return {}
-        kinds = {str(one["name"]).rstrip("/"): str(one["type"]) for one in found}
+    def look(files: Any, place: str) -> dict[str, bool]:
+        kinds = {str(one["name"]).rstrip("/"): str(one["type"]) for one in files.ls(place, detail=True)}
         kinds = {"" if name == place.rstrip("/") else posixpath.basename(name): kind for name, kind in kinds.items()}
         if strange := {name: kind for name, kind in kinds.items() if kind not in ("file", "directory")}:
             raise AlteredError(f"{url}: these entries are neither files nor folders: {strange}")
         return {name: kinds[name] == "file" for name in sorted(kinds)}
 
-    return with_retries(url, retries, look)
+    return _ask(url, retries, look) or {}
 
 
-def _open(url: str) -> tuple[Any, str]:
-    """File system and path in it.
+def _act(url: str, retries: RetryPolicy, action: Callable[[Any, str], Answer]) -> Answer:
+    """Runs an action on the file system of an address and the path in it.
 
     Raises:
-        RemoteError: the protocol is unknown, or its library is not installed.
+        RemoteError: also if the protocol is unknown, or its library is not installed.
     """
     try:
         with network_errors():
             files, place, _ = filesystem(url)
     except OSError as error:
         raise RemoteError(f"{redact(url)}: {error}") from error
-    return files, place
+    return with_retries(url, retries, lambda: action(files, place))
 
 
-def _write(files: Any, place: str, content: bytes) -> None:
-    _make_room(files, place)
-    files.pipe_file(place, content)
+def _ask(url: str, retries: RetryPolicy, action: Callable[[Any, str], Answer]) -> Answer | None:
+    """Runs an action like `_act`, without earlier listings; None if the file or folder does not exist."""
+
+    def look(files: Any, place: str) -> Answer | None:
+        files.invalidate_cache()
+        try:
+            return action(files, place)
+        except FileNotFoundError:
+            return None
+
+    return _act(url, retries, look)
 
 
 def _make_room(files: Any, place: str) -> None:

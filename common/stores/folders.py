@@ -2,6 +2,8 @@
 
 An object store has no rename. So the list of a folder's files with their SHA-256 is written last. A folder without a
 list, or whose files do not match it, is incomplete.
+
+Every function raises RemoteError if the store refuses, or did not answer within the time of `retries`.
 """
 
 import argparse
@@ -17,22 +19,19 @@ from common.paths import expand
 from common.storage import folder_aside
 from common.stores.address import child, is_remote, short_name
 from common.stores.copies import fetch_all, pull_all
-from common.stores.files import push_file, remove_file, remove_tree
-from common.stores.listing import LISTING, FileRecord, read_listing, records, refuse_names, write_listing
+from common.stores.files import push_file, remove_file, remove_tree, write_file
+from common.stores.listing import LISTING, FileRecord, encoded, read_listing, records, refuse_names
 from common.stores.retry import DEFAULT_RETRIES, RetryPolicy
 
 
 def push_folder(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     """Sends a folder, its list of files last; files that the store already has are not sent again.
 
-    Args:
-        local: the folder. Nothing in it may change during the transfer.
-        url: target folder; other files of an earlier transfer are removed.
-        retries: retry policy while the store does not answer.
+    Nothing in the folder may change during the transfer. Other files of an earlier transfer are removed. After an error
+    of the store, the remote folder is incomplete.
 
     Raises:
         AlteredError: a file has a name that `pull` would refuse.
-        RemoteError: the store refuses, or did not answer in time. The remote folder is then incomplete.
     """
     new = records(local)
     refuse_names(new, str(local))
@@ -44,41 +43,30 @@ def push_folder(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -
     for name in new:
         if old is None or old.get(name) != new[name]:
             push_file(local / name, child(url, name), retries)
-    write_listing(url, new, retries)
+    write_file(child(url, LISTING), encoded(new), retries)
     for name in sorted(set(old or ()) - set(new)):
         remove_file(child(url, name), retries)
 
 
 def pull_folder(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES, renew: bool = False) -> None:
-    """Fetches a folder; it gets its name when it is complete and matches its checksums.
+    """Fetches a folder sent by `push_folder`; it gets its name when it is complete and matches its checksums.
 
-    If several processes of a host request the same folder, one of them fetches it and the others wait.
-
-    Args:
-        url: a folder sent by `push_folder`.
-        local: target folder. If it exists, nothing is done.
-        retries: retry policy while the store does not answer.
-        renew: replace an existing folder unless it is the same.
+    If several processes of a host request the same folder, one of them fetches it and the others wait. An existing
+    folder is kept; with `renew`, it is replaced unless it is the same.
 
     Raises:
         FileNotFoundError: no complete folder exists at that address.
         AlteredError: a file is missing or altered.
-        RemoteError: the store refuses, or did not answer in time.
     """
     if renew or not local.exists():
         _pull(url, _whole_listing(url, retries), local, retries, renew)
 
 
 def local_copy(url: str, cache: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> Path:
-    """This host's copy of a folder, fetched at first use; a folder with other content gets another copy.
-
-    Args:
-        url: a folder sent by `push_folder`.
-        cache: folder that holds all copies.
-        retries: retry policy while the store does not answer.
+    """This host's copy of a folder, fetched to `cache` at first use; a folder with other content gets another copy.
 
     Raises:
-        FileNotFoundError, RemoteError: see `pull_folder`.
+        FileNotFoundError, AlteredError: see `pull_folder`.
     """
     listing = _whole_listing(url, retries)
     local = cache / short_name(url, msgspec.json.encode(listing, order="sorted"))
@@ -87,20 +75,12 @@ def local_copy(url: str, cache: Path, retries: RetryPolicy = DEFAULT_RETRIES) ->
 
 
 def is_whole(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> bool:
-    """Returns True if the remote folder is complete; its files are not read.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
+    """Returns True if the remote folder is complete; its files are not read."""
     return read_listing(url, retries) is not None
 
 
 def remove_folder(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
-    """Removes a folder, its list first, so that the rest counts as incomplete if this is stopped.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
+    """Removes a folder, its list first, so that the rest counts as incomplete if this is stopped."""
     remove_file(child(url, LISTING), retries)
     remove_tree(url, retries)
 
@@ -122,10 +102,6 @@ def _whole_listing(url: str, retries: RetryPolicy) -> dict[str, FileRecord]:
     return listing
 
 
-def _is_left_out(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `push FOLDER ADDRESS` or `pull ADDRESS FOLDER`; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -141,9 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = expand(arguments.source)
             if not folder.is_dir():
                 raise FileNotFoundError(f"{folder} is not a folder")
-            left = [path for path in sorted(folder.rglob("*")) if not path.is_file() and _is_left_out(path)]
-            for path in left:
-                get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
+            for path in sorted(folder.rglob("*")):
+                if not path.is_file() and (path.is_symlink() or not path.is_dir()):
+                    get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
             push_folder(folder, arguments.target)
         else:
             if not is_remote(arguments.source) and expand(arguments.source).is_file():

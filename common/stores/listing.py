@@ -1,4 +1,8 @@
-"""The list of a folder's files in an object store with their checksums, and a check of their names."""
+"""The list of a folder's files in an object store with their checksums, and a check of their names.
+
+The list is written last and marks the folder as complete. Functions with an address raise RemoteError if the store
+refuses, or did not answer within the time of `retries`.
+"""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +13,7 @@ import msgspec
 
 from common.storage import hash_file
 from common.stores.address import child
-from common.stores.files import entries, read_file, write_file
+from common.stores.files import entries, read_file
 from common.stores.retry import AlteredError, RetryPolicy
 
 LISTING = ".files.json"
@@ -73,19 +77,9 @@ def read_listing(url: str, retries: RetryPolicy) -> dict[str, FileRecord] | None
 
     Raises:
         AlteredError: see `decoded`.
-        RemoteError: the store refuses, or did not answer in time.
     """
     raw = read_file(child(url, LISTING), retries)
     return None if raw is None else decoded(raw, child(url, LISTING))
-
-
-def write_listing(url: str, files: dict[str, FileRecord], retries: RetryPolicy) -> None:
-    """Writes the list, which marks the folder as complete.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-    """
-    write_file(child(url, LISTING), encoded(files), retries)
 
 
 def tree(url: str, retries: RetryPolicy) -> dict[str, FileRecord | None]:
@@ -93,7 +87,6 @@ def tree(url: str, retries: RetryPolicy) -> dict[str, FileRecord | None]:
 
     Raises:
         AlteredError: a list is invalid, or a name must not be written here.
-        RemoteError: the store refuses, or did not answer in time.
     """
     listing = read_listing(url, retries)
     if listing is not None:

@@ -69,11 +69,6 @@ DEFAULT_RETRIES = RetryPolicy()
 def with_retries(url: str, retries: RetryPolicy, action: Callable[[], Answer]) -> Answer:
     """Runs an action and retries it while the store does not answer; logs the start and the end of an outage.
 
-    Args:
-        url: address for messages.
-        retries: retry times.
-        action: function to run.
-
     Raises:
         AlteredError: a file that the action needs is missing.
         RemoteError: the store refuses, or did not answer for longer than `retries.total_seconds`.

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from common.config import Strict
-from evaluation.encoders.choice import EncoderChoice
+from evaluation.encoders.loading import EncoderChoice
 
 Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
 
@@ -23,7 +23,6 @@ class Shape(Strict):
     normalise: bool = False
     """Divide by the Euclidean length; a null vector stays null."""
     dtype: Literal["float32", "float16"] = "float32"
-    """Type of the numbers in the file."""
 
 
 class EmbedConfig(Strict):

@@ -33,10 +33,6 @@ Bytes = NDArray[np.uint8]
 def graph_vectors(path: Path, size: int) -> NDArray[np.float32]:
     """Map the vectors `(rows, size)` of a graph, after checking every link in the graph.
 
-    Args:
-        path: path of the file.
-        size: numbers of a vector.
-
     Raises:
         EmbedError: the file is cut off, altered, or not a graph that `write_graphs` writes.
     """

@@ -33,15 +33,10 @@ def write_graphs(
     part_rows: int = _PART_ROWS,
     threads: int | None = None,
 ) -> None:
-    """Write `graph-00000.usearch` and so on.
+    """Write `graph-00000.usearch` and so on, each of `part_rows` rows, from `(rows, size)` vectors of length 1.
 
-    Args:
-        folder: folder without graphs.
-        size: numbers of a vector.
-        chunks: `(rows, size)` vectors of length 1, in row order.
-        told: called from any thread with the number of newly added rows.
-        part_rows: rows per graph.
-        threads: graphs built at once; None: one per core, up to eight.
+    `told` is called from any thread with the number of newly added rows. As many graphs as threads are built at once;
+    None: one per core, up to eight.
     """
     threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
     stopped = threading.Event()
@@ -103,11 +98,7 @@ def _empty(size: int) -> Index:
 
 
 class Graphs:
-    """Graphs of a folder, mapped instead of read, because they may be larger than the memory.
-
-    Args:
-        paths: files in writing order.
-        size: numbers of a vector.
+    """Graphs of a folder, in writing order; mapped instead of read, because they may be larger than the memory.
 
     Raises:
         EmbedError: a file is cut off or altered, or they do not belong together.
@@ -130,9 +121,7 @@ class Graphs:
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Rows and cosines, each `(queries, top)`, nearest first.
 
-        Args:
-            queries: `(queries, size)`, of length 1.
-            top: number of neighbours, at most the number of rows.
+        `queries` is `(queries, size)`, of length 1; `top` is at most the number of rows.
         """
         rows, scores = [], []
         for number, graph in enumerate(self._graphs):

@@ -9,11 +9,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
@@ -22,11 +21,11 @@ from common.console.bars import bar
 from common.storage import folder_aside, hash_file, write_json
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
-from evaluation.embedding.output import Note, read_note
+from evaluation.embedding.output import read_note, unit_vectors, write_npy_header
 from evaluation.embedding.plan import jobs, plan
-from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, mapped, stored_vectors
+from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
-from evaluation.encoders.choice import EncoderChoice
+from evaluation.encoders.loading import EncoderChoice
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit, plan_units, read_unit
 from pipeline.readers.corpus import Document
@@ -67,11 +66,8 @@ def build_index(
 ) -> IndexFacts:
     """Build an index from a file of `declutr embed` and the texts of its inputs.
 
-    Args:
-        embeddings: .npy or .parquet file with its note.
-        output: folder to create.
-        kind: None: exact up to `EXACT_ROWS` embeddings, graphs above.
-        source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
+    Without a kind, it is exact up to `EXACT_ROWS` embeddings, and has graphs above. `source_field` is the key or column
+    with the origin of a text; if None or missing in a record, the file is the origin.
 
     Raises:
         EmbedError: the note is missing, or the inputs have changed since.
@@ -91,14 +87,13 @@ def build_index(
                 f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
             )
         if kind == "exact":
-            header = {"descr": "<f4", "fortran_order": False, "shape": (note.rows, note.size)}
-            with (aside / _VECTORS).open("wb") as stream:  # not mapped: on a full disk, that would end the process
-                np.lib.format.write_array_header_1_0(stream, header)
-                for _, chunk in _vectors(embeddings, note):
+            with (aside / _VECTORS).open("wb") as stream:
+                write_npy_header(stream, (note.rows, note.size), np.float32)
+                for chunk in unit_vectors(embeddings, note):
                     stream.write(chunk.tobytes())
         else:
             with bar(total=note.rows, unit="text", desc="index") as shown:
-                write_graphs(aside, note.size, (chunk for _, chunk in _vectors(embeddings, note)), shown.update)
+                write_graphs(aside, note.size, unit_vectors(embeddings, note), shown.update)
         facts = IndexFacts(
             kind=kind,
             rows=note.rows,
@@ -177,11 +172,9 @@ class SearchIndex:
         return [Hit(**vars(text), score=score) for text, score in zip(self.texts(rows), scores, strict=True)]
 
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Rows and cosines, each `(queries, top)`, nearest first.
+        """Rows and cosines, each `(queries, top)`, nearest first; all rows if the index holds fewer.
 
-        Args:
-            queries: `(queries, size)`, of length 1.
-            top: number of texts; the whole index if it holds fewer.
+        `queries` is `(queries, size)`, of length 1.
         """
         top = min(top, self.facts.rows)
         if not top:
@@ -201,35 +194,6 @@ class SearchIndex:
     def texts(self, rows: Sequence[int]) -> list[Stored]:
         """Stored texts of these rows."""
         return [self._texts.at(row) for row in rows]
-
-
-def _vectors(embeddings: Path, note: Note) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield chunks of embeddings of length 1, each with the row of its first."""
-    start = 0
-    unit = Shape(normalise=True)
-    for chunk in _stored(embeddings, note):
-        if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
-            raise EmbedError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
-        yield start, shaped(chunk.astype(np.float32), unit)
-        start += len(chunk)
-
-
-def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
-    if embeddings.suffix == ".npy":
-        whole = mapped(embeddings, note.rows, note.size, note.config.shape.dtype)
-        yield from (whole[start : start + CHUNK_ROWS] for start in range(0, len(whole), CHUNK_ROWS))
-        return
-    rows = 0
-    try:
-        with pq.ParquetFile(embeddings) as file:
-            for batch in file.iter_batches(CHUNK_ROWS, columns=["embedding"]):
-                column = batch.column(0)
-                yield column.flatten().to_numpy().reshape(len(column), note.size)
-                rows += len(column)
-    except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
-        raise EmbedError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
-    if rows != note.rows:
-        raise EmbedError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")
 
 
 def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> int:

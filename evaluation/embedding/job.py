@@ -12,13 +12,13 @@ from pathlib import Path
 
 from common.console.bars import bar
 from common.console.logs import get_logger
-from common.storage import hash_json
+from common.storage import hash_json, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError
-from evaluation.embedding.output import Note, assemble, note_path, read_note, write_note
+from evaluation.embedding.output import Note, assemble, note_path, read_note
 from evaluation.embedding.plan import identify, jobs, located, plan
-from evaluation.embedding.units import EmbeddingSidecar, finished
-from evaluation.embedding.workers import Progress, embed_here, embed_on_ray
-from evaluation.encoders.choice import encoder_of
+from evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished
+from evaluation.embedding.workers import embed_on_ray
+from evaluation.encoders.loading import encoder_of
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit
 
@@ -29,10 +29,7 @@ _LOCK = ".lock"
 
 
 def embed(config: EmbedConfig) -> Note:
-    """Embed every text of the inputs, or the rest if an earlier run was stopped.
-
-    Returns:
-        The note, which is also written next to the output.
+    """Embed every text of the inputs, or the rest if an earlier run was stopped; return the note of the output.
 
     Raises:
         EmbedError: inputs that cannot be read, settings that contradict each other, or a worker that keeps dying.
@@ -90,7 +87,7 @@ def _embedded(
         job=hash_json(identities),
         num_bytes=config.output.stat().st_size,
     )
-    write_note(note, config.output)
+    write_text(note_path(config.output), note.model_dump_json(indent=1) + "\n")  # marks the job as finished
     shutil.rmtree(folder)
     return note
 
@@ -127,11 +124,18 @@ def _run(
         unit_divisor=1024,
         bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
     ) as shown:
-        progress = Progress(shown)
-        made = (
-            embed_here(config, todo, folder, encoder, progress)
-            if here
-            else embed_on_ray(config, todo, folder, progress)
-        )
+        num_texts = 0
+
+        def told(texts: int, num_bytes: int) -> None:
+            nonlocal num_texts
+            num_texts += texts
+            seconds = max(1e-9, float(shown.format_dict["elapsed"]))
+            shown.set_postfix_str(f"{num_texts:,} texts, {num_texts / seconds:,.0f} a second", refresh=False)
+            shown.update(num_bytes)
+
+        if here:
+            made = [embed_unit(unit, folder, config, identity, encoder, told) for unit, identity in todo]
+        else:
+            made = list(embed_on_ray(config, todo, folder, told))
         sidecars |= {sidecar.unit: sidecar for sidecar in made}
     return [sidecars[unit.name] for unit in units]

@@ -1,17 +1,20 @@
-"""Assembly of the output from the units' parts, and the note next to it that records its origin."""
+"""The output: assembly from the units' parts, the note next to it that records its origin, and its embeddings."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import DTypeLike, NDArray
 from pydantic import ValidationError
 
 from common.config import Strict, first_problem
-from common.storage import write_aside, write_text
-from evaluation.embedding.config import EmbedConfig, EmbedError
-from evaluation.embedding.units import EmbeddingSidecar, part_schema
+from common.storage import write_aside
+from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
+from evaluation.embedding.stored import CHUNK_ROWS, mapped
+from evaluation.embedding.units import EmbeddingSidecar, part_schema, shaped
 
 
 class Note(Strict):
@@ -23,7 +26,6 @@ class Note(Strict):
     size: int
     """Numbers in an embedding of the file."""
     rows: int
-    """Embeddings in the file."""
     skipped: dict[str, int]
     """Skipped records that could not be read, by reason."""
     job: str
@@ -60,7 +62,11 @@ def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig
     rows = sum(sidecar.written for sidecar in sidecars)
     with write_aside(config.output) as aside:
         if config.output.suffix == ".npy":
-            _write_npy(aside, folder, sidecars, rows, schema)
+            kind = schema.field("embedding").type
+            with aside.open("wb") as stream:
+                write_npy_header(stream, (rows, kind.list_size), kind.value_type.to_pandas_dtype())
+                for batch in _batches(folder, sidecars):
+                    stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
         else:
             with pq.ParquetWriter(aside, schema) as writer:
                 for batch in _batches(folder, sidecars):
@@ -68,17 +74,13 @@ def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig
     return rows
 
 
-def _write_npy(aside: Path, folder: Path, sidecars: list[EmbeddingSidecar], rows: int, schema: pa.Schema) -> None:
-    kind = schema.field("embedding").type
-    header = {
-        "descr": np.lib.format.dtype_to_descr(np.dtype(kind.value_type.to_pandas_dtype())),
-        "fortran_order": False,
-        "shape": (rows, kind.list_size),
-    }
-    with aside.open("wb") as stream:
-        np.lib.format.write_array_header_1_0(stream, header)
-        for batch in _batches(folder, sidecars):
-            stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
+def write_npy_header(stream: BinaryIO, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Start an .npy file whose rows are written one after the other.
+
+    A file mapped for writing would end the process on a full disk.
+    """
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, header)
 
 
 def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.RecordBatch]:
@@ -94,6 +96,30 @@ def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.Reco
         first += sidecar.read
 
 
-def write_note(note: Note, output: Path) -> None:
-    """Write the note, which marks the job as finished."""
-    write_text(note_path(output), note.model_dump_json(indent=1) + "\n")
+def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
+    """Yield chunks of embeddings, scaled to length 1."""
+    start = 0
+    unit = Shape(normalise=True)
+    for chunk in _stored(embeddings, note):
+        if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
+            raise EmbedError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
+        yield shaped(chunk.astype(np.float32), unit)
+        start += len(chunk)
+
+
+def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
+    if embeddings.suffix == ".npy":
+        whole = mapped(embeddings, note.rows, note.size, note.config.shape.dtype)
+        yield from (whole[start : start + CHUNK_ROWS] for start in range(0, len(whole), CHUNK_ROWS))
+        return
+    rows = 0
+    try:
+        with pq.ParquetFile(embeddings) as file:
+            for batch in file.iter_batches(CHUNK_ROWS, columns=["embedding"]):
+                column = batch.column(0)
+                yield column.flatten().to_numpy().reshape(len(column), note.size)
+                rows += len(column)
+    except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
+        raise EmbedError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
+    if rows != note.rows:
+        raise EmbedError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")

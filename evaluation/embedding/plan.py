@@ -1,6 +1,7 @@
 """Plan of an embedding job: its units of work, and identities by which finished work is recognised."""
 
 from pathlib import Path
+from typing import Any
 
 from common.console.logs import get_logger
 from common.paths import expand
@@ -61,8 +62,7 @@ def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, version: 
     """SHA-256 for each unit of its input, the encoder and the settings that decide its embeddings."""
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
     settings |= {"version": version, "fingerprint": fingerprint, "suffix": config.output.suffix}
-    seen = _times if version == 1 else _contents
-    return [hash_json([settings, hash_unit(unit), seen(unit)]) for unit in units]
+    return [hash_json([settings, hash_unit(unit), _seen(unit, version)]) for unit in units]
 
 
 def jobs(config: EmbedConfig, units: list[Unit], fingerprint: str) -> set[str]:
@@ -70,11 +70,9 @@ def jobs(config: EmbedConfig, units: list[Unit], fingerprint: str) -> set[str]:
     return {hash_json(identify(config, units, fingerprint, version)) for version in VERSIONS}
 
 
-def _times(unit: Unit) -> list[int]:
-    paths = [Path(part.path) for part in unit.parts]
-    return [path.stat().st_mtime_ns for path in paths if path.is_file()]
-
-
-def _contents(unit: Unit) -> dict[str, str | None] | None:
-    """Sizes, times, tags and samples of the unit's files."""
+def _seen(unit: Unit, version: int) -> Any:
+    """Sizes, times, tags and samples of the unit's files; in version 1 the times alone."""
+    if version == 1:
+        paths = [Path(part.path) for part in unit.parts]
+        return [path.stat().st_mtime_ns for path in paths if path.is_file()]
     return unit.stamp.model_dump() if unit.stamp else None

@@ -27,10 +27,6 @@ class Stored:
 class StoredTexts:
     """Memory-mapped file of texts.
 
-    Args:
-        path: path of the file.
-        rows: expected number of rows.
-
     Raises:
         EmbedError: the file is cut off, altered, or holds something else.
     """

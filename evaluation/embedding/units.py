@@ -61,15 +61,9 @@ def embed_unit(
     encoder: SentenceEncoder,
     told: Callable[[int, int], None] | None = None,
 ) -> EmbeddingSidecar:
-    """Embed one unit. The bytes written depend only on the unit, the encoder and the settings.
+    """Embed one unit to the folder of the parts. The bytes depend only on the unit, the encoder and the settings.
 
-    Args:
-        unit: unit to read.
-        folder: folder of the parts.
-        config: settings.
-        identity: identity of the unit in this job.
-        encoder: encoder to use.
-        told: called with the numbers of newly embedded texts and newly read input bytes.
+    `told` is called with the numbers of newly embedded texts and newly read input bytes.
 
     Raises:
         EmbedError: a record cannot be read and is not to be skipped, or an embedding is not finite.

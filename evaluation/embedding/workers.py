@@ -1,13 +1,11 @@
-"""Workers of an embedding job: this process, or Ray actors with an encoder each."""
+"""Workers of an embedding job on Ray: actors with an encoder each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.units import EmbeddingSidecar, embed_unit
-from evaluation.encoders.choice import encoder_of
-from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.encoders.loading import encoder_of
 from pipeline.job.units import Unit
 
 _CPUS_PER_WORKER = 4
@@ -15,36 +13,12 @@ _RESTARTS = 10
 """Maximum restarts of a worker that dies; an input that crashes a library would otherwise restart it for ever."""
 
 
-class Progress:
-    """Texts per second, shown next to the bar of input bytes."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar, self._texts = bar, 0
-
-    def add(self, texts: int, num_bytes: int) -> None:
-        """Record newly embedded texts and input bytes."""
-        self._texts += texts
-        seconds = max(1e-9, float(self._bar.format_dict["elapsed"]))
-        self._bar.set_postfix_str(f"{self._texts:,} texts, {self._texts / seconds:,.0f} a second", refresh=False)
-        self._bar.update(num_bytes)
-
-
-def embed_here(
-    config: EmbedConfig,
-    todo: Sequence[tuple[Unit, str]],
-    folder: Path,
-    encoder: SentenceEncoder,
-    progress: Progress,
-) -> Iterator[EmbeddingSidecar]:
-    """Embed units in this process; yield their sidecars."""
-    for unit, identity in todo:
-        yield embed_unit(unit, folder, config, identity, encoder, progress.add)
-
-
 def embed_on_ray(
-    config: EmbedConfig, todo: Sequence[tuple[Unit, str]], folder: Path, progress: Progress
+    config: EmbedConfig, todo: Sequence[tuple[Unit, str]], folder: Path, told: Callable[[int, int], None]
 ) -> Iterator[EmbeddingSidecar]:
     """Embed units on Ray, on all GPUs or else all CPUs; yield their sidecars as they finish.
+
+    `told` is called with the numbers of newly embedded texts and newly read input bytes.
 
     Raises:
         EmbedError: no session can be started, a unit cannot be embedded, or workers keep dying.
@@ -80,7 +54,7 @@ def embed_on_ray(
             if row["problem"]:
                 raise EmbedError(f"{row['problem']}. Finished units are kept; run the same command to continue")
             sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
-            progress.add(sidecar.written, sizes[sidecar.unit])
+            told(sidecar.written, sizes[sidecar.unit])
             yield sidecar
     except (RayActorError, WorkerCrashedError) as error:
         raise EmbedError(

@@ -5,9 +5,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
+from pydantic import Field
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from common.config import Strict
 from evaluation.encoders.modules import Pooling
 from evaluation.encoders.pretrained import load_pretrained
 from evaluation.encoders.protocol import EncoderError as EncoderError
@@ -91,6 +93,39 @@ def load_encoder(
         embedding_size=recipe.size if recipe else None,
         unused=unused,
         pretrained=start_of(path),
+    )
+
+
+class EncoderChoice(Strict):
+    """Encoder and its treatment of long texts."""
+
+    model: str
+    """Name as `load_encoder` takes it."""
+    pooling: Pooling | None = None
+    """Pooling that overrides the encoder's own."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of one input, including special tokens; the encoder's own limit if not set."""
+    long_texts: LongTexts = "cut"
+    """Treatment of longer texts: cut them, or read them in windows and average by tokens."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
+    reading it back grants nothing."""
+
+
+def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEncoder:
+    """Load the encoder of a job or an index.
+
+    The choice may come from somebody else's file, so the trust recorded in it is ignored.
+
+    Raises:
+        EncoderError: the encoder cannot be loaded.
+    """
+    return load_encoder(
+        choice.model,
+        choice.pooling,
+        max_tokens=choice.max_tokens,
+        long_texts=choice.long_texts,
+        trust_remote_code=trust_remote_code,
     )
 
 

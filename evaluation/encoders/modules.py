@@ -50,23 +50,16 @@ class Normalize(nn.Module):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Steps by which a sentence-transformers folder makes embeddings.
-
-    Attributes:
-        subfolder: folder of the transformer.
-        pooling: pooling of its last hidden states.
-        after: dense layers and normalisation, in order.
-        size: numbers in an embedding; None: the transformer's.
-        max_tokens: length to which texts are cut; None: the transformer's limit.
-        lower_case: whether texts are lower-cased first.
-        prompt: text put before every text.
-    """
+    """Steps by which a sentence-transformers folder makes embeddings."""
 
     subfolder: str
     pooling: Pooling
     after: nn.Sequential
+    """Dense layers and normalisation, in order."""
     size: int | None
+    """Numbers in an embedding; None: the transformer's."""
     max_tokens: int | None
+    """Length to which texts are cut; None: the transformer's limit."""
     lower_case: bool
     prompt: str
 
@@ -74,9 +67,7 @@ class Recipe:
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
     """Read the recipe of a folder, or of a name at the Hugging Face hub; None if it has no modules.json.
 
-    Args:
-        name: folder or name.
-        pooling: overrides the declared pooling.
+    `pooling` overrides the declared pooling.
 
     Raises:
         EncoderError: a module, a pooling or an option is not supported, a file is damaged or missing, or a lookup

@@ -19,6 +19,7 @@ from evaluation.encoders.weights import DAMAGE, explain
 from pipeline.shards.manifest import TOKENIZER
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.checkpoints.weights import load_parameters
 from trainer.driver.export import EXPORT, SETTINGS
 from trainer.setup.build import build_encoder
 from trainer.setup.config import TrainConfig
@@ -51,7 +52,7 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
         encoder = build_encoder(config, tokenizer)
         checkpoint.read_state(path)
-        checkpoint.load_encoder(path, encoder)
+        load_parameters(path, encoder)
     except EncoderError:
         raise
     except (*DAMAGE, ValidationError) as error:

@@ -30,33 +30,28 @@ _GPU_BATCH_TOKENS = 65536
 
 @dataclass(frozen=True)
 class TransformerEncoder:
-    """Encoder with its tokenizer.
-
-    Attributes:
-        name: name by which it was loaded.
-        encoder: encoder in evaluation mode.
-        tokenizer: tokenizer of transformers.
-        max_tokens: maximum tokens of one input, including special tokens.
-        long_texts: treatment of longer inputs. cut: only their beginning is used. windows: they are read in consecutive
-            windows w of max_tokens, and e(x) = sum_w n_w e(w) / sum_w n_w with n_w the tokens of w without special
-            tokens; if the encoder ends in a normalisation, the result is normalised too.
-        after: steps after pooling: dense layers, normalisation.
-        prompt: text put before every text.
-        embedding_size: numbers in an embedding; None: the transformer's hidden size.
-        pretrained: name of the encoder from which it was trained, if its settings name one.
-        unused: parts of its files that do not affect an embedding (heads), with their numbers of weights.
-    """
+    """Encoder with its tokenizer."""
 
     name: str
     encoder: Encoder
+    """Encoder in evaluation mode."""
     tokenizer: Any
     max_tokens: int
+    """Maximum tokens of one input, including special tokens."""
     long_texts: LongTexts = "cut"
+    """Treatment of longer inputs. cut: only their beginning is used. windows: they are read in consecutive windows w of
+    max_tokens, and e(x) = sum_w n_w e(w) / sum_w n_w with n_w the tokens of w without special tokens; if the encoder
+    ends in a normalisation, the result is normalised too."""
     after: nn.Sequential = field(default_factory=nn.Sequential)
+    """Steps after pooling: dense layers, normalisation."""
     prompt: str = ""
+    """Text put before every text."""
     embedding_size: int | None = None
+    """Numbers in an embedding; None: the transformer's hidden size."""
     unused: tuple[str, ...] = ()
+    """Parts of its files that do not affect an embedding (heads), with their numbers of weights."""
     pretrained: str = ""
+    """Name of the encoder from which it was trained, if its settings name one."""
 
     @property
     def size(self) -> int:
@@ -103,9 +98,7 @@ class TransformerEncoder:
     def encode(self, texts: Sequence[str], batch_tokens: int | None = None) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)` in the order of the texts; an empty text consists of its special tokens.
 
-        Args:
-            texts: texts to embed.
-            batch_tokens: maximum tokens in one forward pass; None: 2,048 on a CPU, 65,536 on a GPU.
+        A forward pass has at most `batch_tokens` tokens; None: 2,048 on a CPU, 65,536 on a GPU.
         """
         if not texts:
             return np.empty((0, self.size), np.float32)

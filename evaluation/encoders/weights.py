@@ -2,7 +2,7 @@
 
 import pickle
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,14 @@ _POOLER = "pooler"
 
 
 def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collection[Any]]) -> tuple[str, ...]:
-    """Compare the weights in the file with those the encoder computes with.
+    """Compare the weights in the file with those the encoder computes with; return the unused parts of the file.
 
     Heads (of masked language models, classifiers, next sentences) and a pooler over the first token do not affect an
     embedding. The file may contain them, and a pooler may be missing: it is set to 0, so that its random start does not
     change the encoder's fingerprint.
 
-    Args:
-        name: name of the encoder.
-        model: model from `from_pretrained`.
-        report: its `output_loading_info`: `missing_keys`, `unexpected_keys`, `mismatched_keys`.
-
-    Returns:
-        Parts of the file that the encoder does not use, with their numbers of weights.
+    `report` is the `output_loading_info` of `from_pretrained`. The unused parts are returned with their numbers of
+    weights.
 
     Raises:
         EncoderError: a weight of the encoder is missing or has another shape, or the file has weights inside the
@@ -44,7 +39,7 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
     unexpected = [key.removeprefix(prefix) for key in report["unexpected_keys"]]
     foreign = [key for key in unexpected if key.partition(".")[0] in own]
     problems = [
-        f"{what} {len(keys)} weight{'s' if len(keys) > 1 else ''}: {_some(keys)}"
+        f"{what} {len(keys)} weight{'s' if len(keys) > 1 else ''}: {excerpt(sorted(keys))}"
         for keys, what in (
             (missing, "its files lack"),
             (mismatched, "its config.json has another shape for"),
@@ -53,7 +48,7 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
         if keys
     ]
     if problems:
-        more = f"; the files also hold {_some(unexpected)}" if missing and unexpected and not foreign else ""
+        more = f"; the files also hold {excerpt(sorted(unexpected))}" if missing and unexpected and not foreign else ""
         raise EncoderError(
             f"{name}: is not a complete encoder, so it gets no score: {'; '.join(problems)}{more}. Download it again, "
             "or export it with the library that made it"
@@ -96,7 +91,3 @@ def explain(error: Exception) -> str:
 
 def _of_pooler(key: str) -> bool:
     return _POOLER in key.split(".")[:2]
-
-
-def _some(keys: Iterable[str]) -> str:
-    return excerpt(sorted(keys))

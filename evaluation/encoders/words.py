@@ -32,10 +32,6 @@ class HashedWords:
 
     v(w) = s / sqrt(size), s in {-1, 1}^size, of the word in lower case. Sums of signs are integers and therefore exact,
     so embeddings are the same on every machine.
-
-    Args:
-        size: numbers in an embedding.
-        seed: seed of the signs.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
@@ -77,11 +73,9 @@ class WordVectors:
     that is missing too; the first of a word's lines counts. Tokenized texts are handled like `examples/bow.py` of
     SentEval: split at white space, each word looked up as written, in the last of its lines.
 
-    Args:
-        path: file with one word per line, followed by its numbers, separated by spaces or tabs. A first line with the
-            numbers of words and dimensions is optional, gzip compression too.
-        vocabulary: words to hold in memory, as written and in lower case; None: every word of the file.
-        tokenized: see above.
+    The file has one word per line, followed by its numbers, separated by spaces or tabs. A first line with the numbers
+    of words and dimensions is optional, gzip compression too. Only the words of the vocabulary are held in memory, as
+    written and in lower case; None: every word of the file.
 
     Raises:
         EncoderError: the file is missing, a line has another length, or the file has no word of the vocabulary.

@@ -31,11 +31,8 @@ class ExploreError(ValueError):
 class Explorer:
     """Index with its encoder. Any thread may ask; questions are answered one at a time.
 
-    Args:
-        index: texts and vectors, which stay on the disk except those of the map.
-        encoder: encoder for queries.
-        top: number of texts to find.
-        map_texts: points of the map; from a larger index this many are drawn, always the same ones.
+    Texts and vectors stay on the disk, except those of the map. From an index of more than `map_texts` texts, this many
+    are drawn for the map, always the same ones. An answer has `top` texts.
 
     Raises:
         EmbedError: the encoder did not make the index, or the index is empty.

@@ -13,17 +13,14 @@ from scipy.linalg import eigh
 
 @dataclass(frozen=True)
 class Plane:
-    """Plane through embeddings.
-
-    Attributes:
-        mean: `(size,)`.
-        axes: `(size, 2)`, of length 1; the second is null if embeddings consist of one number.
-        share: share of the variance within the plane, in [0, 1]; 1 if there is no variance.
-    """
+    """Plane through embeddings."""
 
     mean: NDArray[np.float64]
+    """`(size,)`."""
     axes: NDArray[np.float64]
+    """`(size, 2)`, of length 1; the second is null if embeddings consist of one number."""
     share: float
+    """Share of the variance within the plane, in [0, 1]; 1 if there is no variance."""
 
     def place(self, vectors: NDArray[np.float32]) -> NDArray[np.float64]:
         """Coordinates `(n, 2)` of vectors `(n, size)`."""

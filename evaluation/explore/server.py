@@ -12,12 +12,13 @@ import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from importlib.resources import files
 from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs
 
 from evaluation.explore.explorer import ExploreError, Explorer, Json
-from evaluation.explore.page import page
+from evaluation.report.markup import policy_hash
 
 ADDRESS = "127.0.0.1"
 TOKEN_HEADER = "X-Declutr-Token"
@@ -37,9 +38,7 @@ class _Refusal(Exception):  # noqa: N818 - the request is refused, nothing is br
 class ExploreServer(ThreadingTCPServer):
     """Server that answers until stopped, with one thread per connection and at most 64 connections.
 
-    Args:
-        explorer: source of the answers.
-        port: 0 to 65,535; 0 takes a free one.
+    Port 0 takes a free one.
 
     Raises:
         OSError: the port is taken or not permitted.
@@ -50,18 +49,15 @@ class ExploreServer(ThreadingTCPServer):
 
     def __init__(self, explorer: Explorer, port: int = 0) -> None:
         self.explorer = explorer
-        html, self.policy = page()
+        html, self.policy = _page()
         self.html = html.encode()
         self.map = _encoded(explorer.map())
         self.token = secrets.token_urlsafe(32)
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         super().__init__((ADDRESS, port), _Handler)
         port = self.server_address[1]
-        self.hosts = {f"{name}{end}" for name in (ADDRESS, "localhost") for end in self._ends(port)}
-
-    @staticmethod
-    def _ends(port: int) -> list[str]:
-        return [f":{port}", ""] if port == _HTTP_PORT else [f":{port}"]
+        ends = [f":{port}", ""] if port == _HTTP_PORT else [f":{port}"]
+        self.hosts = {f"{name}{end}" for name in (ADDRESS, "localhost") for end in ends}
 
     @property
     def url(self) -> str:
@@ -166,3 +162,20 @@ def _number(text: str) -> int:
 
 def _encoded(value: Json) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _page() -> tuple[str, str]:
+    """Return the whole document and its Content-Security-Policy.
+
+    The policy names the style and the script by their hashes. The script may contact only the page's own server.
+    """
+    report, here = files("evaluation.report"), files("evaluation.explore")
+    style = "".join(place.read_text(encoding="utf-8") for place in (report / "style.css", here / "page.css"))
+    script = "".join((here / name).read_text(encoding="utf-8") for name in ("map.js", "page.js"))
+    html = (here / "page.html").read_text(encoding="utf-8")
+    html = html.replace("/* style */", style).replace("/* script */", script)
+    policy = (
+        f"default-src 'none'; style-src {policy_hash(style)}; script-src {policy_hash(script)}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy

@@ -18,7 +18,6 @@ class Bar:
     value: float
     role: Role
     shown: str
-    """The value in words."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Bars:
     name: str
     """File name without suffix."""
     title: str
-    """Names what is counted."""
     bars: list[Bar]
 
 

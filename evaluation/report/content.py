@@ -9,10 +9,10 @@ import numpy as np
 from evaluation.report.charts import Bar, Bars, Histogram, Mark, Role, Series
 from evaluation.report.clusters import Clusters, find_clusters
 from evaluation.report.examples import Example, kept_examples, rejected_examples
-from evaluation.report.folders import group_sources
+from evaluation.report.grouping import group_sources
 from evaluation.report.markup import share
 from evaluation.report.survey import NUM_BINS, Survey, survey
-from evaluation.report.tally import Tallies, Tally
+from evaluation.report.tally import Tally, total
 from evaluation.report.texts import TextSurvey, survey_texts, text_bars
 from pipeline.job.estimate import Estimate, load_estimate
 from pipeline.job.progress import seconds_spent
@@ -38,17 +38,13 @@ class Content:
     seconds: float | None
     """Duration of the preparation, summed over all its runs."""
     fates: dict[str, Tally]
-    """Documents by fate."""
     texts: TextSurvey | None
     """Figures of short texts; None for documents."""
 
     @property
     def kept_tally(self) -> Tally:
         """All kept documents."""
-        total = Tally()
-        for split in SPLITS:
-            total.add(self.fates.get(split, Tally()))
-        return total
+        return total(self.fates.get(split, Tally()) for split in SPLITS)
 
     def reasons(self) -> list[tuple[str, Role, Tally]]:
         """Reasons for which documents are not kept, the most frequent first."""
@@ -66,16 +62,11 @@ class Content:
     def sources(self) -> list[tuple[str, Tally]]:
         """The sources with the most kept tokens, by folder where there are many, and the rest as one."""
         found = self.found.sources
-        groups = group_sources({name or "": tally for name, tally in found.all().items()}, _SHOWN_NAMES)
-        ranked = sorted(groups.items(), key=lambda item: (-item[1].kept_tokens, -item[1].text_bytes, item[0]))
-        rest, num_left = Tally(), found.num_left + len(ranked[_SHOWN_NAMES:])
-        for tally in (found.rest, *(tally for _, tally in ranked[_SHOWN_NAMES:])):
-            rest.add(tally)
-        return ranked[:_SHOWN_NAMES] + ([(f"({num_left:,} others)", rest)] if num_left else [])
+        return found.largest(group_sources(found.all(), _SHOWN_NAMES), _SHOWN_NAMES)
 
     def languages(self) -> list[tuple[str, Tally]]:
         """Languages by kept tokens; empty when no language was determined."""
-        rows = _with_rest(self.found.languages)
+        rows = self.found.languages.largest(self.found.languages.all(), _SHOWN_NAMES)
         return [(name or "not determined", tally) for name, tally in rows] if any(name for name, _ in rows) else []
 
     def median_tokens(self) -> int:
@@ -106,7 +97,7 @@ def gather(folder: Path) -> Content:
         rejected=rejected_examples(folder, found),
         estimate=load_estimate(folder),
         seconds=seconds_spent(folder),
-        fates={str(fate): tally for fate, tally in found.fates.all().items()},
+        fates=found.fates.all(),
         texts=survey_texts(folder, manifest),
     )
 
@@ -155,9 +146,3 @@ def bar_charts(content: Content) -> list[Bars]:
     if content.texts is not None:
         charts += text_bars(content.texts, content.manifest.labels)
     return [chart for chart in charts if chart.bars]
-
-
-def _with_rest(tallies: Tallies) -> list[tuple[str, Tally]]:
-    """The largest by kept tokens, and all others as one row."""
-    rows, num_others, others = tallies.largest(_SHOWN_NAMES)
-    return rows + ([(f"({num_others:,} others)", others)] if num_others else [])

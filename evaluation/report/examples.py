@@ -68,9 +68,9 @@ def _text(decoder: Tokenizer, row: dict[str, Any]) -> str:
 
 def rejected_examples(folder: Path, found: Survey) -> dict[str, list[Example]]:
     """The documents that the survey drew for each reason; with text where `write_rejected` was on."""
-    entries = entries_at(folder, ((drawn.unit, drawn.ordinal) for some in found.drawn.values() for drawn in some))
-    lines = {(drawn.unit, drawn.line) for some in found.drawn.values() for drawn in some}
-    texts = _rejected_texts(folder, lines)
+    every = [drawn for some in found.drawn.values() for drawn in some]
+    entries = entries_at(folder, ((drawn.unit, drawn.ordinal) for drawn in every))
+    texts = _rejected_texts(folder, {(drawn.unit, drawn.line) for drawn in every})
     examples: dict[str, list[Example]] = {}
     for reason, some in found.drawn.items():
         for drawn in sorted(some, key=lambda one: (one.unit, one.ordinal)):

@@ -4,6 +4,8 @@ Texts of a corpus are hostile. They hold script tags, control characters, and ov
 reorder the page around them. The page shows the code points of such characters, so that no browser obeys them.
 """
 
+import base64
+import hashlib
 import html
 
 from common.console.terminal import visible as visible
@@ -40,9 +42,9 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
     return Html(f"<{name}{told}>{join(*children)}</{name}>")
 
 
-def join(*children: object, between: str = "") -> Html:
+def join(*children: object) -> Html:
     """Joins values as markup."""
-    return Html(between.join(markup(child) for child in children))
+    return Html("".join(markup(child) for child in children))
 
 
 def table(caption: str, heads: list[str], rows: list[list[object]], **attributes: object) -> Html:
@@ -74,3 +76,8 @@ def in_mib(num_bytes: float) -> str:
     """Bytes in MiB, or GiB from 10 GiB on."""
     mib = num_bytes / 2**20
     return f"{mib / 1024:,.1f} GiB" if mib >= 10_240 else f"{mib:,.1f} MiB" if mib >= 10 else f"{mib:,.2f} MiB"
+
+
+def policy_hash(text: str) -> str:
+    """Source expression that permits exactly this style or script in a Content-Security-Policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,12 +1,13 @@
 """The page: one HTML file without scripts, other files or network requests."""
 
-import base64
-import hashlib
 from importlib.resources import files
+from pathlib import Path
 
-from evaluation.report.content import Content
+from common.storage import write_text
+from evaluation.report.content import Content, bar_charts, gather, lengths_chart
 from evaluation.report.header import header
-from evaluation.report.markup import Html, join, markup, tag
+from evaluation.report.markup import Html, join, markup, policy_hash, tag
+from evaluation.report.png import save_bars, save_histogram
 from evaluation.report.sections import (
     contamination,
     duplicates,
@@ -19,8 +20,30 @@ from evaluation.report.sections import (
 )
 from evaluation.report.text_section import texts
 
+REPORT = "report"
+"""Default folder of the report, next to the shards."""
 
-def page(content: Content) -> str:
+
+def write_report(folder: Path, output: Path | None = None) -> Path:
+    """Writes `report.html` and `charts/*.png` on a corpus to `output`, or to its folder `report`; returns the page.
+
+    The same corpus with the same times of its files gives the same bytes.
+
+    Raises:
+        ShardError: files that are missing or damaged, or ledgers that contradict the manifest.
+    """
+    target = output or folder / REPORT
+    content = gather(folder)
+    if content.texts is None:
+        save_histogram(lengths_chart(content), target / "charts" / "lengths.png")
+    for chart in bar_charts(content):
+        save_bars(chart, target / "charts" / f"{chart.name}.png")
+    path = target / "report.html"
+    write_text(path, _page(content))
+    return path
+
+
+def _page(content: Content) -> str:
     """Renders the document. The same content gives the same text."""
     parts = {
         "lengths": ("Lengths", lengths(content) if content.texts is None else texts(content)),
@@ -62,8 +85,7 @@ def document(title: str, body: Html) -> str:
 def _head(title: str) -> Html:
     """Head of the page. Its policy forbids all scripts, and every style except ours, which it names by hash."""
     style = (files("evaluation.report") / "style.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'"
     return join(
         Html("<head>"),
         tag("meta", charset="utf-8"),

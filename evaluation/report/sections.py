@@ -45,11 +45,7 @@ def lengths(content: Content) -> Html:
         for i, name in enumerate([*names, f"{limits[-1]:,} and more"])
     ]
     missing = content.manifest.totals["read"] - int(every[:, 0].sum())
-    untold = (
-        f" {missing:,} documents were dropped or failed before they were tokenized and are not shown."
-        if missing
-        else ""
-    )
+    untold = f" {missing:,} documents were dropped or failed before they were tokenized and are not shown."
     edges = [round(float(edge)) for edge in chart.edges]
     bins: list[list[object]] = [
         [f"{a:,} to {b:,}", *(int(one.counts[i]) for one in chart.series)] for i, (a, b) in enumerate(pairwise(edges))
@@ -58,15 +54,11 @@ def lengths(content: Content) -> Html:
     return join(
         tag(
             "figure",
-            tag("figcaption", "How many documents have how many tokens.", untold),
+            tag("figcaption", "How many documents have how many tokens.", untold if missing else ""),
             draw_histogram(chart),
             tag("p", *legend, class_="legend"),
         ),
-        table(
-            "Documents by length",
-            ["tokens", "kept", "too short", "other drops", "of documents", "of tokens"],
-            rows,
-        ),
+        table("Documents by length", ["tokens", "kept", "too short", "other drops", "of documents", "of tokens"], rows),
         details(
             "All figures of the chart",
             table("Documents in each bin", ["tokens", *(one.label for one in chart.series)], bins),

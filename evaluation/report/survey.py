@@ -4,7 +4,6 @@ Memory grows with the number of duplicates (16 bytes each) and, up to a limit, o
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,16 +92,9 @@ class Survey:
         return self.shortest * np.exp2(steps / BINS_PER_OCTAVE)
 
     def add(self, batch: pa.RecordBatch, unit: int, start: int, line: int) -> int:
-        """Adds rows of a unit's ledger.
+        """Adds rows of a unit's ledger, from ordinal `start` on.
 
-        Args:
-            batch: rows with the columns of pipeline/shards/ledger.py.
-            unit: number of the unit.
-            start: ordinal of the first row.
-            line: rejected documents of the unit before this batch.
-
-        Returns:
-            Rejected documents of the unit after this batch.
+        `line` is the number of the unit's rejected documents before this batch; returns their number after it.
         """
         fates = batch.column("fate").dictionary_encode()
         names: list[str] = fates.dictionary.to_pylist()
@@ -193,13 +185,6 @@ def unit_and_ordinal(place: int) -> tuple[int, int]:
     return place >> _PLACE_SHIFT, place & ((1 << _PLACE_SHIFT) - 1)
 
 
-def ledger_paths(folder: Path, manifest: Manifest) -> Iterator[tuple[int, Path]]:
-    """Number and ledger of each unit, in plan order."""
-    for ledger in manifest.ledgers:
-        path = folder / ledger.name
-        yield int(path.stem), path
-
-
 def survey(folder: Path, manifest: Manifest) -> Survey:
     """Reads all ledgers of a folder.
 
@@ -210,10 +195,11 @@ def survey(folder: Path, manifest: Manifest) -> Survey:
     shortest = shortest_document(geometry, manifest.short_documents)
     limits = sorted({shortest, geometry.max_tokens, geometry.min_document_tokens})
     found = Survey(shortest, limits, int(manifest.config.get("seed", 0)))
-    for unit, path in ledger_paths(folder, manifest):
+    for ledger in manifest.ledgers:
+        path = folder / ledger.name
         start = line = 0
         for batch in ledger_batches(path):
-            line = found.add(batch, unit, start, line)
+            line = found.add(batch, int(path.stem), start, line)
             start += batch.num_rows
     counted = {fate: tally.read for fate, tally in found.fates.all().items()}
     totals = {"train": manifest.totals["kept_train"], "held-out": manifest.totals["kept_held_out"]}

@@ -1,5 +1,6 @@
 """Documents, bytes and tokens summed by a name that may have millions of values, such as a source."""
 
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, fields
 
 import pyarrow as pa
@@ -13,23 +14,22 @@ the rest. Sources are read one after the other, so a source is rarely dropped be
 _PENDING_ROWS = 500_000
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Tally:
     """Counts of documents of one kind, read and kept."""
 
     read: int = 0
     text_bytes: int = 0
     kept: int = 0
-    kept_bytes: int = 0
     kept_tokens: int = 0
-
-    def add(self, other: "Tally") -> None:
-        """Adds the documents of another tally."""
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 _SUMS = tuple(one.name for one in fields(Tally))
+
+
+def total(tallies: Iterable[Tally]) -> Tally:
+    """Sum of tallies."""
+    return Tally(*map(sum, zip(*map(astuple, tallies), strict=True)))
 
 
 def tally_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
@@ -38,7 +38,7 @@ def tally_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
     size = batch.column("text_bytes")
     tokens = pc.fill_null(batch.column("num_tokens"), 0)
     read = pa.repeat(pa.scalar(1, pa.int64()), batch.num_rows)
-    return dict(zip(_SUMS, (read, size, kept, pc.multiply(size, kept), pc.multiply(tokens, kept)), strict=True))
+    return dict(zip(_SUMS, (read, size, kept, pc.multiply(tokens, kept)), strict=True))
 
 
 @dataclass
@@ -60,43 +60,29 @@ class Tallies:
         table = _grouped(pa.concat_tables(self._pending))
         if len(table) > MAX_NAMES:
             table = table.sort_by([("text_bytes", "descending"), ("name", "ascending")])
-            self._give_up(table.slice(MAX_NAMES // 2))
+            left = table.slice(MAX_NAMES // 2)
+            self.num_left += len(left)
+            self.rest = total([self.rest, Tally(*(pc.sum(left.column(name)).as_py() for name in _SUMS))])
             table = table.slice(0, MAX_NAMES // 2).combine_chunks()
         self._pending = [table]
 
-    def _give_up(self, table: pa.Table) -> None:
-        self.num_left += len(table)
-        self.rest.add(Tally(*(pc.sum(table.column(name)).as_py() or 0 for name in _SUMS)))
-
-    def all(self) -> dict[str | None, Tally]:
-        """Every name with its tally, without the dropped names."""
+    def all(self) -> dict[str, Tally]:
+        """Every name with its tally, without the dropped names; "" for a missing name."""
         if not self._pending:
             return {}
         self._settle()
-        return _read(self._pending[0])
+        names, *sums = (self._pending[0].column(name).to_pylist() for name in ("name", *_SUMS))
+        return {name or "": Tally(*row) for name, row in zip(names, zip(*sums, strict=True), strict=True)}
 
-    def largest(self, limit: int) -> tuple[list[tuple[str, Tally]], int, Tally]:
-        """The names with the most kept tokens, the number of all others, and what those add up to."""
-        if not self._pending:
-            return [], 0, Tally()
-        self._settle()
-        order = [("kept_tokens", "descending"), ("text_bytes", "descending"), ("name", "ascending")]
-        table = self._pending[0].sort_by(order)
-        others = Tallies(self.num_left, Tally(*astuple(self.rest)))
-        others._give_up(table.slice(limit))
-        return (
-            [(name or "", tally) for name, tally in _read(table.slice(0, limit)).items()],
-            others.num_left,
-            others.rest,
-        )
+    def largest(self, groups: dict[str, Tally], limit: int) -> list[tuple[str, Tally]]:
+        """The groups of names with the most kept tokens, and all others as one row."""
+        ranked = sorted(groups.items(), key=lambda item: (-item[1].kept_tokens, -item[1].text_bytes, item[0]))
+        num_left = self.num_left + len(ranked[limit:])
+        rest = total([self.rest, *(tally for _, tally in ranked[limit:])])
+        return ranked[:limit] + ([(f"({num_left:,} others)", rest)] if num_left else [])
 
 
 def _grouped(table: pa.Table) -> pa.Table:
     """One row a name."""
     sums = table.group_by("name").aggregate([(name, "sum") for name in _SUMS])
     return sums.select(["name", *(f"{name}_sum" for name in _SUMS)]).rename_columns(["name", *_SUMS])
-
-
-def _read(table: pa.Table) -> dict[str | None, Tally]:
-    names, *sums = (table.column(name).to_pylist() for name in ("name", *_SUMS))
-    return {name: Tally(*row) for name, row in zip(names, zip(*sums, strict=True), strict=True)}

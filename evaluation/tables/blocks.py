@@ -29,53 +29,37 @@ Results = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Cell:
-    """Number of a table.
-
-    Attributes:
-        value: the number, or None.
-        marked: whether the number is doubted or not comparable with published ones (own data).
-        signed: whether the number is a difference.
-    """
+    """Number of a table, or None."""
 
     value: float | None
     marked: bool = False
+    """The number is doubted or not comparable with published ones (own data)."""
     signed: bool = False
+    """The number is a difference."""
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """Row of a table: an encoder or a published model.
-
-    Attributes:
-        label: name of the model.
-        source: paper of the model; "" for an encoder scored here.
-        cells: one cell per column.
-    """
+    """Row of a table: an encoder or a published model."""
 
     label: str
     source: str
+    """Paper of the model; "" for an encoder scored here."""
     cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
 class Block:
-    """One table.
-
-    Attributes:
-        name: name for links.
-        short: title of a few words.
-        title: what is scored, and how.
-        columns: column labels.
-        rows: rows, those scored here first.
-        percent: whether values range from 0 to 100.
-    """
+    """One table; its rows start with those scored here."""
 
     name: str
+    """Name for links."""
     short: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[ModelRow, ...]
     percent: bool = True
+    """Values range from 0 to 100."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +124,7 @@ def _rows(
     models: Sequence[_Model],
     columns: Sequence[str],
     value: Callable[[_Model, str], float | None],
-    average: Callable[[_Model, list[float]], float] | None = None,
+    average: Callable[[list[float]], float] | None = None,
 ) -> tuple[ModelRow, ...]:
     """Rows with a number; the `average` of complete rows comes last, marked if one of its numbers is."""
     rows = []
@@ -150,7 +134,7 @@ def _rows(
             continue
         if average is not None:
             values = [cell.value for cell in cells if cell.value is not None]
-            whole = average(model, values) if len(values) == len(columns) else None
+            whole = average(values) if len(values) == len(columns) else None
             cells.append(Cell(whole, any(cell.marked for cell in cells)))
         rows.append(ModelRow(model.label, model.source, tuple(cells)))
     return tuple(rows)
@@ -160,13 +144,13 @@ def _labels(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(find(name).label for name in names)
 
 
-def _mean(_: _Model, values: list[float]) -> float:
+def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _rounded_mean(_: _Model, values: list[float]) -> float:
+def _rounded_mean(values: list[float]) -> float:
     """Mean of values rounded to two decimals, as in SimCSE's tables."""
-    return sum(float(f"{value:.2f}") for value in values) / len(values)
+    return _mean([float(f"{value:.2f}") for value in values])
 
 
 def _sts(models: Sequence[_Model], way: str, title: str) -> Block:
@@ -210,15 +194,12 @@ def _averages(models: Sequence[_Model]) -> Block:
         found = averages(model.results.get("senteval", {}), "senteval")
         return next(average.value for average in found if average.name == name)
 
-    def marked(model: _Model, row: ModelRow) -> ModelRow:
-        touched = bool(model.marked & set(model.results.get("senteval", {})))
-        return ModelRow(row.label, row.source, tuple(Cell(cell.value, touched) for cell in row.cells))
-
-    rows = []
-    for model in models:
-        rows += [marked(model, row) for row in _rows([model], tuple(_AVERAGES), value)]
+    marked = [  # all averages of a model with a marked task
+        replace(model, marked=frozenset(_AVERAGES if model.marked & set(model.results.get("senteval", {})) else ()))
+        for model in models
+    ]
     title = "Averages of DeCLUTR's papers, of complete sets alone; published ones computed from the tables"
-    return Block("averages", "Averages", title, tuple(_AVERAGES.values()), tuple(rows))
+    return Block("averages", "Averages", title, tuple(_AVERAGES.values()), _rows(marked, tuple(_AVERAGES), value))
 
 
 def _geometry(models: Sequence[_Model]) -> Block:

@@ -13,10 +13,10 @@ from pydantic import Field, model_validator
 
 from common.config import Strict
 from evaluation.senteval.data.tasks import find
+from evaluation.senteval.scores.averages import RECALLS
 from evaluation.senteval.scores.results import Protocol
 
 Aggregation = Literal["mean", "wmean", "all"]
-_RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
 
 
 class PublishedModel(Strict):
@@ -58,7 +58,7 @@ class PublishedModel(Strict):
         if procedure == "relatedness":
             return {"spearman": values[0] / 100}
         if procedure == "retrieval":  # the printed number is the mean of the six recalls
-            return dict.fromkeys(_RECALLS, values[0])
+            return dict.fromkeys(RECALLS, values[0])
         return dict(zip(("acc", "f1"), values, strict=False))
 
 

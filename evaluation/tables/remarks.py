@@ -11,23 +11,14 @@ from evaluation.tables.literature import PublishedModel
 
 @dataclass(frozen=True)
 class Remarks:
-    """Remark lines by kind; a kind without lines is not shown.
-
-    Attributes:
-        missing: tasks without a score, by encoder.
-        marks: meanings of `*`.
-        warnings: warnings about encoders and tasks.
-        differences: encoder with which each is compared in the column Δ.
-        sources: papers, each with its number.
-        numbers: number of each paper, for its rows.
-    """
+    """Remark lines by kind, and the number of each paper; a kind without lines is not shown."""
 
     missing: tuple[str, ...]
     marks: tuple[str, ...]
     warnings: tuple[str, ...]
     sources: tuple[str, ...]
     numbers: Mapping[str, int]
-    differences: tuple[str, ...] = ()
+    differences: tuple[str, ...]
 
     def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Titles and lines of the kinds that have lines."""
@@ -46,27 +37,17 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
     marks, warnings, missing = [], [], []
     for one in evaluated:
         warnings += [f"{one.encoder}: {warning}" for warning in one.warnings]
-        own: dict[str, dict[str, None]] = {}
-        for report in one.reports.values():
-            for name, found in report.results.items():
-                if not found.comparable:
-                    own.setdefault(MARKS[found.standing], {})[name] = None
+        reports = list(one.reports.values())
+        results = [item for report in reports for item in report.results.items()]
+        own = _grouped((MARKS[found.standing], name) for name, found in results if not found.comparable)
         marks += [f"{one.encoder}: {_labels(names)}: {why}" for why, names in own.items()]
-        told: dict[str, dict[str, None]] = {}
-        for report in one.reports.values():
-            for name, result in report.results.items():
-                for warning in result.warnings:
-                    told.setdefault(warning, {})[name] = None
+        told = _grouped((warning, name) for name, found in results for warning in found.warnings)
         warnings += [f"{one.encoder}, {_labels(names)}: {warning}" for warning, names in told.items()]
-        gone: dict[str, dict[str, None]] = {}
-        for report in one.reports.values():
-            for name, reason in report.missing.items():
-                gone.setdefault(reason, {})[name] = None
+        gone = _grouped((reason, name) for report in reports for name, reason in report.missing.items())
         missing += [f"{one.encoder}: {_labels(names)}: {reason}" for reason, names in gone.items()]
-    doubts: dict[str, list[str]] = {}
-    for model in published:
-        if model.doubt:
-            doubts.setdefault(f"{model.source}, {_labels(model.doubted)}: {model.doubt}", []).append(model.model)
+    doubts = _grouped(
+        (f"{model.source}, {_labels(model.doubted)}: {model.doubt}", model.model) for model in published if model.doubt
+    )
     marks += [f"{', '.join(names)} in {doubt}" for doubt, names in doubts.items()]
     numbers = {source: number for number, source in enumerate(dict.fromkeys(one.source for one in published), start=1)}
     names = {one.encoder for one in evaluated}
@@ -90,6 +71,14 @@ def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) ->
         f"{numbers[source]}: {source}; STS12-16 by {way}; copied from the paper, not computed here"
         for source, way in found
     )
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, None]]:
+    """Names by remark, each once, in order of appearance."""
+    found: dict[str, dict[str, None]] = {}
+    for remark, name in pairs:
+        found.setdefault(remark, {})[name] = None
+    return found
 
 
 def _labels(names: Iterable[str]) -> str:

@@ -1,22 +1,26 @@
-"""Output files of a comparison: `scores.md`, `scores.json`, `scores.html`."""
+"""Output files of a comparison: `scores.md`, `scores.json`, `scores.html`; their column of differences."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from common.storage import write_json, write_text
 from evaluation.senteval.runner.harness import Evaluated
-from evaluation.tables.blocks import Block, compare
-from evaluation.tables.differences import with_differences
+from evaluation.tables.blocks import Block, Cell, ModelRow, compare
 from evaluation.tables.literature import PublishedModel, literature
 from evaluation.tables.markdown import markdown
 from evaluation.tables.page import page
 from evaluation.tables.remarks import remarks
 
+Starts = Mapping[tuple[str, str], str]
+"""Label of the pretrained row, by label and source of a row; both have the same source."""
+_PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "without SNLI", "probing")
+"""Averages in order of preference for the difference; the first is the papers' Avg."""
 
-def write_tables(evaluated: Sequence[Evaluated], folder: Path, beside_published: bool = True) -> str:
+
+def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
     """Write all three files; return the Markdown of the encoders alone, for a terminal."""
-    published = literature() if beside_published else ()
+    published = literature()
     blocks, told = _blocks(evaluated, published), remarks(evaluated, published)
     write_text(folder / "scores.md", markdown(blocks, told))
     write_text(folder / "scores.html", page(blocks, told))
@@ -48,4 +52,35 @@ def _blocks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
     """Build the tables with their difference columns."""
     starts = {(one.encoder, ""): one.pretrained for one in evaluated}
     starts |= {(model.model, model.source): model.pretrained for model in published}
-    return tuple(with_differences(block, starts) for block in compare(evaluated, published))
+    return tuple(_with_differences(block, starts) for block in compare(evaluated, published))
+
+
+def _with_differences(block: Block, starts: Starts) -> Block:
+    """Add the column if a row and its pretrained row both have the number; the column's name includes the number's.
+
+    The difference is that of the block's mean, or of the mean over all columns if the block has none.
+    """
+    if not block.percent or not block.columns:
+        return block
+    wanted = ("mean",) if block.name != "averages" else _PREFERRED
+    of = next((name for name in wanted if name in block.columns), "")
+    rows = {(row.label, row.source): row for row in block.rows}
+    cells = []
+    for row in block.rows:
+        start = rows.get((starts.get((row.label, row.source), ""), row.source))
+        mine, theirs = _number(block, row, of), _number(block, start, of) if start and start is not row else Cell(None)
+        known = mine.value is not None and theirs.value is not None
+        value = (mine.value or 0.0) - (theirs.value or 0.0) if known else None
+        cells.append(Cell(value, known and (mine.marked or theirs.marked), signed=True))
+    if all(cell.value is None for cell in cells):
+        return block
+    added = tuple(replace(row, cells=(*row.cells, cell)) for row, cell in zip(block.rows, cells, strict=True))
+    return replace(block, columns=(*block.columns, f"Δ {of or 'mean'}"), rows=added)
+
+
+def _number(block: Block, row: ModelRow, of: str) -> Cell:
+    if of:
+        return row.cells[block.columns.index(of)]
+    values = [cell.value for cell in row.cells if cell.value is not None]
+    whole = len(values) == len(row.cells)
+    return Cell(sum(values) / len(values) if whole else None, any(cell.marked for cell in row.cells))

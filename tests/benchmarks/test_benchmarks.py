@@ -13,14 +13,13 @@ import ray
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, embed, feed, memory, models, prepare, saving, scale, sharding, step, wide
+from benchmarks import batch, documents, embed, feed, memory, packed, prepare, saving, scale, sharding, step, wide
 from pipeline.shards.schema import shard_schema
 from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, window_starts
 from pipeline.tokenizer.tokenization import train_tokenizer
 from trainer.data.plan import permute
 from trainer.model import flops
-from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.span_settings import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,10 +140,11 @@ def test_the_order_of_a_billion_runs_backwards():
 
 
 def test_a_wide_folder_is_what_prepare_would_leave(tmp_path):
-    made = wide.make(tmp_path / "wide", 3, 20)
-    assert made.num_documents == ShardSet(made.folder, "train").num_documents == 60
-    assert all("ledger" in problem for problem in check_shards(made.folder))
-    assert ShardSet(made.folder, "train").take(np.array([59, 0])).column("offset").to_pylist() == [19, 0]
+    wide.make(tmp_path / "wide", 3, 20)
+    shards = ShardSet(tmp_path / "wide", "train")
+    assert shards.num_documents == 60
+    assert all("ledger" in problem for problem in check_shards(tmp_path / "wide"))
+    assert shards.take(np.array([59, 0])).column("offset").to_pylist() == [19, 0]
 
 
 def test_needs_neither_ray_nor_data(tmp_path):
@@ -185,11 +185,8 @@ def test_documents_are_shards_rows():
 
 def test_flops_of_a_forward_counted_by_torch():
     """The formula's linear and head terms against torch's own counter; attention, at these sizes, is a few percent."""
-    made = models.encoder("tiny", 0.0, 0)
-    spans = SpanConfig(min_tokens=20, max_tokens=24)
-    batch_ = models.feed("tiny", spans, MaskingConfig(), 0).batch(
-        documents.documents(0, 2, spans, 1000, 0), np.zeros(2)
-    )
+    workload = packed.Workload("tiny", SpanConfig(min_tokens=20, max_tokens=24), 0)
+    made, batch_ = workload.encoder(), workload.batch(0, 2).spans
     with FlopCounterMode(display=False) as counted:
         made(batch_)
     expected = flops.step_flops(made.model, flops.linear_weights(made.model), batch_.lengths, len(batch_.labels)) / 3

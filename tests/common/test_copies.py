@@ -8,6 +8,7 @@ import time
 import pytest
 from s3server import s3_server
 from volumes import small_volume
+from waiting import until
 
 from common import storage
 from common.stores.address import filesystem
@@ -258,9 +259,7 @@ def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
     (tmp_path / "new").write_bytes(b"changed")
 
     def write():
-        end = time.monotonic() + 20
-        while not list(tmp_path.glob(".copy.*.tmp")) and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: list(tmp_path.glob(".copy.*.tmp")))
         (copy / "thesis.txt").write_text("mine")
         (tmp_path / "new").rename(remote)  # at no moment is nothing there
 

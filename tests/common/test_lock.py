@@ -9,6 +9,7 @@ import time
 
 import pytest
 from damagedjson import DAMAGED
+from waiting import until
 
 from common.lock import LOCK, RunLock, RunLockedError
 
@@ -98,9 +99,7 @@ def test_who_lost_its_lock_is_told_and_leaves_the_others_alone(tmp_path):
     with RunLock(tmp_path, lambda: told.append("lost"), beat_seconds=0.02):
         other = json.loads((tmp_path / LOCK).read_text()) | {"token": "another"}
         (tmp_path / LOCK).write_text(json.dumps(other))
-        deadline = time.monotonic() + 20
-        while not told and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: told)
     assert told == ["lost"]
     assert json.loads((tmp_path / LOCK).read_text())["token"] == "another"
 
@@ -119,14 +118,10 @@ def test_a_storage_that_is_away_for_a_while_takes_no_lock(tmp_path, log):
     point(run, disk)
     with RunLock(run, lambda: told.append("lost"), beat_seconds=0.02):
         point(run, away)
-        deadline = time.monotonic() + 20
-        while not any("could not be written: Not a directory" in line for line in log) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: any("could not be written: Not a directory" in line for line in log))
         os.utime(disk / LOCK, (0, 0))
         point(run, disk)
-        while (disk / LOCK).stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (disk / LOCK).stat().st_mtime > 0
+        until(lambda: (disk / LOCK).stat().st_mtime > 0)
     assert told == []
     assert not (disk / LOCK).exists()
 
@@ -147,9 +142,7 @@ def test_why_a_run_ended_is_not_hidden_by_a_storage_that_is_gone(tmp_path):
 def test_of_many_commands_at_once_exactly_one_gets_a_stale_lock(tmp_path):
     (tmp_path / LOCK).write_text("{")
     commands = [start(tmp_path) for _ in range(3)]
-    deadline = time.monotonic() + 60
-    while sum(command.poll() is not None for command in commands) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: sum(command.poll() is not None for command in commands) >= 2)
     (holder,) = [command for command in commands if command.poll() is None]
     assert holder.communicate(timeout=60)[0] == "held\n"
     for command in commands:

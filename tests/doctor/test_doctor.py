@@ -13,7 +13,7 @@ from prepared import Row, write_prepared
 from transformers import AutoTokenizer
 
 from doctor import collective, data, examination, exposure, facts, judgement, storage
-from doctor.examiner import Examiner
+from doctor.cluster import Examiner, knock
 from doctor.exposure import Exposure, Listener
 from doctor.facts import Gpu
 from doctor.finding import Finding, as_text, counts
@@ -153,13 +153,14 @@ def test_a_disk_that_is_full_or_read_only(small_disk):
     assert "Read-only file system" in found.value
 
 
-def test_a_small_shm_and_a_full_session_disk(small_disk):
-    found = facts.gather(str(small_disk / "session"), str(small_disk))
+def test_a_small_shm_and_a_full_session_disk(small_disk, monkeypatch):
+    monkeypatch.setattr(facts, "_folders", lambda: (str(small_disk / "session"), str(small_disk)))
+    found = facts.gather()
     assert found.shm_mib == 1
     assert judgement.object_store("n1", found, 100).status == "warn"
     assert judgement.session_disk("n1", found).status == "ok"
     (small_disk / "fill").write_bytes(b"0" * (2**20 - 4096))
-    assert judgement.session_disk("n1", facts.gather(str(small_disk), str(small_disk))).status == "FAIL"
+    assert judgement.session_disk("n1", facts.gather()).status == "FAIL"
 
 
 def test_a_folder_that_is_not_there_on_a_node(tmp_path):
@@ -302,12 +303,12 @@ def test_shards_that_differ_or_are_missing(tmp_path):
 
 
 def test_doors():
-    first = Examiner("n1")
+    first = Examiner()
     port = first.open_door()
     with socket.socket() as shut:
         shut.bind(("127.0.0.1", 0))  # bound, but nobody listens
         doors = {"n1": ("127.0.0.1", port), "n2": ("127.0.0.1", shut.getsockname()[1])}
-        assert list(Examiner("n3").knock(doors)) == ["n2"]
+        assert list(knock(doors)) == ["n2"]
     first.close_door()
 
 

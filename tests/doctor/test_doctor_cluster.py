@@ -1,11 +1,13 @@
 """A real Ray cluster of two nodes: every check of the doctor once, a node's own disk and settings, a node that dies."""
 
+import time
+
 import pytest
 import ray
 import tinyruns as runs
 from ray.cluster_utils import Cluster
 
-from doctor import examination
+from doctor import examination, storage
 from doctor.cluster import ANSWER_SECONDS, Examiners, nodes_of_cluster
 from doctor.finding import counts
 from trainer.driver.failure import GroupFailure, blame_nodes
@@ -62,11 +64,11 @@ def test_a_node_that_does_not_answer_is_named(cluster, disks):
     nodes, _ = nodes_of_cluster()
     examiners = Examiners(nodes, seconds=ANSWER_SECONDS)
     try:
-        assert len(examiners.ask("clock", lambda _, actor: actor.now.remote())) == 2
+        assert len(examiners.ask("clock", lambda _, actor: actor.call.remote(time.time))) == 2
         examiners.seconds = 2.0
         stuck = nodes[1].name
-        ask = {stuck: lambda actor: actor.seen.remote(str(disks), "mark", ["nobody"])}  # looks for 10 s
-        answers = examiners.ask("x", lambda node, actor: ask.get(node, lambda a: a.now.remote())(actor))
+        ask = {stuck: lambda actor: actor.call.remote(storage.seen, str(disks), "mark", ["nobody"])}  # looks for 10 s
+        answers = examiners.ask("x", lambda node, actor: ask.get(node, lambda a: a.call.remote(time.time))(actor))
         assert list(answers) == [nodes[0].name] == examiners.names()
         (finding,) = examiners.findings
         assert (finding.node, finding.status, finding.value) == (stuck, "FAIL", "no answer in 2 s")

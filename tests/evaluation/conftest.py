@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from browser import start_browser
 from prepared import Row, write_prepared
 
 HOSTILE = (
@@ -48,3 +49,9 @@ def prepared(tmp_path_factory):
     (folder / "estimate.json").write_text(json.dumps(estimate))
     os.utime(folder / "manifest.json", (1_700_000_000, 1_700_000_000))
     return folder, manifest
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with start_browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started

@@ -1,18 +1,11 @@
 """The page of `declutr explore` in a real browser."""
 
 import pytest
-from browser import start_browser
 from exploring import ANIMALS, ENCODER, HOSTILE, NUM_TEXTS, serving, write_index
 
 from evaluation.embedding.index import SearchIndex
 from evaluation.encoders.loading import load_encoder
 from evaluation.report.markup import visible
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with start_browser(tmp_path_factory.mktemp("profile")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

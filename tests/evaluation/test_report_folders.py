@@ -4,12 +4,12 @@ import pytest
 from prepared import Row, write_prepared
 
 from evaluation.report.content import gather
-from evaluation.report.folders import group_sources
+from evaluation.report.grouping import group_sources
 from evaluation.report.tally import Tally
 
 
 def tallies(names):
-    return {name: Tally(1, 10, 1, 10, 5) for name in names}
+    return {name: Tally(1, 10, 1, 5) for name in names}
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,8 @@
 """The page of a report in a real browser."""
 
 import pytest
-from browser import start_browser
 
-from evaluation.report.write import write_report
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with start_browser(tmp_path_factory.mktemp("profile")) as started:
-        yield started
+from evaluation.report.page import write_report
 
 
 @pytest.fixture(scope="module")

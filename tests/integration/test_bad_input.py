@@ -7,6 +7,7 @@ import pytest
 import ray
 import tinyruns as runs
 import yaml
+from broken import flip_a_bit, truncate
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
 from common.config import ConfigError, load_config
@@ -88,11 +89,6 @@ def test_unknown_keys_and_wrong_values_are_reported_together(run_bad):
     assert len(lines) == 5
 
 
-def test_steps_and_epochs_both(run_bad):
-    (line,) = run_bad("epochs=2")
-    assert "give steps = 6 or epochs = 2.0, not both" in line
-
-
 def test_an_unknown_score_is_reported_with_the_errors_of_other_settings(run_bad):
     first, second = run_bad("validation.score=recal_at_1", "optim.lr=fast")
     assert "optim.lr = 'fast'" in first
@@ -100,26 +96,11 @@ def test_an_unknown_score_is_reported_with_the_errors_of_other_settings(run_bad)
     assert second.endswith("did you mean `recall_at_1`?")
 
 
-def test_best_export_without_validation(run_bad):
-    (line,) = run_bad("export=best")
-    assert "export = best needs validation.every_steps above 0" in line
-
-
 def test_patience_without_scores_or_checkpoints_of_them(run_bad):
     first, second, third = run_bad("validation.patience=2", "validation.every_steps=3", "epochs=2")
     assert "validation.patience = 2 needs export = best" in first
     assert "validation.patience = 2 needs validated checkpoints: validation.every_steps = 3 must be" in second
     assert "give steps = 6 or epochs" in third
-    (line,) = run_bad("validation.patience=2", "export=best")
-    assert "export = best needs validation.every_steps above 0, or validation.score = followed" in line
-    (line,) = run_bad("validation.patience=0")
-    assert "validation.patience = 0: Input should be greater than 0" in line
-
-
-def test_sharded_parameters_with_a_microbatch_found_by_running_out_of_memory(run_bad):
-    (line,) = run_bad("microbatch_tokens=auto", "scaling.shard_parameters=true")
-    assert "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto" in line
-    assert "set a number of tokens, or null" in line
 
 
 def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, data):
@@ -131,11 +112,6 @@ def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, d
     assert f"batch_documents = 1000: the shards hold only {documents} training documents" in lines[2]
 
 
-def test_spans_longer_than_the_positions(run_bad):
-    (line,) = run_bad("encoder.scratch.max_position_embeddings=16")
-    assert "spans.max_tokens = 16: the encoder has positions for 14 tokens" in line
-
-
 def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
     size = load_manifest(data).tokenizer.vocab_size
     (line,) = run_bad(f"encoder.scratch.vocab_size={size - 1}")
@@ -144,16 +120,25 @@ def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
-        ("encoder.scratch.model_type=robberta", "robberta"),
-        ("encoder.scratch.num_attention_heads=3", "3"),
-        ("encoder.scratch={model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}", "gpt2"),
+        (["epochs=2"], "give steps = 6 or epochs = 2.0, not both"),
+        (["export=best"], "export = best needs validation.every_steps above 0"),
+        (["export=best", "validation.patience=2"], "needs .*every_steps above 0, or validation.score = followed"),
+        (["validation.patience=0"], "validation.patience = 0: Input should be greater than 0"),
+        (
+            ["scaling.shard_parameters=true", "microbatch_tokens=auto"],
+            "shard_parameters = True needs a fixed microbatch_tokens, not auto.*set a number of tokens, or null",
+        ),
+        (["encoder.scratch.max_position_embeddings=16"], "spans.max_tokens = 16: the encoder has positions for 14 tok"),
+        (["encoder.scratch.model_type=robberta"], "robberta"),
+        (["encoder.scratch.num_attention_heads=3"], "3"),
+        (["encoder.scratch={model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}"], "gpt2"),
     ],
 )
-def test_an_encoder_that_cannot_be_built(run_bad, override, message):
-    (line,) = run_bad(override)
-    assert message in line
+def test_settings_and_encoders_that_cannot_work(run_bad, overrides, message):
+    (line,) = run_bad(*overrides)
+    assert re.search(message, line)
 
 
 def test_a_pretrained_model_that_is_not_there(run_bad, tmp_path):
@@ -179,7 +164,7 @@ def test_a_tokenizer_that_was_put_in_the_place_of_the_shards_own(run_bad, foreig
 def test_a_truncated_and_a_missing_shard_are_named(run_bad, broken):
     first, second, *_ = load_manifest(broken).shards
     path = broken / first.name
-    path.write_bytes(path.read_bytes()[:-10])
+    truncate(path)
     (broken / second.name).unlink()
     truncated, missing = run_bad(folder=broken)
     assert f"{path} is truncated: {first.num_bytes - 10} bytes, the manifest says {first.num_bytes}" in truncated
@@ -197,9 +182,7 @@ def test_a_shard_with_a_broken_footer_is_named(run_bad, broken):
 
 def test_a_shard_that_was_changed_in_place_is_named(run_bad, broken):
     path = broken / load_manifest(broken).shards[0].name
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
+    flip_a_bit(path)
     (line,) = run_bad(folder=broken)
     assert f"{path} is damaged: SHA-256" in line
 

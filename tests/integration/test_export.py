@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from evaluation.encoders.loading import load_encoder
 from trainer.checkpoints import checkpoint
+from trainer.checkpoints.weights import collect, load_parameters
 from trainer.data.batches import SpanBatch
 from trainer.setup.build import build_encoder
 from trainer.train import train
@@ -27,7 +28,7 @@ def encoder_of(data, run, **changes):
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     encoder = build_encoder(config, tokenizer)
     path, _ = checkpoint.find_latest(run / "checkpoints")
-    checkpoint.load_encoder(path, encoder)
+    load_parameters(path, encoder)
     return encoder.eval(), tokenizer, path
 
 
@@ -116,7 +117,7 @@ def test_every_family_and_pooling_exports_what_was_trained_without_the_projectio
     counts = {"step": 6, "documents": 48, "world_size": 1}
     state = RunState(**counts, config_hash="c", data_hash="d", scores={}, files={})
     objective = declutr(config.objective)
-    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
+    contents = collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
     checkpoint.save(tmp_path / "checkpoints", state, contents)
     folder = export(config, tmp_path)
     assert not any("projection" in name for name in load_file(folder / "model.safetensors"))

@@ -1,12 +1,12 @@
 """A run followed from outside: every checkpoint that can be had is scored once, the newest first."""
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 import tinyruns as runs
 from sentevalsets import write_sets
+from waiting import until
 
 from cli.main import main
 from common.scores import SCORES, read_scores, read_scoring
@@ -70,10 +70,7 @@ def test_checkpoints_are_scored_as_they_come_until_the_run_ends(copied, sets):
     thread.start()
     for number, path in enumerate(checkpoints, start=1):
         (aside / path.name).rename(path)
-        deadline = time.monotonic() + 60
-        while len(read_scores(copied)) < number:
-            assert time.monotonic() < deadline, said
-            time.sleep(0.02)
+        until(lambda number=number: len(read_scores(copied)) >= number, f"score {number} after {said}")
     (aside / "summary.json").rename(copied / "summary.json")
     thread.join(30)
     assert counted == [len(checkpoints)]

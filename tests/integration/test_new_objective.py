@@ -6,10 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import tinyruns as runs
+from waiting import until
 
 from common.storage import hash_file
 
@@ -75,12 +75,9 @@ def test_it_trains_on_two_workers_and_continues_after_a_kill(installed, config, 
     arguments = [*SETTINGS, f"run={killed}"]
     process = subprocess.Popen(**command(installed, "train", config, *arguments))
     first = killed / "checkpoints" / "step-00000004" / "state.json"
-    deadline = time.monotonic() + 120
-    while not first.is_file() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(first.is_file, "the first checkpoint", 120)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert first.is_file()
     run_to_end(installed, "train", config, *arguments)
     assert runs.steps_of(killed) == steps
     last = [run / "checkpoints" / "step-00000012" for run in (whole, killed)]

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import collect, load
 from trainer.data.plan import Plan
 from trainer.model.language_model import vocabulary_of
 from trainer.parallel.world import World
@@ -112,9 +113,9 @@ def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
 
     half = Run(data, **changes)
     half.steps(1, STEPS // 2)
-    path = checkpoint.save(tmp_path, half.state(STEPS // 2), checkpoint.collect(*half.parts()))
+    path = checkpoint.save(tmp_path, half.state(STEPS // 2), collect(*half.parts()))
     resumed = Run(data, **changes)
-    checkpoint.load(path, *resumed.parts())
+    load(path, *resumed.parts())
     assert resumed.steps(STEPS // 2 + 1, STEPS) == measured[STEPS // 2 :]
     for name, parameter in whole.stepper.encoder.named_parameters():
         assert torch.equal(parameter, dict(resumed.stepper.encoder.named_parameters())[name]), name
@@ -124,9 +125,9 @@ def test_what_was_loaded_is_the_file_no_longer(data, tmp_path):
     """Else a deleted checkpoint keeps its room on the disk until the run ends."""
     run = Run(data, objective={"queue_size": 40})
     run.steps(1, 2)
-    path = checkpoint.save(tmp_path, run.state(2), checkpoint.collect(*run.parts()))
+    path = checkpoint.save(tmp_path, run.state(2), collect(*run.parts()))
     resumed = Run(data, objective={"queue_size": 40})
-    checkpoint.load(path, *resumed.parts())
+    load(path, *resumed.parts())
     for file in path.glob("*.safetensors"):
         num_bytes = file.stat().st_size
         with file.open("r+b") as stream:
@@ -146,13 +147,13 @@ def test_parameters_without_a_loss_stay_as_they_were(data):
 
 def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
     run = Run(data)
-    path = checkpoint.save(tmp_path, run.state(1), checkpoint.collect(*run.parts()))
+    path = checkpoint.save(tmp_path, run.state(1), collect(*run.parts()))
     wider = Run(data, encoder={"scratch": {**runs.SCRATCH, "hidden_size": 16}})
     with pytest.raises(checkpoint.CheckpointError, match=r"has shape \[\d+, 32\], not \[\d+, 16\]"):
-        checkpoint.load(path, *wider.parts())
+        load(path, *wider.parts())
     other = Run(data, encoder={"projection": {"kind": "linear"}})
     with pytest.raises(checkpoint.CheckpointError, match="parameters differ from the model's"):
-        checkpoint.load(path, *other.parts())
+        load(path, *other.parts())
     assert set(json.loads((path / "state.json").read_text())["files"]) == {
         "encoder.safetensors",
         "objective.safetensors",

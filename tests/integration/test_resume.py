@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 import ray
 import tinyruns as runs
+from broken import flip_a_bit, remove, truncate
 
 from common.config import ConfigError
 from common.storage import hash_file, read_json, write_json
@@ -30,51 +31,26 @@ def newest(run):
     return run / "checkpoints" / f"step-{steps_in(run / 'checkpoints')[-1]:08d}"
 
 
-def truncate(run):
-    path = newest(run) / "encoder.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def flip_a_bit(run):
-    path = newest(run) / "optimizer.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-
-
-def lose_the_state(run):
-    (newest(run) / "state.json").unlink()
-
-
-def cut_the_state(run):
-    path = newest(run) / "state.json"
-    path.write_bytes(path.read_bytes()[:40])
-
-
-def lose_a_file(run):
-    (newest(run) / "objective.safetensors").unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "name", "message"),
     [
-        (truncate, "encoder.safetensors is truncated or altered"),
-        (flip_a_bit, "optimizer.safetensors is truncated or altered"),
-        (lose_the_state, "state.json is missing or unreadable"),
-        (cut_the_state, "state.json is missing or unreadable"),
-        (lose_a_file, "objective.safetensors is missing"),
+        (truncate, "encoder.safetensors", "is truncated or altered"),
+        (flip_a_bit, "optimizer.safetensors", "is truncated or altered"),
+        (remove, "state.json", "is missing or unreadable"),
+        (truncate, "state.json", "is missing or unreadable"),
+        (remove, "objective.safetensors", "is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_passed_over(copied, log, damage, message):
+def test_a_damaged_checkpoint_is_named_and_passed_over(copied, log, damage, name, message):
     folder = copied / "checkpoints"
     *_, before, last = steps_in(folder)
-    damage(copied)
-    with pytest.raises(CheckpointError, match=message):
+    damage(newest(copied) / name)
+    with pytest.raises(CheckpointError, match=f"{name} {message}"):
         read_state(newest(copied))
     path, state = find_latest(folder)
     assert (path.name, state.step) == (f"step-{before:08d}", before)
     assert len(log) == 1
-    assert message in log[0]
+    assert f"{name} {message}" in log[0]
     assert f"step-{last:08d}" in log[0]
 
 
@@ -149,7 +125,7 @@ def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
 
 @pytest.mark.usefixtures("session")
 def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_workers(data, finished, copied, log):
-    flip_a_bit(copied)
+    flip_a_bit(newest(copied) / "optimizer.safetensors")
     left_behind = copied / "checkpoints" / ".step-00000009.123.tmp"
     left_behind.mkdir()
     (left_behind / "encoder.safetensors").write_text("half")

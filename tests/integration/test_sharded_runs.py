@@ -26,13 +26,13 @@ FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors"
 def held_out_embeddings(world, values, chunk_documents):
     """Embeddings of the held-out split by untrained weights."""
     config = TrainConfig.model_validate(values)
-    tokenizer, vocabulary = load_tokenizer(runs.Path(config.data))
+    tokenizer, _ = load_tokenizer(runs.Path(config.data))
     encoder = build_encoder(config, tokenizer).double().train()
     shards = ShardSet(runs.Path(config.data), "train")
     objective = build_objective(config, encoder, shards.manifest)
     stepper = build_stepper(config, encoder, objective, world, 1, Microbatch())
     assert encoder.sharded == (world.size > 1)
-    validator = build_validator(config, stepper, shards, vocabulary, torch.device("cpu"))
+    validator = build_validator(config, stepper, shards, tokenizer, torch.device("cpu"))
     return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(encoder)
 
 

@@ -17,10 +17,10 @@ from common.lock import RunLock, RunLockedError
 from common.storage import hash_file, read_json, write_json
 from trainer.checkpoints.checkpoint import checkpoint_path, read_state, steps_in
 from trainer.checkpoints.tensorfile import write_tensors
-from trainer.driver.failure import FAILURES
+from trainer.driver.failure import FAILURES, TrainingFailedError
 from trainer.driver.fork import FORK, fork
-from trainer.driver.run import ended_early, run_training
-from trainer.driver.supervisor import TrainingFailedError
+from trainer.driver.run import run_training
+from trainer.driver.summary import ended_early
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.train import main
 

@@ -11,6 +11,7 @@ import torch
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from transformers import AutoTokenizer
+from waiting import until
 
 from pipeline.shards.shards import ShardSet
 from trainer.data import stream
@@ -108,13 +109,6 @@ def test_an_epoch_reads_every_document_once(data):
     assert len(set(ids[:size])) == size
     assert set(ids[:size]) == set(ShardSet(data, "train").take(np.arange(size)).column("id").to_pylist())
     assert ids[size:] != ids[: len(ids) - size]
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):

@@ -8,6 +8,7 @@ from pipeline.shards.manifest import data_hash, load_manifest
 from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import collect
 from trainer.driver.run import run_training
 from trainer.objectives.declutr.objective import Declutr
 from trainer.setup.build import build_encoder
@@ -40,7 +41,7 @@ def save(config, run, step=STEPS, seed=0):
     tokenizer = AutoTokenizer.from_pretrained(f"{config.data}/tokenizer")
     encoder = build_encoder(config.model_copy(update={"seed": seed}), tokenizer)
     objective = Declutr(config.objective, config.context("drop"), encoder.embedding_size)
-    contents = checkpoint.collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
+    contents = collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
     hashes = {
         "config_hash": config.hash(),
         "data_hash": data_hash(load_manifest(data_folder(config.data, config.cache))),

@@ -75,6 +75,12 @@ def train_values(data, run, **changes):
     return values
 
 
+def least_config(**changes):
+    """A configuration of nothing but what has no default, and these settings."""
+    values = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}}
+    return TrainConfig.model_validate(values | changes)
+
+
 def train_config(data, run, **changes):
     return TrainConfig.model_validate(train_values(data, run, **changes))
 

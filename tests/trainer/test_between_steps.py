@@ -1,10 +1,12 @@
 """What workers do between two steps: agree, save, stop, leave a bad loss out. Without Ray."""
 
+import contextlib
 import copy
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import tinyruns as runs
 import torch
 from groups import run_group
 from prepared import Row, write_prepared
@@ -15,19 +17,19 @@ from pipeline.shards.manifest import data_hash, load_manifest
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import SaveError
 from trainer.checkpoints.store import fetch_run, store_of
+from trainer.checkpoints.weights import collect
 from trainer.data.stream import Ahead
+from trainer.metrics.metrics import MetricsWriter
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.unloaded import Unloaded
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.world import Request, World
 from trainer.setup.cache import run_folder
-from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError
 from trainer.worker.bad_losses import BadLosses
 from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat, Stopwatch
 from trainer.worker.loop import TrainingLoop
-from trainer.worker.records import Records
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
@@ -47,13 +49,7 @@ def data(prepared, tmp_path):
 
 
 def worker(run, world=None, total_steps=6, **changes):
-    values = {
-        "run": str(run),
-        "data": str(run / "data"),
-        "encoder": {"scratch": {"model_type": "roberta"}},
-        "on_bad_loss": "skip",
-    } | changes
-    config = TrainConfig.model_validate(values)
+    config = runs.least_config(**{"run": str(run), "data": str(run / "data"), "on_bad_loss": "skip"} | changes)
     encoder = tiny_encoder()
     with torch.no_grad():
         encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
@@ -104,7 +100,7 @@ def take(one, first, last, world=None, bad=BAD):
 
 
 def tensors(one):
-    contents = checkpoint.collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
+    contents = collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
     return {f"{file}:{name}": tensor for file, named in contents.items() for name, tensor in named.items()}
 
 
@@ -219,12 +215,12 @@ def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
     """While the writer has not begun, training goes on: what is written are the weights of the step that was saved."""
     one = worker(tmp_path)
     take(one, 1, 1, bad=())
-    contents = checkpoint.collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
+    contents = collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
     kept = copy.deepcopy(contents)
     take(one, 2, 3, bad=())
     assert all(torch.equal(contents[file][name], kept[file][name]) for file in kept for name in kept[file])
     parts = one.stepper.encoder, one.stepper.optimizer, one.stepper.objective
-    again = checkpoint.collect(*parts, memory=contents)
+    again = collect(*parts, memory=contents)
     assert again["encoder.safetensors"].keys() == kept["encoder.safetensors"].keys()
     name = "model.roberta.embeddings.LayerNorm.bias"
     assert again["encoder.safetensors"][name].data_ptr() == contents["encoder.safetensors"][name].data_ptr()
@@ -247,7 +243,7 @@ def go_on(one, kill_after=None):
     done = saving.resume()
     if saving.ended(done):
         return done, True
-    with Records.opened(one.run, done, 0) as records, saving.writing(records.flush):
+    with contextlib.closing(MetricsWriter(one.run, done)) as records, saving.writing(records.flush):
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
             if scores:

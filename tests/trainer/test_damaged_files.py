@@ -13,7 +13,8 @@ from inspection.checkpoints import CheckpointsError, rows
 from inspection.describe import DescribeError, describe
 from trainer.checkpoints.checkpoint import CheckpointError, find_latest
 from trainer.driver.fork import fork
-from trainer.driver.run import _add_seconds, ended_early, run_training
+from trainer.driver.run import run_training
+from trainer.driver.summary import add_seconds, ended_early
 from trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
 
 DAMAGES = {"empty": b"", **DAMAGED}
@@ -87,7 +88,7 @@ def test_a_command_goes_on_or_names_the_file(made, run, name, damage):
 def test_the_command_mends_what_it_wrote_itself(made, run, log, name, damage):
     (run / name).write_bytes(DAMAGES[damage])
     if name == "seconds.json":
-        _add_seconds(run, 2.0)
+        add_seconds(run, 2.0)
     elif name == "summary.json":
         assert ended_early(run, made[0].validation.patience, STEPS) is None
         train(made[0], run)

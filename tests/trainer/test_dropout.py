@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.model.dropout import DropoutKeys, KeyedDropout, drops, key_dropout, token_keys, words
+from trainer.model.dropout import DropoutKeys, KeyedDropout, drops, key_dropout, limit, token_keys, words
 
 TOKENS, FEATURES = 4096, 256
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ def masks(p, layer=3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     spans = torch.randint(-(2**31), 2**31, (TOKENS // 64,), generator=generator).to(torch.int32)
     keys = token_keys(spans, torch.full((TOKENS // 64,), 64))
-    return drops(keys[:, None] + words(layer, FEATURES, CPU), p)
+    return drops(keys[:, None] + words(layer, FEATURES, CPU), limit(p))
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])

@@ -3,13 +3,7 @@
 import math
 
 import pytest
-
-from trainer.setup.config import TrainConfig
-
-
-def config(**given):
-    values = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}}
-    return TrainConfig.model_validate(values | given)
+from tinyruns import least_config as config
 
 
 def small_batch(run):

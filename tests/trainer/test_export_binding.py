@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from broken import empty, flip_a_bit, remove, truncate
 from madeup import finish, save
 
 from trainer.driver.export import SETTINGS, export
@@ -28,28 +29,10 @@ def run(made, tmp_path):
     return tmp_path / "run"
 
 
-def truncated(path):
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def emptied(path):
-    path.write_bytes(b"")
-
-
-def flipped(path):
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-
-
-def removed(path):
-    path.unlink()
-
-
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [(name, truncated) for name in (*FILES, SETTINGS)]
-    + [(name, damage) for name in (FILES[0], SETTINGS) for damage in (emptied, flipped, removed)],
+    [(name, truncate) for name in (*FILES, SETTINGS)]
+    + [(name, damage) for name in (FILES[0], SETTINGS) for damage in (empty, flip_a_bit, remove)],
 )
 def test_a_damaged_export_is_made_again_and_nothing_is_lost(made, run, log, name, damage):
     whole = contents(run / "export")

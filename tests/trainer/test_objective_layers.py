@@ -15,6 +15,7 @@ from torch import nn
 from trainer import verify
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import collect, load, trained_parameters
 from trainer.data.plan import Plan
 from trainer.objectives.base import Gathered, Objective, ObjectiveError
 from trainer.objectives.config import RunContext
@@ -59,7 +60,7 @@ def setup(world, tokens=None, norm=1.0, sharded=False, start=0, end=None):
 
 
 def named(stepper):
-    return checkpoint.trained_parameters(stepper.encoder, stepper.objective)
+    return trained_parameters(stepper.encoder, stepper.objective)
 
 
 def steps(world, sharded=False):
@@ -73,7 +74,7 @@ def steps(world, sharded=False):
         gradients = {name: whole(p.grad).clone() for name, p in named(stepper).items()}
         stepper, batch = setup(world, tokens, norm, sharded, start, end)
         norms = [stepper.step(batch, number).grad_norm for number in (1, 2)]
-        contents = checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective)
+        contents = collect(stepper.encoder, stepper.optimizer, stepper.objective)
         results.append((gradients, norms, contents))
     return results
 
@@ -114,10 +115,10 @@ def test_a_checkpoint_holds_the_layers_their_moments_and_statistics(tmp_path):
     stepper, batch = setup(World())
     stepper.step(batch, 1)
     state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
-    path = checkpoint.save(tmp_path, state, checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective))
+    path = checkpoint.save(tmp_path, state, collect(stepper.encoder, stepper.optimizer, stepper.objective))
     after = stepper.step(batch, 2)
     again, batch = setup(World())
-    checkpoint.load(path, again.encoder, again.optimizer, again.objective)
+    load(path, again.encoder, again.optimizer, again.objective)
     assert again.step(batch, 2) == after
     for found, expected in zip(again.objective.state().values(), stepper.objective.state().values(), strict=True):
         assert torch.equal(found, expected)
@@ -126,10 +127,10 @@ def test_a_checkpoint_holds_the_layers_their_moments_and_statistics(tmp_path):
 def test_layers_of_another_shape_are_refused(tmp_path):
     stepper, _ = setup(World())
     state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
-    path = checkpoint.save(tmp_path, state, checkpoint.collect(stepper.encoder, stepper.optimizer, stepper.objective))
+    path = checkpoint.save(tmp_path, state, collect(stepper.encoder, stepper.optimizer, stepper.objective))
     stepper.objective.projector[3] = nn.Linear(12, 9).double()
     with pytest.raises(checkpoint.CheckpointError, match=r"objective\.safetensors does not fit the objective"):
-        checkpoint.load(path, stepper.encoder, stepper.optimizer, stepper.objective)
+        load(path, stepper.encoder, stepper.optimizer, stepper.objective)
 
 
 def test_a_skipped_step_leaves_the_statistics_alone():
@@ -169,6 +170,22 @@ def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
     with pytest.raises(ObjectiveError, match=said) as raised:
         stepper.step(batch, 1)
     assert "objective declutr: `loss` " in str(raised.value)
+
+
+def detached_on_ranks(world):
+    """The second of two ranks has no rows, so its part of the views never has a gradient."""
+    stepper, batch = setup(world, start=0, end=0 if world.rank else len(LENGTHS))
+    stepper.objective.loss = lambda gathered: {"contrastive": gathered.views.detach().sum()}
+    try:
+        stepper.step(batch, 1)
+    except ObjectiveError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_a_rank_without_rows_refuses_detached_terms_as_the_others_do():
+    assert all("do not detach them" in said for said in run_group(2, detached_on_ranks))
 
 
 def test_a_term_of_one_entry_is_a_scalar():

@@ -91,6 +91,12 @@ def test_queue_holds_the_latest_and_only_as_negatives():
     assert twin.queue is None
 
 
+def test_the_state_of_another_objective_is_refused():
+    """A fork from an objective with layers must not drop them without a word."""
+    with pytest.raises(RuntimeError, match=r"unexpected classifier\.weight"):
+        declutr().restore({"classifier.weight": torch.zeros(2), "queue": torch.zeros(1, 2)})
+
+
 def test_without_a_queue_nothing_is_kept():
     objective = declutr(DeclutrConfig(), 1, 1)
     assert not objective.remembers

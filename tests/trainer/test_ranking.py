@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tinyruns as runs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from trainer.checkpoints import checkpoint, retention
 from trainer.checkpoints.ranking import FOLLOWED, BestScore, find_best, history, unscored
 from trainer.checkpoints.settings import CheckpointConfig
 from trainer.metrics.metrics import MetricsWriter
-from trainer.setup.config import TrainConfig
 
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
@@ -94,8 +94,7 @@ def test_what_is_being_scored_is_kept_until_its_score_says_whether_it_is_the_bes
 
 
 def config_of(**changes):
-    values = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}, "export": "best"}
-    return TrainConfig.model_validate(values | changes)
+    return runs.least_config(**{"export": "best"} | changes)
 
 
 def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():

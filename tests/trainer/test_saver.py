@@ -7,6 +7,7 @@ import pytest
 import torch
 from states import state_of
 from volumes import small_volume
+from waiting import until
 
 from trainer.checkpoints import checkpoint, saver
 from trainer.checkpoints.saver import SaveError, Saver
@@ -42,13 +43,6 @@ def give(one, step, mib=1.0):
     one.submit(state_of(step), contents)
 
 
-def until(condition, what, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def test_checkpoints_are_written_verified_and_pruned(tmp_path, opened):
     one = opened(tmp_path / "checkpoints", keep_last=2)
     for step in (1, 2, 3, 4):
@@ -68,12 +62,12 @@ def test_a_full_disk_is_waited_out(volume, opened, log):
     one.wait()
     volume.fill(leave_bytes=MIB // 2)
     give(one, 2)
-    until(lambda: log, "nothing was said")
+    until(lambda: log, "a message")
     assert "checkpoint of step 2 cannot be written" in log[0]
     assert "No space left on device" in log[0]
     assert "it needs 1.0 MiB, 0.5 MiB are free" in log[0]
     assert checkpoint.find_latest(one.folder)[1].step == 1
-    until(lambda: not list(one.folder.glob(".*")), "half a checkpoint was left")
+    until(lambda: not list(one.folder.glob(".*")), "the end of half a checkpoint")
     give(one, 3)  # takes the place of the one that could not be written
     volume.drain()
     one.wait()
@@ -113,7 +107,7 @@ def test_a_storage_that_comes_back_from_read_only(volume, opened, log):
     one.wait()
     volume.read_only(True)
     give(one, 2)
-    until(lambda: log, "nothing was said")
+    until(lambda: log, "a message")
     volume.read_only(False)
     one.wait()
     assert checkpoint.steps_in(one.folder) == [1, 2]
@@ -149,7 +143,7 @@ def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeyp
         patience_seconds=100,
     )
     give(one, 2)
-    until(lambda: one._writing_since is not None, "not begun")
+    until(lambda: one._writing_since is not None, "the write")
     assert not one.due(4)
     assert not one.due(6)
     assert len(log) == 1, log

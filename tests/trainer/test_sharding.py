@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import collect, load
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.sharding import whole
@@ -210,10 +211,10 @@ def steps(world, folder, first, last, start=None, sharded=True, **given):
     stepper, batch = setup(world, OBJECTIVES["queue"], tokens=60, sharded=sharded and world.size > 1, **given)
     parts = stepper.encoder, stepper.optimizer, stepper.objective
     if start is not None:
-        checkpoint.load(start, *parts)
+        load(start, *parts)
     for number in range(first, last + 1):
         stepper.step(batch, number)
-    contents = checkpoint.collect(*parts, keep=world.rank == 0)
+    contents = collect(*parts, keep=world.rank == 0)
     assert all(contents.values()) == (world.rank == 0)
     if world.rank == 0:
         done = {"step": last, "documents": 5 * last, "world_size": world.size}

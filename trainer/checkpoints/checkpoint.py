@@ -9,19 +9,14 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.config import first_problem
 from common.console.logs import get_logger
 from common.storage import folder_aside, read_json, write_json
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.tensorfile import has_checksum, write_tensors
-from trainer.objectives.base import Objective
-from trainer.parallel.sharding import part_for, whole
 
 Contents = dict[str, dict[str, Tensor]]
 """The tensors of a checkpoint by file and name, on the CPU."""
@@ -51,42 +46,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def collect(
-    encoder: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective[Any],
-    keep: bool = True,
-    memory: Contents | None = None,
-) -> Contents:
-    """Copies the tensors of each file, whole, to the CPU. Every worker must call it, because it gathers sharded ones.
-
-    Args:
-        encoder: its parameters are saved.
-        optimizer: its moments are saved.
-        objective: its state is saved.
-        keep: False: only take part in the gathering, and return no tensors.
-        memory: an earlier result that is no longer needed; overwriting it takes a fraction of the time that new memory
-            takes.
-    """
-    memory = memory or {}
-    files: dict[str, Mapping[str, Tensor]] = {
-        ENCODER: dict(encoder.named_parameters()),
-        OPTIMIZER: _moments(trained_parameters(encoder, objective), optimizer),
-        OBJECTIVE: objective.state(),
-    }
-    contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
-    if next(encoder.parameters()).is_cuda:
-        torch.cuda.synchronize()  # waits for the copies from the GPU
-    return contents
-
-
 def save(folder: Path, state: RunState, contents: Contents) -> Path:
     """Writes the checkpoint of `state.step`, whole or not at all, and adds checksums and sizes to its state.
-
-    Args:
-        folder: folder of the run's checkpoints.
-        state: state of the run.
-        contents: tensors from `collect`.
 
     Raises:
         OSError: the storage failed; nothing has changed except a temporary folder, removed if possible.
@@ -111,11 +72,7 @@ def discard(path: Path) -> None:
 
 
 def read_state(path: Path, verify: bool = True) -> RunState:
-    """Reads the state of a checkpoint and compares its files with it.
-
-    Args:
-        path: the checkpoint's folder.
-        verify: False: compare only sizes, without reading the files.
+    """Reads the state of a checkpoint and compares its files with it, without `verify` only their sizes.
 
     Raises:
         CheckpointError: something is missing or altered; the message names it.
@@ -197,10 +154,8 @@ def find_latest(
 ) -> tuple[Path, RunState] | None:
     """Finds the newest checkpoint that verifies and logs each one it skips; None: no checkpoint verifies.
 
-    Args:
-        folder: folder of the run's checkpoints.
-        expected: fields of RunState and their values in this run; a checkpoint that differs belongs to another run.
-        verify: as for `read_state`.
+    `expected` has fields of RunState and their values in this run; a checkpoint that differs belongs to another run.
+    `verify` is as for `read_state`.
 
     Raises:
         UnreadableError: none verifies and the storage failed, so an unread checkpoint may be intact.
@@ -220,91 +175,3 @@ def find_latest(
     if unreadable is not None:
         raise unreadable
     return None
-
-
-def load_encoder(path: Path, encoder: nn.Module) -> None:
-    """Copies a checkpoint's parameters into the encoder.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
-    _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
-
-
-def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Objective[Any]) -> None:
-    """Restores encoder, optimizer and objective from a checkpoint.
-
-    Tensors that stay on the CPU are cloned: tensors of `load_file` map the file, so a deleted checkpoint would occupy
-    disk space while one of them exists.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
-    load_encoder(path, encoder)
-    stored = load_file(path / OPTIMIZER)
-    fused = bool(optimizer.defaults.get("fused"))
-    for name, parameter in trained_parameters(encoder, objective).items():
-        prefix = f"{name}:"
-        moments = {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
-        if moments:
-            optimizer.state[parameter] = {
-                # AdamW keeps its step counter on the CPU, but with the parameter when it is fused
-                key: (value.to(parameter.device) if fused else value) if key == "step" else part_for(value, parameter)
-                for key, value in moments.items()
-            }
-    load_objective(path, objective, next(encoder.parameters()).device)
-
-
-def load_objective(path: Path, objective: Objective[Any], device: torch.device | None = None) -> None:
-    """Restores the objective's state from a checkpoint.
-
-    Args:
-        path: folder of the checkpoint.
-        objective: its state is replaced.
-        device: of the restored tensors; None: the CPU.
-
-    Raises:
-        CheckpointError: it does not fit the objective.
-    """
-    try:
-        objective.restore({name: value.clone().to(device) for name, value in load_file(path / OBJECTIVE).items()})
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: {OBJECTIVE} does not fit the objective: {error}") from error
-
-
-def trained_parameters(encoder: nn.Module, objective: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of encoder and objective by the name under which a checkpoint keeps their moments."""
-    own = {f"objective.{name}": parameter for name, parameter in objective.named_parameters()}
-    return dict(encoder.named_parameters()) | own
-
-
-def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}:{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def _copies(named: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    kept = {}
-    for name, tensor in named.items():
-        full = whole(tensor.detach())  # one at a time, so a worker that keeps nothing holds at most one tensor
-        if keep:
-            place = memory.get(name)
-            if place is None or place.shape != full.shape or place.dtype != full.dtype:
-                place = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
-            kept[name] = place.copy_(full, non_blocking=True)
-    return kept
-
-
-def _copy(stored: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter], path: Path) -> None:
-    if set(stored) != set(wanted):
-        raise CheckpointError(f"{path}: parameters differ from the model's: {sorted(set(stored) ^ set(wanted))[:6]}")
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            if stored[name].shape != parameter.shape:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {list(stored[name].shape)}, not {list(parameter.shape)}"
-                )
-            parameter.copy_(part_for(stored[name], parameter))

@@ -1,4 +1,4 @@
-"""Best weights of a run by the configured score, and early stopping. No Ray.
+"""Best weights of a run by its `validation.score`, and early stopping. No Ray.
 
 The score is one that the workers measure on held-out documents, or `followed`: the score that a process alongside the
 run gives its checkpoints (common/scores.py). Every decision follows from files, so a resumed run decides like one that
@@ -22,9 +22,7 @@ from trainer.parallel.world import Request
 def rating(folder: Path, score: str) -> Callable[[RunState], float | None]:
     """A function from a checkpoint's state to its score, or None if it is not known yet; higher is better.
 
-    Args:
-        folder: folder of the run's checkpoints; a follower writes next to it.
-        score: `validation.score`.
+    `folder` is that of the run's checkpoints; a follower writes next to it.
     """
     if score != FOLLOWED:
         return lambda state: state.scores.get(score)
@@ -61,15 +59,10 @@ def unscored(folder: Path, score: str) -> list[int]:
 
 
 def history(run: Path, score: str, step: int) -> dict[int, float]:
-    """Scores of a run by step, up to the given step, including those of deleted checkpoints.
+    """Scores of a run by step, up to `step`, including those of deleted checkpoints; later steps will be repeated.
 
     The weights before the first step have no checkpoint and do not count. Nor do scores copied by a fork, because its
     settings may have changed their meaning.
-
-    Args:
-        run: folder of the run.
-        score: `validation.score`.
-        step: last step to include; later steps will be repeated.
 
     Raises:
         DamagedError: `fork.json` is not what a fork writes.
@@ -111,12 +104,7 @@ class BestScore:
         return BestScore(step, scores[step], sum(at > step for at in scores))
 
     def reason(self, score: str, patience: int | None) -> str:
-        """A sentence on why a run has ended early.
-
-        Args:
-            score: `validation.score`.
-            patience: `validation.patience`.
-        """
+        """A sentence on why a run has ended early, with its `validation.score` and `validation.patience`."""
         name = "the follower's score" if score == FOLLOWED else score
         return (
             f"{name} was best after step {self.step} ({self.score:.4g}), and none of the {self.since} scores "
@@ -127,10 +115,7 @@ class BestScore:
 class EarlyStopping:
     """Ends the run when its scores no longer improve. Only the first worker's instance receives scores.
 
-    Args:
-        run: folder of the run.
-        score: `validation.score`.
-        patience: `validation.patience`; None: the run never stops early.
+    Without a patience the run never stops early.
 
     Attributes:
         request: EARLY when the run is to end.

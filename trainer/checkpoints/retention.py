@@ -38,14 +38,9 @@ def kept(
 def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> None:
     """Deletes checkpoints that are not kept or are broken, and the remains of killed writers.
 
-    Checkpoints after `newest` were skipped as broken when the run started. They do not count, because they would
-    displace the newest whole one. They stay until the run reaches their steps, unless their state shows the damage.
-
-    Args:
-        folder: folder of the run's checkpoints.
-        config: which checkpoints are kept.
-        score: `validation.score`, which decides the best.
-        newest: step of the newest checkpoint that this run has written.
+    `newest` is the step of the newest checkpoint that this run has written. Later ones were skipped as broken when the
+    run started. They do not count, because they would displace the newest whole one. They stay until the run reaches
+    their steps, unless their state shows the damage.
 
     Raises:
         OSError: the storage does not answer; the checkpoints to keep are unchanged.
@@ -69,10 +64,5 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     for step in checkpoint.steps_in(folder):
         if step not in stay:
             checkpoint.discard(checkpoint.checkpoint_path(folder, step))
-    clear_asides(folder)
-
-
-def clear_asides(folder: Path) -> None:
-    """Removes half-written checkpoints of killed writers. Call it only while no writer runs."""
-    for path in folder.glob(".step-*.tmp"):
+    for path in folder.glob(".step-*.tmp"):  # half-written by killed writers; no other writer runs now
         shutil.rmtree(path)

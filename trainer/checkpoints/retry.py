@@ -9,7 +9,6 @@ from common.console.logs import get_logger
 from common.stores.retry import RemoteError
 from trainer.checkpoints.checkpoint import Contents
 from trainer.checkpoints.state import RunState
-from trainer.checkpoints.tensorfile import num_bytes
 
 _BACK_OFF_SECONDS = (0.5, 15.0)
 _MIB = 2**20
@@ -24,13 +23,7 @@ class Job:
 
 
 class StorageRetry:
-    """Counts the failures of a storage until a write succeeds.
-
-    Args:
-        folder: folder of the checkpoints.
-        patience_seconds: time the storage may fail.
-        clock: monotonic clock, in seconds.
-    """
+    """Counts the failures of a storage until a write succeeds; it may fail for `patience_seconds`."""
 
     def __init__(self, folder: Path, patience_seconds: float, clock: Callable[[], float]) -> None:
         self.folder = folder
@@ -64,7 +57,7 @@ class StorageRetry:
         """Names the error, the space needed and the free space."""
         if isinstance(error, RemoteError):
             return f"the checkpoint of step {job.state.step} cannot be sent ({error})"
-        needed = sum(map(num_bytes, job.contents.values())) / _MIB
+        needed = sum(tensor.nbytes for file in job.contents.values() for tensor in file.values()) / _MIB
         try:
             free = f"{shutil.disk_usage(self.folder.parent).free / _MIB:.1f} MiB are free"
         except OSError:

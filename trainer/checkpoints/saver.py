@@ -30,6 +30,8 @@ class SaveError(RuntimeError):
 class Saver:
     """Writes and prunes the checkpoints of a run in a thread.
 
+    `reuse_memory`, `wait` and `check` raise SaveError once the storage has failed for longer than the settings allow.
+
     Args:
         folder: folder of the run's checkpoints.
         config: when to save, which checkpoints to keep, and the time a storage may fail.
@@ -90,11 +92,7 @@ class Saver:
             return not self._busy()
 
     def reuse_memory(self) -> Contents | None:
-        """Returns memory for the next copy. A checkpoint in it that is waiting for a retry is dropped.
-
-        Raises:
-            SaveError: the storage has failed for too long.
-        """
+        """Returns memory for the next copy. A checkpoint in it that is waiting for a retry is dropped."""
         self._wait(lambda: not self._busy())
         with self._changed:
             self._job = None
@@ -106,7 +104,7 @@ class Saver:
 
         Args:
             state: state of the run at the same step.
-            contents: tensors from `checkpoint.collect`; do not change them until `reuse_memory` returns them.
+            contents: tensors from `weights.collect`; do not change them until `reuse_memory` returns them.
         """
         self._saved_at = self._clock()
         with self._changed:
@@ -115,11 +113,7 @@ class Saver:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Waits until the submitted checkpoint is written.
-
-        Raises:
-            SaveError: the storage has failed for too long.
-        """
+        """Waits until the submitted checkpoint is written."""
         self._wait(lambda: self._job is None)
 
     def failed(self) -> bool:
@@ -132,11 +126,7 @@ class Saver:
         return self._failure is not None or self._error is not None
 
     def check(self) -> None:
-        """Raises the error of the writer, if any.
-
-        Raises:
-            SaveError: the storage has failed for too long.
-        """
+        """Raises the error of the writer, if any."""
         if self.failed():
             raise self._error or SaveError(f"{self._failure}. See checkpoint.patience_seconds")
 

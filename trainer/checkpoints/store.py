@@ -27,23 +27,14 @@ Found = tuple[Path, RunState] | None
 
 
 def store_of(address: str, folder: Path, patience: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
-    """The store of a run; None for a run in a folder.
-
-    Args:
-        address: `run` of the configuration.
-        folder: the folder of the run on this host.
-        patience: limits the retries when the store does not answer.
-    """
+    """The store of the run at `address`, which is `run` of the configuration; None for a run in a folder."""
     return RunStore(address, folder, patience) if is_remote(address) else None
 
 
 def fetch_run(store: "RunStore", expected: Mapping[str, str], world: World) -> None:
     """Fetches the newest checkpoint that verifies to the hosts of all workers, and deletes other local checkpoints.
 
-    Args:
-        store: of the run.
-        expected: as for `checkpoint.find_latest`.
-        world: the workers.
+    `expected` is as for `checkpoint.find_latest`.
 
     Raises:
         AlteredError: a checkpoint that verified on the first worker does not verify on this one.
@@ -57,14 +48,7 @@ def fetch_run(store: "RunStore", expected: Mapping[str, str], world: World) -> N
 
 
 def after_save(address: str, folder: Path, config: CheckpointConfig, score: str) -> Callable[[int], None] | None:
-    """A function that sends the checkpoint of a step from this host, without retries; None for a run in a folder.
-
-    Args:
-        address: `run` of the configuration.
-        folder: the folder of the run on this host.
-        config: which checkpoints are kept.
-        score: `validation.score`.
-    """
+    """A function that sends the checkpoint of a step from this host, without retries; None for a run in a folder."""
     store = store_of(address, folder, RetryPolicy(total_seconds=0.0))  # the saver retries
     return None if store is None else partial(store.save, config, score)
 
@@ -72,10 +56,7 @@ def after_save(address: str, folder: Path, config: CheckpointConfig, score: str)
 class RunStore:
     """A run in an object store, with the same layout as in a folder.
 
-    Args:
-        address: address of the run.
-        folder: folder of the run on this host.
-        patience: limits the retries when the store does not answer.
+    Every method raises RemoteError if the store refuses, or did not answer within the time of `patience`.
     """
 
     def __init__(self, address: str, folder: Path, patience: RetryPolicy) -> None:
@@ -92,7 +73,7 @@ class RunStore:
             expected: as for `checkpoint.find_latest`.
 
         Raises:
-            RemoteError: the store refuses, did not answer in time, or holds something other than a run.
+            RemoteError: also if the address holds something other than a run.
             UnreadableError: the disk of this host fails.
         """
         if is_whole(self.address, self._patience):  # then its checkpoints have no file lists
@@ -103,11 +84,7 @@ class RunStore:
         return self._fetch_first(list(reversed(self._steps())), expected)
 
     def fetch_best(self, score: str) -> None:
-        """Fetches the checkpoint that `ranking.find_best` would choose, in place of the local ones.
-
-        Raises:
-            RemoteError: the store refuses, or did not answer in time.
-        """
+        """Fetches the checkpoint that `ranking.find_best` would choose, in place of the local ones."""
         scores = self._scores(self._steps(), score)
         self._fetch_first(ranking.from_best({step: value for step, value in scores.items() if value is not None}))
 
@@ -116,7 +93,6 @@ class RunStore:
 
         Raises:
             AlteredError: it does not verify.
-            RemoteError: the store refuses, or did not answer in time.
         """
         self._discard_all_but(step)
         pull_folder(
@@ -124,11 +100,7 @@ class RunStore:
         )
 
     def save(self, config: CheckpointConfig, score: str, step: int) -> None:
-        """Sends the metrics and then a local checkpoint, and deletes checkpoints in the store that are not kept.
-
-        Raises:
-            RemoteError: the store refuses, or did not answer in time.
-        """
+        """Sends the metrics and then a local checkpoint, and deletes checkpoints in the store that are not kept."""
         self.send(
             METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
         )
@@ -143,11 +115,7 @@ class RunStore:
             get_logger().warning("old checkpoints of %s cannot be deleted now (%s)", self.address, error)
 
     def send(self, *files: str) -> None:
-        """Sends files of the run's folder; files missing here are deleted in the store.
-
-        Raises:
-            RemoteError: the store refuses, or did not answer in time.
-        """
+        """Sends files of the run's folder; files missing here are deleted in the store."""
         for name in files:
             if (self.folder / name).is_file():
                 push_file(self.folder / name, child(self.address, name), self._patience)
@@ -158,9 +126,6 @@ class RunStore:
         """Sends a folder of the run, whole or not at all; returns its address.
 
         Sizes in the store are compared with the local ones; a file that was lost there is sent again.
-
-        Raises:
-            RemoteError: the store refuses, or did not answer in time.
         """
         address, local = child(self.address, name), self.folder / name
         push_folder(local, address, self._patience)

@@ -34,14 +34,10 @@ _XXH3 = "xxh3:"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a file that `safetensors.torch.load_file` reads, and flushes it to the disk.
+    """Writes contiguous CPU tensors to a new file that `safetensors.torch.load_file` reads; flushes it to the disk.
 
     Each chunk is written to the disk and dropped from the page cache. Otherwise a checkpoint would displace the shards
     in use, and new pages for a gigabyte cost more than writing it.
-
-    Args:
-        path: path of the new file.
-        tensors: contiguous tensors on the CPU.
 
     Returns:
         The checksum of the tensors in memory, not of the bytes on the disk.
@@ -76,16 +72,11 @@ def has_checksum(path: Path, checksum: str) -> bool:
         return hashlib.file_digest(stream, kind).hexdigest() == checksum.removeprefix(_XXH3)
 
 
-def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Size of the tensors in bytes, without a header."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
 def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
     entries, at = {}, 0
     for name in names:
         tensor = tensors[name]
-        end = at + tensor.numel() * tensor.element_size()
+        end = at + tensor.nbytes
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()

@@ -18,6 +18,7 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import read_origin
 from trainer.driver.encoder_checks import encoder_problems
 from trainer.driver.places import place_problems
+from trainer.driver.validation_checks import validation_problems
 from trainer.objectives.base import ObjectiveError, implementation_of
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
@@ -38,20 +39,15 @@ def problems(config: TrainConfig) -> list[str]:
         missing = any(problem.startswith("data = ") for problem in found)
         return found if missing else [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
-    found += [
-        *_other_shards(config, run, manifest),
-        *_data_problems(config, manifest),
-    ]
-    if not checkpoint.steps_in(run / CHECKPOINTS) and (remark := _remark(config, manifest)):
+    found += [*_other_shards(config, run, manifest), *_data_problems(config, manifest)]
+    began_before = bool(checkpoint.steps_in(run / CHECKPOINTS))
+    if not began_before and (remark := config.objective.remark_before(config.context(manifest.short_documents))):
         get_logger().warning("%s", remark)
-    if _began_before(config, run) or any(line.startswith("encoder.pretrained = ") for line in found):
+    # The encoder of a run from scratch that has a checkpoint is not built for checks, which takes seconds.
+    from_scratch = began_before and config.encoder.pretrained is None
+    if from_scratch or any(line.startswith("encoder.pretrained = ") for line in found):
         return found
     return [*found, *encoder_problems(config, manifest)]
-
-
-def _remark(config: TrainConfig, manifest: Manifest) -> str | None:
-    """The objective's warning about a run that can start but will teach little."""
-    return config.objective.remark_before(config.context(manifest.short_documents))
 
 
 def refuse(found: list[str]) -> None:
@@ -67,10 +63,7 @@ def refuse(found: list[str]) -> None:
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
     """Problems with Ray for this run: a cluster that does not answer, or too few GPUs on this machine.
 
-    Args:
-        config: configuration of the run.
-        run: folder of the run; a finished run needs no Ray.
-        own_session: True if Ray was started for this run; another session of this process may use any cluster.
+    A finished run needs no Ray. Without `own_session`, another session of this process may use any cluster.
     """
     others = "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session
     if others or (run / "summary.json").is_file():
@@ -136,11 +129,6 @@ def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
     return []
 
 
-def _began_before(config: TrainConfig, run: Path) -> bool:
-    """True if this run from scratch has a checkpoint; then its encoder is not built for checks, which takes seconds."""
-    return config.encoder.pretrained is None and bool(checkpoint.steps_in(run / CHECKPOINTS))
-
-
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     """Differences between two decisive configurations, one line a key."""
     old, new = flat_keys(before), flat_keys(now)
@@ -200,10 +188,4 @@ def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
             "training documents, and a batch must not contrast a document with itself"
         )
-    if config.validation.every_steps and manifest.totals["kept_held_out"] < 2:
-        found.append(
-            f"validation.every_steps = {config.validation.every_steps}: the shards hold "
-            f"{manifest.totals['kept_held_out']} held-out documents, at least 2 are needed; prepare with a larger "
-            "held_out_share, or set it to 0"
-        )
-    return found
+    return [*found, *validation_problems(config, manifest)]

@@ -10,12 +10,7 @@ from trainer.objectives.base import Dense
 
 
 def write_dense(folder: Path, layers: Sequence[Dense]) -> None:
-    """Adds layers to an exported encoder, in their order behind the pooling.
-
-    Args:
-        folder: an exported encoder.
-        layers: linear layers with their activations.
-    """
+    """Adds linear layers with their activations to an exported encoder, in their order behind the pooling."""
     modules = read_json(folder / "modules.json")
     for number, layer in enumerate(layers, start=len(modules)):
         name = f"{number}_Dense"

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.nn import Dropout
 
 from common.config import ConfigError
 from common.console.logs import get_logger
@@ -14,7 +15,8 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.model.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.sentences import left_out
 from trainer.model.settings import EncoderConfig
-from trainer.setup.build import build_encoder
+from trainer.objectives.base import ObjectiveError
+from trainer.setup.build import build_encoder, build_objective
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 
@@ -29,6 +31,11 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
         config: configuration of the run.
         manifest: manifest of its shards.
     """
+    advice = f" ({config.objective.without_mlm} trains without MLM)"
+    return [line + advice if "without MLM" in line else line for line in _problems(config, manifest)]
+
+
+def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
     encoder, info = config.encoder, manifest.tokenizer
@@ -63,24 +70,35 @@ def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
-    positions = max_span_tokens(model)
-    if config.spans.max_tokens > positions:
+    if config.objective.needs_dropout and not any(layer.p for layer in model.modules() if isinstance(layer, Dropout)):
         found.append(
-            f"spans.max_tokens = {config.spans.max_tokens}: the encoder has positions for {positions} tokens, specials "
-            "included; use shorter spans (and prepare again) or an encoder with more positions"
+            f"encoder: it drops nothing, so the two views of objective {config.objective.kind} would be equal; set "
+            "encoder.dropout=0.1"
+        )
+    positions = max_span_tokens(model)
+    texts = config.objective.text_tokens
+    setting, tokens = ("spans", config.spans.max_tokens) if texts is None else ("objective", texts)
+    if tokens > positions:
+        found.append(
+            f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
+            f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
     if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # they contain its weights
         return found
-    return _weight_problems(config, tokenizer)
+    return _weight_problems(config, tokenizer, manifest)
 
 
-def _weight_problems(config: TrainConfig, tokenizer: Any) -> list[str]:
+def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) -> list[str]:
     """Problems of an encoder with its weights, which take seconds to load; logs oddities that are no problem."""
     encoder = config.encoder
     try:
         built = build_encoder(config, tokenizer)
     except _UNLOADABLE as error:
         return [_unloadable(encoder, error)]
+    try:
+        build_objective(config, built, manifest)
+    except ObjectiveError as error:
+        return [str(error)]
     if remark := built.unloaded.remark(encoder.pretrained):
         get_logger().warning("%s", remark)
     if remark := left_out(encoder.pretrained, encoder.pooling):

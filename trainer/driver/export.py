@@ -1,6 +1,5 @@
 """A trained encoder as a folder that transformers and sentence-transformers load."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,14 @@ from typing import Any
 import msgspec
 
 from common.console.logs import get_logger
-from common.records import DamagedError, convert_record, read_record
+from common.records import DamagedError, read_record
 from common.storage import folder_aside, hash_file, hash_json, set_aside, write_json, write_text
 from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints import checkpoint, ranking
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import load_objective, load_parameters
+from trainer.driver.card import model_card
 from trainer.driver.dense import write_dense
 from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
@@ -48,13 +49,13 @@ def export(config: TrainConfig, run: Path) -> Path:
         shutil.rmtree(left)
     tokenizer, _ = load_tokenizer(data_folder(config.data, config.cache))
     encoder = build_encoder(config, tokenizer)
-    checkpoint.load_encoder(path, encoder)
+    load_parameters(path, encoder)
     with folder_aside(target, replace=True) as aside:
         # a head that is neither pretrained nor trained by this run would look like a trained one
         write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.unloaded.head)
         objective = build_objective(config, encoder, load_manifest(data_folder(config.data, config.cache)))
         if layers := objective.exported():
-            checkpoint.load_objective(path, objective)
+            load_objective(path, objective)
             write_dense(aside, layers)
         write_text(aside / "README.md", model_card(config, state))
         settings = {
@@ -92,7 +93,7 @@ def read_settings(folder: Path) -> ExportSettings:
     raw = read_record(folder / SETTINGS, dict[str, Any])
     if raw.pop("hash", hash_json(raw)) != hash_json(raw):
         raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
-    return convert_record(raw, ExportSettings, str(folder / SETTINGS))
+    return read_record(folder / SETTINGS, ExportSettings)
 
 
 def _is_of(target: Path, state: RunState) -> bool:
@@ -155,13 +156,9 @@ def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
 
 
 def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tuple[str, ...] = ()) -> None:
-    """Writes weights, tokenizer and pooling to an existing folder, from which they can be loaded.
+    """Writes weights, tokenizer and pooling to an empty folder, from which they can be loaded.
 
-    Args:
-        encoder: the encoder.
-        tokenizer: its tokenizer.
-        folder: an empty folder.
-        untrained: names of weights to leave out, because they still have their random initial values.
+    Weights that are `untrained` are left out, because they still have their random initial values.
     """
     weights = {name: weight for name, weight in encoder.model.state_dict().items() if name not in untrained}
     with silence():
@@ -189,39 +186,3 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
             "pooling_mode_max_tokens": pooling == "max",
         },
     }
-
-
-def model_card(config: TrainConfig, state: RunState) -> str:
-    """Text of the model card: origin, data, configuration and scores of the encoder."""
-    manifest = load_manifest(data_folder(config.data, config.cache))
-    scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
-    source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
-    return f"""---
-library_name: sentence-transformers
-pipeline_tag: sentence-similarity
-tags: [sentence-transformers, feature-extraction, {config.objective.kind}]
----
-# Sentence encoder trained with {config.objective.method}
-
-Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
-Trained for {state.step} steps of {config.batch_documents} documents ({state.documents} documents read), without labels.
-
-    from sentence_transformers import SentenceTransformer
-    embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
-
-## Held-out scores of these weights
-Same-document span retrieval, alignment, uniformity (log form) and effective rank on held-out documents of the corpus.
-
-| score | value |
-| --- | --- |
-{scores}
-
-## Data
-{manifest.totals["kept_train"]} training documents, {manifest.totals["num_tokens"]} tokens; data hash
-`{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{manifest.tokenizer.fingerprint}`.
-
-## Configuration (hash `{state.config_hash}`)
-```json
-{json.dumps(config.model_dump(mode="json"), indent=1)}
-```
-"""

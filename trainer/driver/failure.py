@@ -25,6 +25,10 @@ _COLLATERAL = re.compile(
 )
 
 
+class TrainingFailedError(RuntimeError):
+    """The run failed before its last step; saved checkpoints are kept, and the same command continues."""
+
+
 @dataclass(frozen=True)
 class GroupFailure:
     """A failure of a group before its last step.
@@ -69,9 +73,7 @@ def describe(error: BaseException) -> GroupFailure:
 def blame_nodes(failure: GroupFailure, heartbeats: Sequence[dict[str, Any]]) -> GroupFailure:
     """Attributes a worker's death to its node if the node is gone, which Ray itself notices seconds later.
 
-    Args:
-        failure: failure of the group.
-        heartbeats: newest heartbeats of its workers (trainer/worker/heartbeat.py).
+    `heartbeats` are the newest ones of the group's workers (trainer/worker/heartbeat.py).
     """
     if failure.kind != "death":
         return failure

@@ -9,18 +9,17 @@ import shutil
 from pathlib import Path
 
 from safetensors import safe_open
-from torch import Tensor
-from torch.nn import Module
 
 from common.config import ConfigError
 from common.paths import expand
 from common.storage import folder_aside, write_json, write_text
 from common.stores.address import is_remote
-from pipeline.shards.manifest import data_hash, load_manifest
+from pipeline.shards.manifest import data_hash
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import FORK, read_origin
+from trainer.checkpoints.weights import load_objective
 from trainer.data.plan import Plan
 from trainer.driver.checks import changes, problems, read_decisive, refuse
 from trainer.metrics.metrics import METRICS, read_metrics
@@ -76,16 +75,14 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     with folder_aside(new) as aside:
         shutil.copytree(path, checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step))
         folder = checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step)
-        files = dict(state.files)
-        same_data = state.data_hash == data_hash(load_manifest(shards.folder))
+        data = data_hash(shards.manifest)
         renewed = state.model_copy(
             update={
                 "config_hash": config.hash(),
-                "data_hash": data_hash(load_manifest(shards.folder)),
+                "data_hash": data,
                 "documents": state.step * config.batch_documents,
-                "scores": state.scores if same_data else {},
-                "files": files,
-                "sizes": {name: (folder / name).stat().st_size for name in files},
+                "scores": state.scores if state.data_hash == data else {},
+                "sizes": {name: (folder / name).stat().st_size for name in state.files},
             }
         )
         write_json(folder / "state.json", renewed.model_dump(mode="json"))
@@ -101,7 +98,9 @@ def _misfits(config: TrainConfig, path: Path, shards: ShardSet) -> list[str]:
     """Parts of the checkpoint that the new configuration's encoder and objective cannot take over."""
     tokenizer, _ = load_tokenizer(shards.folder, shards.manifest)
     encoder = build_encoder(config, tokenizer)
-    stored, wanted = shapes_in(path / checkpoint.ENCODER), _parameters(encoder)
+    with safe_open(path / checkpoint.ENCODER, "pt") as stream:  # reads only the header
+        stored = {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118 - not a dict
+    wanted = {name: list(parameter.shape) for name, parameter in encoder.named_parameters()}
     different = [
         f"{name} is {stored.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the new encoder"
         for name in sorted(set(stored) | set(wanted))
@@ -111,22 +110,7 @@ def _misfits(config: TrainConfig, path: Path, shards: ShardSet) -> list[str]:
     if different:
         found.append(f"encoder: {path} has {len(different)} different shapes: {'; '.join(different[:3])}")
     try:
-        checkpoint.load_objective(path, build_objective(config, encoder, shards.manifest))
+        load_objective(path, build_objective(config, encoder, shards.manifest))
     except checkpoint.CheckpointError as error:
         found.append(f"objective = {config.objective.kind}: {error}; a fork keeps the objective's kind and layers")
     return found
-
-
-def _parameters(encoder: Module) -> dict[str, list[int]]:
-    return shapes_of(dict(encoder.named_parameters()))
-
-
-def shapes_of(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
-    """Shape of each tensor by name."""
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}
-
-
-def shapes_in(file: Path) -> dict[str, list[int]]:
-    """Shape of each tensor in a safetensors file, from its header."""
-    with safe_open(file, "pt") as stream:
-        return {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118 - not a dict

@@ -81,7 +81,6 @@ class Fit(threading.Thread):
     def __init__(self, trainer: Any) -> None:
         super().__init__(daemon=True, name="declutr-fit")
         self._trainer = trainer
-        self._done = threading.Event()
         self.value: dict[str, Any] | None = None
         self.error: BaseException | None = None
 
@@ -91,11 +90,11 @@ class Fit(threading.Thread):
             self.value = self._trainer.fit().return_value
         except BaseException as error:  # noqa: BLE001 - judged by the supervisor
             self.error = error
-        self._done.set()
 
     def wait(self, seconds: float) -> bool:
         """Waits at most this many seconds; True if the group has ended."""
-        return self._done.wait(seconds)
+        self.join(seconds)
+        return not self.is_alive()
 
 
 def kill_worker(heartbeat: dict[str, Any]) -> None:

@@ -30,10 +30,7 @@ _ONCE = RetryPolicy(total_seconds=0.0)
 class Lease(Watcher):
     """Holds a run in a store while its block runs.
 
-    Args:
-        address: address of the run.
-        lost: called from a thread when another command has taken over the run.
-        beat_seconds: time between two renewals.
+    `lost` is called from a thread when another command has taken over the run.
 
     Raises:
         RunLockedError: on entering, a running command holds the run.

@@ -21,10 +21,5 @@ def with_original_score(config: TrainConfig, run: Path) -> TrainConfig:
     try:
         began = read_json(run / DECISIVE)["validation"]["score"] == _FORMER
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: look into the checkpoints
-        began = former.hash() in _hashes(run)
+        began = former.hash() in {state.config_hash for _, state in states_in(run / CHECKPOINTS)}
     return former if began else config
-
-
-def _hashes(run: Path) -> set[str]:
-    """Configuration hashes of a run's checkpoints."""
-    return {state.config_hash for _, state in states_in(run / CHECKPOINTS)}

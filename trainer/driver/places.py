@@ -23,8 +23,7 @@ _FOLDERS = ("checkpoints", "export", "tensorboard")
 def place_problems(values: Mapping[str, Any]) -> list[str]:
     """Problems of `run`, `data`, `encoder.pretrained` and `objective.kind`, one line each, which starts with the key.
 
-    Args:
-        values: settings of the configuration; the others may be invalid.
+    The other settings may be invalid.
     """
     encoder = values.get("encoder")
     pretrained = encoder.get("pretrained") if isinstance(encoder, Mapping) else None
@@ -102,12 +101,7 @@ def _model_problem(name: str) -> str | None:
 
 
 def fork_problem(name: str, run: str) -> str | None:
-    """The problem of the new run's folder, found before the old run is read.
-
-    Args:
-        name: folder of the new run.
-        run: `run` of the configuration, which names the old run.
-    """
+    """The problem of a fork's folder `name`, found before the old run, `run`, is read."""
     if is_remote(name):
         return None
     try:

@@ -10,18 +10,14 @@ _EVERY_SECONDS = 0.5
 
 
 class ProgressBar(Watcher):
-    """Shows step, losses, speed, padding, data-wait and ETA while its block runs.
+    """Shows step, losses (`terms`), speed, padding, data-wait and ETA while its block runs.
 
-    Args:
-        newest: returns the newest step's line of metrics; None before the first.
-        steps: last step of the run.
-        terms: names of the loss terms.
+    `newest` returns the newest step's line of metrics; None before the first.
     """
 
     def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str]) -> None:
         super().__init__(_EVERY_SECONDS, "declutr-progress")
         self.newest = newest
-        self.terms = terms
         self.terms = terms
         self.bar = bar(total=steps, unit="step", desc="train")
 

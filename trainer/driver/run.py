@@ -6,13 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from common.config import config_yaml
 from common.console.logs import get_logger
 from common.lock import RunLock
 from common.paths import expand
-from common.records import DamagedError, Record, read_record
 from common.scores import SCORES
 from common.storage import write_json, write_text
 from common.stores.address import is_remote
@@ -30,16 +27,14 @@ from trainer.driver.lease import Lease
 from trainer.driver.original_score import with_original_score
 from trainer.driver.progress import ProgressBar
 from trainer.driver.signals import Signals
+from trainer.driver.summary import SECONDS, SUMMARY, add_seconds, ended_early, first_and_last_scores, read_seconds
 from trainer.driver.supervisor import Supervisor
 from trainer.driver.waiting import oversubscribed
-from trainer.metrics.metrics import read_metrics
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE, with_geometry
 
-SUMMARY = "summary.json"
-SECONDS = "seconds.json"
 _FILES = ("config.yaml", DECISIVE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
 
@@ -148,7 +143,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
             with ProgressBar(lambda: supervisor.line, steps, config.objective.metrics):
                 done = supervisor.run_to_end()
         finally:
-            _add_seconds(run, time.monotonic() - began)
+            add_seconds(run, time.monotonic() - began)
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
                 hurried = RetryPolicy(total_seconds=config.scaling.stop_seconds)
                 _send_at_the_end(store if signals.received is None else RunStore(config.run, run, hurried))
@@ -164,17 +159,15 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     if store is not None and config.export == "best":
         store.fetch_best(config.validation.score)
     folder = export(config, run)
-    validations = [line for line in read_metrics(run) if line["kind"] == "validation"]
     summary = {
         "run": config.run,
         "steps": done,
         "ended": "early" if early else "last step",
         **(early or {}),
-        "seconds": _seconds(run),
+        "seconds": read_seconds(run),
         "export": str(folder) if store is None else store.send_folder(EXPORT),
         "exported_step": read_settings(folder).step,
-        "first_scores": _scores(validations[0]) if validations else {},
-        "last_scores": _scores(validations[-1]) if validations else {},
+        **first_and_last_scores(run),
     }
     write_json(run / SUMMARY, summary)
     if store is not None:
@@ -198,58 +191,3 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     if pretrained is not None and expand(pretrained).is_dir():
         update["encoder"] = config.encoder.model_copy(update={"pretrained": str(expand(pretrained).absolute())})
     return config.model_copy(update=update)
-
-
-def ended_early(run: Path, patience: int | None, done: int) -> dict[str, Any] | None:
-    """Reason and patience of a run's early end; None if it did not end early or has more patience now.
-
-    Args:
-        run: folder of the run.
-        patience: `validation.patience` now.
-        done: step of the newest checkpoint.
-    """
-    before = _read(run / SUMMARY, _Ended)
-    if before is None or before.ended != "early" or before.steps != done:
-        return None
-    if patience is None or patience > before.patience:
-        return None
-    return {"why": before.why, "patience": before.patience}
-
-
-class _Ended(msgspec.Struct, frozen=True):
-    """The part of a summary that is read back."""
-
-    ended: str
-    steps: int
-    why: str = ""
-    patience: int = 0
-
-
-def _read(path: Path, kind: type[Record]) -> Record | None:
-    """The content of an optional file; None if it is missing, or damaged, which is logged."""
-    try:
-        return read_record(path, kind)
-    except FileNotFoundError:
-        return None
-    except DamagedError as error:
-        get_logger().warning("%s; continuing without it", error)
-        return None
-
-
-def _scores(line: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if name not in ("kind", "step", "time")}
-
-
-def _seconds(run: Path) -> float:
-    """Training time of all commands of a run, in seconds."""
-    return _read(run / SECONDS, float) or 0.0
-
-
-def _add_seconds(run: Path, seconds: float) -> None:
-    path = run / SECONDS
-    if not run.is_dir():  # the folder was renamed or deleted: a new folder would look like the run
-        return
-    try:
-        write_json(path, round(_seconds(run) + seconds, 3))
-    except OSError as error:  # must not hide the reason why the run ended
-        get_logger().warning("%s cannot be written (%s)", path, error.strerror)

@@ -10,6 +10,18 @@ from typing import Any
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+class RunStoppedError(RuntimeError):
+    """The run stopped on request; the same command continues it.
+
+    Attributes:
+        status: exit status of the command.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Signals:
     """Records signals while its block runs, in the main thread only.
 
@@ -38,9 +50,8 @@ class Signals:
 
     def listen(self) -> None:
         """Installs the handlers, also again after `ray.init`, which replaces them."""
-        if self._before:
-            for number in self._before:
-                signal.signal(number, self._take)
+        for number in self._before:
+            signal.signal(number, self._take)
 
     def request_stop(self, reason: str) -> None:
         """Requests a stop as a signal does."""

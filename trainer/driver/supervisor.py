@@ -18,9 +18,17 @@ from common.console.logs import get_logger
 from common.session import start_ray
 from common.stores.address import child
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.failure import FAILURES, GroupFailure, blame_memory, blame_nodes, describe, oom_kills
+from trainer.driver.failure import (
+    FAILURES,
+    GroupFailure,
+    TrainingFailedError,
+    blame_memory,
+    blame_nodes,
+    describe,
+    oom_kills,
+)
 from trainer.driver.group import Fit, build_group, kill_worker
-from trainer.driver.signals import Signals
+from trainer.driver.signals import RunStoppedError, Signals
 from trainer.driver.waiting import Waiting
 from trainer.driver.watchdog import Watchdog
 from trainer.metrics.metrics import METRICS, read_last_step
@@ -33,32 +41,11 @@ _HEAD_SECONDS = 60.0  # a restarted head needs this long
 _LOST_SECONDS = 20.0  # Ray kills a process that has not reached its head for 60 s
 
 
-class TrainingFailedError(RuntimeError):
-    """The run failed before its last step; saved checkpoints are kept, and the same command continues."""
-
-
-class RunStoppedError(RuntimeError):
-    """The run stopped on request; the same command continues it.
-
-    Attributes:
-        status: exit status of the command.
-    """
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
-    Args:
-        scaling: settings of the workers and their failures.
-        settings: the whole configuration as JSON, with absolute paths, for the workers.
-        run: folder of the run.
-        steps: last step of the run.
-        signals: signals to this process.
-        marks: end times of the parts of this command's start, for the Stopwatch.
+    `settings` are the whole configuration as JSON, with absolute paths, for the workers. `marks` are the end times of
+    the parts of this command's start, for the Stopwatch.
 
     Attributes:
         line: the newest step's line of metrics; None before the first.
@@ -75,6 +62,7 @@ class Supervisor:
     ) -> None:
         self.scaling, self.run, self.steps, self.signals = scaling, run, steps, signals
         self._settings, self._name = settings, str(settings["run"])
+        self._checkpoints = child(self._name, CHECKPOINTS)
         self.restarts = 0
         self.line: dict[str, Any] | None = None
         self._started: set[str] = set()
@@ -113,25 +101,19 @@ class Supervisor:
                 reason = self._notices or outcome["stopped"]
                 get_logger().warning("saved at step %d after %s; starting again", outcome["step"], reason)
 
-    @property
-    def _checkpoints(self) -> str:
-        return child(self._name, CHECKPOINTS)
-
     def _start_once(self) -> dict[str, Any] | GroupFailure | None:
         """Starts the group once; None at the last step, else the result of its workers or the failure."""
         try:
             wait = _HEAD_SECONDS if self.restarts else 0.0
             start_ray(self.scaling.num_cpus, self.scaling.address, wait)
-        except ConfigError as error:  # no cluster answers; one that answered before gets time to return
+        except Exception as error:  # Ray raises a bare Exception, for example on a busy machine
             ray.shutdown()
-            if self.restarts == 0:
-                raise
-            return GroupFailure(f"Ray did not start: {error.problems[0]}", "ray", str(error), lost=True)
-        except Exception as error:  # noqa: BLE001 - Ray raises a bare Exception, for example on a busy machine
-            ray.shutdown()
-            return GroupFailure(
-                f"Ray did not start: {error}", "ray", "".join(traceback.format_exception(error)), lost=True
-            )
+            why, account = str(error), "".join(traceback.format_exception(error))
+            if isinstance(error, ConfigError):  # no cluster answers; one that answered before gets time to return
+                if self.restarts == 0:
+                    raise
+                why, account = error.problems[0], str(error)
+            return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
         self.signals.listen()  # ray.init has replaced the handler of SIGTERM
         self._stopwatch.mark("ray")
         self._waiting = Waiting(self.scaling, ray.cluster_resources(), time.monotonic())
@@ -230,16 +212,15 @@ class Supervisor:
         self._streak = (here, times)
         where = f"after step {step}: {failure.summary}"
         rest = f"Checkpoints are in {self._checkpoints}, Ray's full error messages in {self.run / FAILURES}"
+        why = ""
         if times >= scaling.same_failures:
-            raise TrainingFailedError(
-                f"{where}\nThe same failure happened {times} times in a row (scaling.same_failures = "
-                f"{scaling.same_failures}), so it would happen again. {rest}"
-            )
-        if self.restarts >= scaling.max_failures:
-            raise TrainingFailedError(
-                f"{where}\nThat was failure {self.restarts + 1} (scaling.max_failures = {scaling.max_failures}). The "
-                f"same command continues. {rest}"
-            )
+            limit = f"scaling.same_failures = {scaling.same_failures}"
+            why = f"The same failure happened {times} times in a row ({limit}), so it would happen again"
+        elif self.restarts >= scaling.max_failures:
+            limit = f"scaling.max_failures = {scaling.max_failures}"
+            why = f"That was failure {self.restarts + 1} ({limit}). The same command continues"
+        if why:
+            raise TrainingFailedError(f"{where}\n{why}. {rest}")
         self.restarts += 1
         pause = 0.0 if times == 1 else min(_MOST_PAUSE_SECONDS, scaling.back_off_seconds * 2 ** (times - 2))
         get_logger().warning(
@@ -254,14 +235,9 @@ class Supervisor:
 
     def _stopped(self, step: int | None) -> RunStoppedError:
         """The error after a request to stop; `step`: the step that the workers saved, None if they saved none."""
-        if not (self.run / "config.yaml").is_file():
-            return RunStoppedError(
-                f"{self._name}: stopped, because its folder was renamed, moved or deleted; checkpoints saved before "
-                "are in it. The same command with run=NEW_FOLDER continues",
-                self.signals.status,
-            )
         where = "without a new checkpoint" if step is None else f"at step {step} of {self.steps}"
-        return RunStoppedError(
-            f"{self._name}: stopped {where} after {self.signals.received}; the same command continues",
-            self.signals.status,
-        )
+        how = f" {where} after {self.signals.received}; the same command continues"
+        if not (self.run / "config.yaml").is_file():
+            how = ", because its folder was renamed, moved or deleted; checkpoints saved before are in it. The same "
+            how += "command with run=NEW_FOLDER continues"
+        return RunStoppedError(f"{self._name}: stopped{how}", self.signals.status)

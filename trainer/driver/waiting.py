@@ -15,10 +15,7 @@ _WORDS = {"starting": "loading", "fetching": "fetching the run or the shards", "
 class Waiting:
     """Reports what a start waits for: after ten seconds, at each change, and once a minute.
 
-    Args:
-        scaling: settings of the workers.
-        resources: CPUs and GPUs of Ray's session, by name.
-        began: start time, in seconds of the clock of `look`.
+    `resources` are the CPUs and GPUs of Ray's session, by name; `began` is in seconds of the clock of `look`.
     """
 
     def __init__(self, scaling: ScalingConfig, resources: Mapping[str, float], began: float) -> None:
@@ -27,12 +24,7 @@ class Waiting:
         self._over = False
 
     def look(self, heartbeats: Sequence[dict[str, Any]], now: float) -> str | None:
-        """A message to log now, or None.
-
-        Args:
-            heartbeats: newest heartbeat of every worker of this start (trainer/worker/heartbeat.py).
-            now: current time in seconds.
-        """
+        """A message to log now, or None, from the newest heartbeats of this start's workers; `now` is in seconds."""
         self._over = self._over or any(heartbeat["steps"] for heartbeat in heartbeats)
         if self._over or now - self._began < FIRST_SECONDS:
             return None

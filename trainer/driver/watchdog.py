@@ -64,11 +64,9 @@ class Watchdog:
     _slow_looks: dict[int, int] = field(default_factory=dict)
 
     def look(self, heartbeats: Sequence[Snapshot], now: float) -> Hang | None:
-        """Reads the newest heartbeats; returns the worker that hangs, or None.
+        """Reads the newest heartbeats of all ranks, also of earlier groups; returns the worker that hangs, or None.
 
-        Args:
-            heartbeats: heartbeats of all ranks, including those of earlier groups.
-            now: current time in seconds, of any steady clock.
+        `now` is in seconds of any steady clock.
         """
         for heartbeat in heartbeats:
             key = (heartbeat["group"], heartbeat["rank"])

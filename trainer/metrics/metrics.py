@@ -6,7 +6,6 @@ import resource
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +23,27 @@ _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
 
 
-@dataclass
-class Window:
-    """Measures one step's time and rates.
+def rates(
+    measured: StepMetrics, began: float, documents: int, waited_seconds: float, peak_flops: float | None
+) -> dict[str, float | None]:
+    """Tokens and documents a second, the data-wait share of the time, utilisation and peak memory of a step.
 
-    Attributes:
-        began: monotonic start time, in seconds.
+    Args:
+        measured: metrics of the step.
+        began: monotonic start time of the step, in seconds.
+        documents: number of documents of the step over all workers.
+        waited_seconds: time this worker waited for data.
+        peak_flops: peak FLOPs per second of all workers' devices together; None if unknown.
     """
-
-    began: float = field(default_factory=time.monotonic)
-
-    def rates(
-        self, measured: StepMetrics, documents: int, waited_seconds: float, peak_flops: float | None
-    ) -> dict[str, float | None]:
-        """Computes tokens and documents a second, the data-wait share of the time, utilisation and peak memory.
-
-        Args:
-            measured: metrics of the step.
-            documents: number of documents of the step over all workers.
-            waited_seconds: time this worker waited for data.
-            peak_flops: peak of all workers' devices together; None if unknown.
-        """
-        seconds = max(time.monotonic() - self.began, 1e-9)
-        return {
-            "seconds": seconds,
-            "tokens_per_second": measured.num_tokens / seconds,
-            "documents_per_second": documents / seconds,
-            "data_wait_share": waited_seconds / seconds,
-            "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
-            "peak_memory_mib": peak_memory_mib(),
-        }
+    seconds = max(time.monotonic() - began, 1e-9)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": measured.num_tokens / seconds,
+        "documents_per_second": documents / seconds,
+        "data_wait_share": waited_seconds / seconds,
+        "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
+        "peak_memory_mib": peak_memory_mib(),
+    }
 
 
 def peak_memory_mib() -> float:
@@ -118,7 +108,8 @@ class MetricsWriter:
         self._thread.join(_LAST_SECONDS)
 
     def _add(self, line: dict[str, Any]) -> dict[str, Any]:
-        line = {name: _or_none(value) for name, value in line.items()} | {"time": round(time.time(), 3)}
+        bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
+        line |= dict.fromkeys(bad) | {"time": round(time.time(), 3)}  # JSON cannot represent them
         self._lines.add((json.dumps(line, allow_nan=False) + "\n").encode())
         self._events.add(tensorboard.record(line))
         self._added.set()
@@ -146,11 +137,6 @@ class MetricsWriter:
                 if failing:
                     get_logger().info("metrics are written again; no line is missing")
                 failing = False
-
-
-def _or_none(value: Any) -> Any:
-    """Replaces a float that is not finite by None, because JSON cannot represent it."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ from common.config import Strict
 
 FOLLOWED = "followed"
 """The score that another process gives (`declutr evaluate --follow`)."""
+STSB = "stsb_spearman"
+"""The score that `validation.stsb` adds."""
 
 
 class ValidationConfig(Strict):
@@ -15,11 +17,19 @@ class ValidationConfig(Strict):
     """Score the encoder after every this many steps, and before the first and after the last step; 0: never."""
     max_documents: int = Field(default=400, ge=2)
     """Largest number of held-out documents to score."""
+    data: str | None = None
+    """Other prepared shards to score instead of the held-out split of `data`: all rows of their training split. Prepare
+    them with the same tokenizer and held_out_share=0."""
+    stsb: str | None = None
+    """Folder with STS-B's `sts-dev.csv`. Adds the score `stsb_spearman` (Spearman correlation of cosines and
+    judgements, in percent), which is then the default of `score`."""
     score: str = ""
     """Score that decides which checkpoint is the best; empty: the first one of the objective. DeCLUTR has
     distant_recall_at_1 and distant_mrr (a span must find the span of its document that is `spans.max_tokens` or more
-    away), recall_at_1 and mrr (the adjacent span). followed: the score of `declutr evaluate --follow RUN` alongside the
-    training, for runs in folders. A run that started when `recall_at_1` was the default keeps that score."""
+    away), recall_at_1 and mrr (the adjacent span). Objectives over pairs and triples have recall_at_1 and mrr (a
+    premise must find its entailed hypothesis). stsb_spearman: see `stsb`. followed: the score of `declutr evaluate
+    --follow RUN` alongside the training, for runs in folders. A run that started when `recall_at_1` was the default
+    keeps that score."""
     patience: int | None = Field(default=None, gt=0)
     """End the run when this many scores in a row do not exceed the best one, and export the best checkpoint; null:
     never. With `followed` only scored checkpoints count. It may be changed between two starts of a run."""

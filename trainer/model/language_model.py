@@ -154,8 +154,7 @@ def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
             model.vocab_layer_norm(model.activation(model.vocab_transform(hidden)))
         )
     raise ValueError(
-        f"{type(model).__name__} has no known MLM head; train it without one "
-        f"(objective.terms=contrastive), or use one of {', '.join(FAMILIES)}"
+        f"{type(model).__name__} has no known MLM head; train without MLM, or use one of {', '.join(FAMILIES)}"
     )
 
 

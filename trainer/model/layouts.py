@@ -57,8 +57,8 @@ def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
     with _Trial(encoder) as trial:
         if mlm and not trial.head_is_whole():
             raise UnfitEncoderError(
-                f"model type {kind}: the loss of its MLM head cannot be computed here{trial.why}; train it without one "
-                f"(objective.terms=contrastive), or {advice}"
+                f"model type {kind}: the loss of its MLM head cannot be computed here{trial.why}; train "
+                f"without MLM, or {advice}"
             )
         if wanted == "packed" and trial.equals_alone("packed") and trial.trains("packed"):
             return "packed"

@@ -67,7 +67,7 @@ class Unloaded:
         if self.head and needs_head:
             found.append(
                 f"{name}: has no MLM head, and the MLM loss would use random weights: "
-                f"{excerpt(self.head, _NAMED)}. Train without it (objective.terms=contrastive), or start with a new "
+                f"{excerpt(self.head, _NAMED)}. Train without MLM, or start with a new "
                 "head (encoder.new_mlm_head=true)"
             )
         return found

@@ -47,6 +47,17 @@ class ObjectiveConfig(Strict):
     first."""
     method: ClassVar[str]
     """Name of the method, for the model card."""
+    without_mlm: ClassVar[str] = "another objective"
+    """The setting that turns MLM off, for messages about encoders without an MLM head."""
+    scored: ClassVar[str] = (
+        "Same-document span retrieval, alignment, uniformity (log form) and effective rank on held-out documents of "
+        "the corpus."
+    )
+    """Description of its held-out scores, for the model card."""
+
+    def scores_of(self, content: ContentKind) -> tuple[str, ...]:
+        """The held-out scores for shards of this kind; empty if its validator cannot read them."""
+        return self.scores if content in self.reads else ()
 
     @property
     def embeds(self) -> bool:
@@ -59,8 +70,28 @@ class ObjectiveConfig(Strict):
         return False
 
     @property
+    def text_tokens(self) -> int | None:
+        """`max_tokens` of an objective over texts, specials included; None if `spans.max_tokens` is the limit."""
+        return None
+
+    @property
+    def learns(self) -> str:
+        """Supervision by the data, for the model card."""
+        return "without labels"
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Parts that are trained and not exported, for the model card."""
+        return ()
+
+    @property
     def needs_dropout(self) -> bool:
         """True if views of a row differ by dropout alone, so that an encoder without dropout teaches nothing."""
+        return False
+
+    @property
+    def sets_rates(self) -> bool:
+        """True if its spans have dropout rates, which replace those of the encoder."""
         return False
 
     @property

@@ -37,10 +37,11 @@ class Texts:
         self.tokens, offsets = ragged(rows.column("tokens"))
         starts, bounds = ragged(rows.column("starts"))
         labels, _ = ragged(rows.column("labels"))
+        mine = slice(*bounds[[0, -1]])  # the table may be a slice of a larger one
         self.rows = np.repeat(np.arange(len(rows)), np.diff(bounds))
-        self.starts = offsets[self.rows] + starts
+        self.starts = offsets[self.rows] + starts[mine]
         self.sizes = np.diff(np.append(self.starts, offsets[-1:]))
-        self.labels = labels.astype(np.int64)
+        self.labels = labels[mine].astype(np.int64)
         self.first = bounds[:-1] - bounds[0]
         self.keys = document_keys(rows)
 
@@ -91,9 +92,13 @@ class TextPacker:
                 settings, self.seed, self.vocabulary, packed.ids, packed.places[some], content[some], *owners
             )
         words = dropout_words(self.seed, keys, read_in, numbers)
-        arrays = (packed.ids, packed.lengths, selected, labels, words)
         return SpanBatch(
-            *(torch.from_numpy(array) for array in arrays), None if rates is None else torch.from_numpy(rates)
+            torch.from_numpy(packed.ids),
+            torch.from_numpy(packed.lengths),
+            torch.from_numpy(selected),
+            torch.from_numpy(labels),
+            torch.from_numpy(words),
+            None if rates is None else torch.from_numpy(rates),
         )
 
 
@@ -101,12 +106,14 @@ def text_keys(texts: Texts, chosen: I64) -> I64:
     """`(S,)` int64 keys of texts, which depend on the row and on the place of the text in it."""
     within = (chosen - texts.first[texts.rows[chosen]]).astype(np.uint64)
     drawn = seeding.blocks(0, "text", texts.keys[texts.rows[chosen]], within, np.zeros_like(within))
-    return np.ascontiguousarray(drawn[:, :2]).view(np.int64).reshape(-1)
+    keys: I64 = np.ascontiguousarray(drawn[:, :2]).view(np.int64).reshape(-1)
+    return keys
 
 
 def row_keys(texts: Texts) -> I64:
     """`(n,)` int64 keys of rows, as facts."""
-    return texts.keys.view(np.int64)
+    keys: I64 = texts.keys.view(np.int64)
+    return keys
 
 
 def draw_labelled(texts: Texts, label: int, seed: int, epochs: I64) -> I64:
@@ -122,4 +129,5 @@ def draw_labelled(texts: Texts, label: int, seed: int, epochs: I64) -> I64:
     zero = np.zeros(len(counts), np.uint64)
     drawn = seeding.blocks(seed, f"label {label}", texts.keys, epochs.astype(np.uint64), zero)[:, 0]
     picked = (seeding.unit(drawn) * counts).astype(np.int64)
-    return having[np.cumsum(counts) - counts + picked]
+    chosen: I64 = having[np.cumsum(counts) - counts + picked]
+    return chosen

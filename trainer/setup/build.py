@@ -6,22 +6,28 @@ from typing import Any
 import torch
 
 from common import seeding
+from common.paths import expand
 from pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, load_manifest
 from pipeline.shards.shards import ShardSet
 from pipeline.tokenizer.tokenization import fingerprint
 from trainer.data.feed import Feed
 from trainer.data.plan import Plan
 from trainer.data.vocabulary import Vocabulary
+from trainer.metrics.sts import StsValidator, read_stsb, together
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
 from trainer.model.layouts import fitting_layout
-from trainer.objectives.base import Objective, Validator, implementation_of
+from trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
+from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.microbatch import Microbatch
 from trainer.step.optim import build_optimizer
 from trainer.step.step import Stepper
+
+_REPLACED = 0.1
+"""Rate of layers whose rate is replaced in every batch; any above 0."""
 
 
 def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any, Vocabulary]:
@@ -57,7 +63,10 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     """
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
-    hf = load_hf_config(config.encoder, len(tokenizer), ids)
+    settings = config.encoder
+    if config.objective.sets_rates:  # a family may leave out dropout layers whose own rate is 0
+        settings = settings.model_copy(update={"dropout": _REPLACED, "attention_dropout": _REPLACED})
+    hf = load_hf_config(settings, len(tokenizer), ids)
     model, unloaded = load_model(config.encoder, hf, config.seed)
     encoder = Encoder(config.encoder, model, config.seed, unloaded)
     layout = fitting_layout(encoder, config.objective.mlm)
@@ -66,11 +75,21 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
 
 
 def build_objective(config: TrainConfig, encoder: Encoder, manifest: Manifest) -> Objective[Any]:
-    """The objective, with the encoder's device and precision; its weights are the same on every worker."""
+    """The objective, with the encoder's device and precision; its weights are the same on every worker.
+
+    Raises:
+        ObjectiveError: its class cannot be loaded, or its constructor raised an error.
+    """
     run = config.context(manifest.short_documents)
+    kind = implementation_of(config.objective)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(config.seed, "objective"))
-        objective = implementation_of(config.objective)(config.objective, run, encoder.embedding_size)
+        try:
+            objective = kind(config.objective, run, encoder.embedding_size)
+        except Exception as error:  # of any package; a restart would raise it again
+            raise ObjectiveError(
+                f"objective {config.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
+            ) from error
     parameter = next(encoder.parameters())
     return objective.to(parameter.device, parameter.dtype).train()
 
@@ -122,13 +141,20 @@ def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
 
 
 def build_validator(
-    config: TrainConfig, stepper: Stepper, shards: ShardSet, vocabulary: Vocabulary, device: torch.device
+    config: TrainConfig, stepper: Stepper, shards: ShardSet, tokenizer: Any, device: torch.device
 ) -> Validator | None:
-    """The objective's validator on the held-out split; None if validation is off or the objective has no scores."""
-    if not config.validation.every_steps:
+    """The scores of a validation: the objective's on held-out rows, and STS-B's; None if there are none."""
+    validation, objective = config.validation, stepper.objective
+    if not validation.every_steps:
         return None
-    held_out = ShardSet(shards.folder, "held-out", look=False)
+    if validation.data is None:
+        held_out = ShardSet(shards.folder, "held-out", look=False)
+    else:
+        held_out = ShardSet(data_folder(validation.data, config.cache), "train", look=False)
+    vocabulary = vocabulary_of(tokenizer)
     room = max_content(stepper.encoder, vocabulary)
-    return stepper.objective.validator(
-        held_out, vocabulary, room, config.validation.max_documents, stepper.world, device
-    )
+    found = [objective.validator(held_out, vocabulary, room, validation.max_documents, stepper.world, device)]
+    if validation.stsb is not None:
+        pairs = read_stsb(expand(validation.stsb), tokenizer, room + vocabulary.num_specials)
+        found.append(StsValidator(pairs, objective.exported(), stepper.world, device))
+    return together([one for one in found if one is not None])

@@ -10,7 +10,7 @@ from common.stores.address import is_remote
 from common.suggestions import meant
 from pipeline.shards.windows import ShortDocuments
 from trainer.checkpoints.settings import CheckpointConfig
-from trainer.metrics.settings import FOLLOWED, ValidationConfig
+from trainer.metrics.settings import FOLLOWED, STSB, ValidationConfig
 from trainer.model.settings import EncoderConfig
 from trainer.objectives.config import RunContext
 from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
@@ -23,6 +23,8 @@ _LATER = (
     ("encoder", "new_mlm_head", False),
     ("optim", "schedule", "slanted_triangular"),
     ("optim", "warmup_fraction", 0.0),
+    ("validation", "data", None),
+    ("validation", "stsb", None),
 )
 
 
@@ -71,7 +73,7 @@ class TrainConfig(Strict):
     def _known_score(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Refuses a score that the objective does not have. Errors of other settings do not hide this one."""
         if "objective" in info.data:  # absent if it has errors
-            known = (*info.data["objective"].scores, FOLLOWED)
+            known = (*([STSB] if validation.stsb else []), *info.data["objective"].scores, FOLLOWED)
             if validation.score and validation.score not in known:
                 hint = meant(validation.score, known)
                 raise ValueError(f"score = {validation.score!r}: must be one of {', '.join(known)}{hint}")
@@ -81,7 +83,7 @@ class TrainConfig(Strict):
     def _complete_score(self) -> "TrainConfig":
         """Sets the objective's default score, which does not count as a setting given by the user."""
         if not self.validation.score:
-            default = (*self.objective.scores, FOLLOWED)[0]
+            default = STSB if self.validation.stsb else (*self.objective.scores, FOLLOWED)[0]
             completed = self.validation.model_copy(update={"score": default})
             completed.model_fields_set.discard("score")
             self.__dict__["validation"] = completed

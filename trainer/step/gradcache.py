@@ -78,11 +78,12 @@ class GradCache:
         """Totals over all ranks, by one all-reduce.
 
         Raises:
-            ObjectiveError: the feed's facts do not fit its rows, or their names differ between ranks.
+            ObjectiveError: the feed's facts do not fit its rows, or their names differ between ranks; or the views of a
+                row share a dropout key although they must differ by dropout.
         """
         size, rank = self.world.size, self.world.rank
         own = [0] * 2 * size
-        problem = _facts_problem(batch)
+        problem = _facts_problem(batch) or self._keys_problem(batch)
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else _facts_code(batch)
         labels = batch.spans.labels
         selected, *found = self.world.sum(labels.new_tensor([len(labels), *own])).tolist()
@@ -95,6 +96,17 @@ class GradCache:
                 "Correct `feed`, which must give the same facts for any number of rows, also 0"
             )
         return Counts(selected, sum(rows[:rank]), sum(rows))
+
+    def _keys_problem(self, batch: RankBatch) -> str | None:
+        """The reason why views that must differ by dropout do not, or None."""
+        config = self.objective.config
+        if not (config.needs_dropout or config.sets_rates) or not batch.num_rows or batch.spans.keys is None:
+            return None
+        shape = batch.num_rows, self.objective.num_views
+        keys = batch.spans.keys[batch.views] if batch.views is not None else batch.spans.keys.view(shape)
+        if not bool((keys == keys[:, :1]).all()):
+            return None
+        return "all views of a row have the same dropout key, so their masks are not independent; number the spans"
 
     def embed(self, pieces: list[SpanBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
@@ -164,8 +176,11 @@ class GradCache:
                 f"objective {self.objective.config.kind}: `views` returned the shape {list(views.shape)}, not "
                 f"[{wanted[0]}, {wanted[1]}, D]: `num_rows` of the batch, `num_views` of the objective, and the size"
             )
+        table = self.world.gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:])
+        if torch.is_grad_enabled() and not table.requires_grad:  # a rank without rows finds detached terms as others do
+            table.requires_grad_()
         gathered = Gathered(
-            self.world.gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:]),
+            table,
             {name: self.world.gather(values, counts.first_row, total) for name, values in batch.facts.items()},
             self.seed,
             self.step,

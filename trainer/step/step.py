@@ -119,8 +119,8 @@ class Stepper:
             raise NonFiniteLossError(
                 f"step {step}: loss {measured.loss} "
                 f"({', '.join(f'{name} {value}' for name, value in measured.terms.items())}), gradient norm {norm}: "
-                f"not finite, nothing was updated. Try a smaller optim.lr (now {self.optim.lr}), a larger temperature, "
-                "or precision: fp32",
+                f"not finite, nothing was updated. Try a smaller optim.lr (now {self.optim.lr}), a larger "
+                "temperature if the loss has one, or precision: fp32",
                 measured,
             )
         for group in self.optimizer.param_groups:

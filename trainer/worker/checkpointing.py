@@ -11,6 +11,7 @@ from trainer.checkpoints.ranking import EarlyStopping
 from trainer.checkpoints.saver import SaveError, Saver
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.store import after_save
+from trainer.checkpoints.weights import collect, load
 from trainer.metrics.metrics import METRICS, read_last_step
 from trainer.parallel.world import Request
 from trainer.setup.config import TrainConfig
@@ -21,14 +22,6 @@ from trainer.worker.heartbeat import Heartbeat
 
 class Checkpointing:
     """Resumes from checkpoints, saves them, and ends the run for all workers at the same step.
-
-    Args:
-        config: configuration of the run.
-        run: folder of the run.
-        data_hash: hash of the shards' manifest.
-        stepper: encoder, optimizer and objective.
-        bad_losses: counts of skipped steps, which checkpoints contain.
-        heartbeat: shows the phase.
 
     Attributes:
         early: true if the run ended before its last step because its scores no longer improved.
@@ -65,7 +58,7 @@ class Checkpointing:
         if done:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if found is None else found[1]
-            checkpoint.load(path, stepper.encoder, stepper.optimizer, stepper.objective)
+            load(path, stepper.encoder, stepper.optimizer, stepper.objective)
             self._bad_losses.skipped, self._bad_losses.in_a_row = state.skipped, state.skipped_in_a_row
         if first:
             self.early_stopping.resume(done)
@@ -87,11 +80,7 @@ class Checkpointing:
 
     @contextlib.contextmanager
     def writing(self, before: Callable[[], None]) -> Iterator[None]:
-        """Runs the first worker's saver while the block runs.
-
-        Args:
-            before: called before a checkpoint is written, so that a resume finds all lines of its steps.
-        """
+        """Runs the first worker's saver; `before` writes the metrics of a checkpoint's steps, which a resume needs."""
         if self._stepper.world.rank:
             yield
             return
@@ -143,7 +132,7 @@ class Checkpointing:
         stepper, saver = self._stepper, self.saver
         memory = saver.reuse_memory() if saver is not None else None
         parts = stepper.encoder, stepper.optimizer, stepper.objective
-        contents = checkpoint.collect(*parts, keep=saver is not None, memory=memory)
+        contents = collect(*parts, keep=saver is not None, memory=memory)
         if saver is not None:
             state = RunState(
                 step=step,

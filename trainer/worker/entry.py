@@ -83,15 +83,12 @@ def _train(
             fetch_run(store, expected, world)
     try:
         tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
-    except ShardError as error:
-        return {"given_up": str(error)}
-    try:
         encoder = build_encoder(config, tokenizer).to(device).train()
-    except UnfitEncoderError as error:
+        objective = build_objective(config, encoder, shards.manifest)
+    except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
     plan = Plan(config.seed, shards.num_documents, config.batch_documents)
     microbatch = Microbatch.of(config.microbatch_tokens, device)
-    objective = build_objective(config, encoder, shards.manifest)
     stepper = build_stepper(config, encoder, objective, world, total_steps(config, plan), microbatch)
     feed = build_feed(objective, encoder, vocabulary)
 
@@ -109,7 +106,7 @@ def _train(
         bad_losses,
         checkpointing,
         prefetch,
-        validator=build_validator(config, stepper, shards, vocabulary, device),
+        validator=build_validator(config, stepper, shards, tokenizer, device),
         stop=lambda: listener.notice() is not None,
         heartbeat=heartbeat,
         stopwatch=stopwatch,

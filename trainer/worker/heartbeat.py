@@ -41,6 +41,8 @@ class Heartbeat:
         logged: newest lines of its log, oldest first.
         num_logged: total number of its log lines.
         notice: message about the signal to this worker that stops its group; empty without a signal.
+        host: name of the worker's host.
+        pid: its process.
     """
 
     rank: int
@@ -57,9 +59,10 @@ class Heartbeat:
     logged: list[str] = field(default_factory=list)
     num_logged: int = 0
     notice: str = ""
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
     _since: float = field(default_factory=time.monotonic)
     _waited: float = 0.0
-    _host: str = field(default_factory=socket.gethostname)
 
     @contextmanager
     def doing(self, phase: str, waits: bool = False) -> Iterator[None]:
@@ -98,29 +101,13 @@ class Heartbeat:
 
     def snapshot(self) -> dict[str, Any]:
         """The fields that the driver reads, as JSON values."""
-        return {
-            "rank": self.rank,
-            "size": self.size,
-            "group": self.group,
-            "node": self.node,
-            "host": self._host,
-            "pid": os.getpid(),
-            "step": self.step,
-            "steps": self.steps,
-            "phase": self.phase,
-            "phase_seconds": round(time.monotonic() - self._since, 3),
-            "entered": self.entered,
-            "own_seconds": self.own_seconds,
-            "logged": self.logged,
-            "num_logged": self.num_logged,
-            "start": self.start,
-            "line": self.line,
-            "notice": self.notice,
-        }
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        # Changes with every snapshot, so that the watchdog sees that this worker still writes.
+        return public | {"phase_seconds": round(time.monotonic() - self._since, 3)}
 
     def record_signal(self, signal: str) -> str:
         """Stores a signal to this worker; returns the message about it."""
-        self.notice = f"{signal} to worker {self.rank} (host {self._host}, pid {os.getpid()})"
+        self.notice = f"{signal} to worker {self.rank} (host {self.host}, pid {self.pid})"
         return self.notice
 
 
@@ -153,8 +140,7 @@ def describe_start(step: int, parts: dict[str, float]) -> str:
 class HeartbeatLogHandler(logging.Handler):
     """Copies a worker's log lines into its heartbeat so that the driver logs them; Ray writes them only to a file.
 
-    Args:
-        heartbeat: heartbeat of this worker. The first worker's lines count from INFO, the others' from WARNING.
+    The first worker's lines count from INFO, the others' from WARNING.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -169,11 +155,7 @@ class HeartbeatLogHandler(logging.Handler):
 
 @dataclass(frozen=True)
 class CountedWorld(World):
-    """The workers, with every exchange between them counted.
-
-    Attributes:
-        heartbeat: heartbeat of this worker.
-    """
+    """The workers, with every exchange between them counted in the heartbeat of this worker."""
 
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1))
 

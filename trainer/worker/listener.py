@@ -11,12 +11,7 @@ from trainer.worker.heartbeat import Heartbeat
 
 
 class Listener(Watcher):
-    """Posts this worker's heartbeat and reads stop notices, in a thread, while its block runs.
-
-    Args:
-        channel: control channel of the run.
-        heartbeat: heartbeat of this worker.
-    """
+    """Posts this worker's heartbeat and reads stop notices, in a thread, while its block runs."""
 
     def __init__(self, channel: ControlChannel, heartbeat: Heartbeat) -> None:
         super().__init__(EVERY_SECONDS, "declutr-listener", at_once=True)

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from common.console.logs import get_logger
 from trainer.data.stream import Ahead
-from trainer.metrics.metrics import Window
+from trainer.metrics.metrics import MetricsWriter, rates
 from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import Validator
@@ -19,7 +20,6 @@ from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
 from trainer.worker.bad_losses import BadLosses
 from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat, Stopwatch
-from trainer.worker.records import Records
 
 
 @dataclass
@@ -27,10 +27,7 @@ class TrainingLoop:
     """One worker's run from its latest checkpoint to the last step.
 
     Attributes:
-        config: configuration of the run.
         run: folder of the run.
-        device: device of the encoder.
-        stepper: takes a step.
         bad_losses: skips steps whose loss is not finite.
         checkpointing: resumes, saves, ends the run.
         prefetch: builds the prefetcher of this worker's batches after a number of steps.
@@ -66,22 +63,27 @@ class TrainingLoop:
         if self.checkpointing.ended(done):
             self.heartbeat.set_phase("ended")
             return done
-        rank = self.stepper.world.rank
         with (
             contextlib.closing(self.prefetch(done)) as batches,
-            Records.opened(self.run, done, rank) as records,
-            self.checkpointing.writing(before=records.flush),
+            self.recording(done) as metrics,
+            self.checkpointing.writing(before=metrics.flush if metrics else lambda: None),
         ):
             batches.begin()  # fills while the initial encoder is scored
             if done == 0:
-                self.validate(0, records)
-            return self.take_steps(done, batches, records)
+                self.validate(0, metrics)
+            return self.take_steps(done, batches, metrics)
 
-    def take_steps(self, done: int, batches: Ahead, records: Records) -> int:
+    def recording(self, done: int) -> AbstractContextManager[MetricsWriter | None]:
+        """The metrics of the run while the block runs; only the first worker writes them."""
+        if self.stepper.world.rank:
+            return contextlib.nullcontext()
+        return contextlib.closing(MetricsWriter(self.run, done))
+
+    def take_steps(self, done: int, batches: Ahead, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
         config, stepper, heartbeat = self.config, self.stepper, self.heartbeat
         peak = self.peak_flops()
-        window = Window()
+        began = time.monotonic()
         self.stopwatch.mark("model")
         heartbeat.set_phase("data")
         for step, batch in enumerate(batches, start=done + 1):
@@ -91,20 +93,21 @@ class TrainingLoop:
                 self.stopwatch.mark("batch")
             measured = self.bad_losses.take(stepper, batch, step)
             if step == done + 1:
-                self.log_first_step(step, measured, records)
-            waited = batches.waited_seconds
-            heartbeat.line = records.step(step, measured, window, config.batch_documents, waited, peak)
+                self.log_first_step(step, measured, metrics)
+            if metrics:
+                speed = rates(measured, began, config.batch_documents, batches.waited_seconds, peak)
+                heartbeat.line = metrics.step(step, measured, speed)
             batches.waited_seconds = 0.0
             heartbeat.finish_step(step, time.monotonic() - started)
             due = step == stepper.total_steps or step % max(1, config.validation.every_steps) == 0
-            scores = self.validate(step, records) if due else {}
+            scores = self.validate(step, metrics) if due else {}
             if self.checkpointing.after_step(step, scores, self.stop()):
                 heartbeat.set_phase("ended")
                 return step
-            window = Window()
+            began = time.monotonic()
         return done
 
-    def validate(self, step: int, records: Records) -> dict[str, float]:
+    def validate(self, step: int, metrics: MetricsWriter | None) -> dict[str, float]:
         """Computes and records held-out scores of the weights after a step; empty without a validator.
 
         Raises:
@@ -119,11 +122,12 @@ class TrainingLoop:
                 f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
                 "or precision: fp32"
             )
-        records.scores(step, scores)
+        if metrics:
+            metrics.scores(step, scores)
         self.checkpointing.scored(step, scores)
         return scores
 
-    def log_first_step(self, step: int, measured: StepMetrics, records: Records) -> None:
+    def log_first_step(self, step: int, measured: StepMetrics, metrics: MetricsWriter | None) -> None:
         """Records the parts of the start, and logs the objective's remark about the run's first loss."""
         objective = self.stepper.objective
         remark = self.config.objective.remark_after_first_step(objective.run, measured.terms)
@@ -131,7 +135,8 @@ class TrainingLoop:
             get_logger().warning("%s", remark)
         self.stopwatch.mark("first")
         self.heartbeat.start = self.stopwatch.parts()
-        records.start(step, {**self.heartbeat.start, "workers": self.stepper.world.size})
+        if metrics:
+            metrics.start(step, {**self.heartbeat.start, "workers": self.stepper.world.size})
 
     def peak_flops(self) -> float | None:
         """FLOPs per second of all workers' devices together; None if the device is unknown."""

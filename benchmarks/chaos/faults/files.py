@@ -12,8 +12,6 @@ from benchmarks.chaos.run import ChaosError, Mark, Run
 from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 
-AWAY_SECONDS = 30.0
-
 
 def _stop(run: Run) -> Mark:
     """Kill the command with SIGKILL and wait until its workers have ended too."""
@@ -23,11 +21,8 @@ def _stop(run: Run) -> Mark:
     run.driver.kill()
     run.driver.wait()
     mark = struck(mark, time.time())
-    deadline = time.monotonic() + 30
-    while run.census.titled("RayTrainWorker"):
-        if time.monotonic() > deadline:
-            raise ChaosError("workers are still alive without their command")
-        time.sleep(0.1)
+    gone = "the workers to end without their command"
+    run.wait_for(gone, lambda: not run.census.titled("RayTrainWorker"), 30, ended=True, every_seconds=0.1)
     return mark
 
 
@@ -106,15 +101,15 @@ def storage_away(run: Run) -> Mark:
     run.workers()
     folder = run.folder / CHECKPOINTS
     mark = run.mark()
-    deadline = time.monotonic() + 60 * run.patience
-    while subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True, check=False).returncode:
-        if time.monotonic() > deadline:  # remounting fails while a file is being written there
-            raise ChaosError(f"{folder} cannot be mounted read-only")
-        time.sleep(0.003)
+    remount = ["mount", "-o", "remount,ro", str(folder)]  # fails while a file is being written there
+
+    def read_only() -> bool:
+        return subprocess.run(remount, capture_output=True, check=False).returncode == 0
+
+    run.wait_for(f"{folder} to be read-only", read_only, 60, ended=True, every_seconds=0.003)
     mark = struck(mark, time.time())
-    away = float(run.environment.get("DECLUTR_CHAOS_AWAY", AWAY_SECONDS))
     try:
-        time.sleep(away)
+        time.sleep(run.away_seconds)
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     return _continue(run, mark)
@@ -122,7 +117,7 @@ def storage_away(run: Run) -> Mark:
 
 def _continue(run: Run, mark: Mark) -> Mark:
     """Repeat the command if it has ended, and wait for a new checkpoint."""
-    if run.driver is not None and run.driver.poll() is not None:
+    if run.over:
         run.start()
     newest = run.newest_checkpoint()
     run.wait_for("a new checkpoint", lambda: run.newest_checkpoint() > newest, 120, ended=True)

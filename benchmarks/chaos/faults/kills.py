@@ -3,12 +3,14 @@
 import dataclasses
 import signal
 import time
-from collections.abc import Callable
+from functools import partial
 
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.run import ChaosError, Mark, Run
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.export import EXPORT
+
+_QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
 
 
 def struck(mark: Mark, seconds: float) -> Mark:
@@ -16,18 +18,11 @@ def struck(mark: Mark, seconds: float) -> Mark:
     return dataclasses.replace(mark, seconds=seconds)
 
 
-def worker(run: Run) -> Mark:
-    """Kill the last worker with SIGKILL in the middle of a step."""
+def signalled(run: Run, number: int) -> Mark:
+    """Send a signal to the last worker in the middle of a step."""
     victim = run.workers()[-1]
     mark = run.mark()
-    return struck(mark, run.kill(victim))
-
-
-def worker_terminated(run: Run) -> Mark:
-    """Send SIGTERM to the last worker, like a batch system."""
-    victim = run.workers()[-1]
-    mark = run.mark()
-    return struck(mark, run.kill(victim, signal.SIGTERM))
+    return struck(mark, run.kill(victim, number))
 
 
 def worker_saving(run: Run) -> Mark:
@@ -35,7 +30,7 @@ def worker_saving(run: Run) -> Mark:
     victim = run.workers()[0]
     folder = run.folder / CHECKPOINTS
     mark = run.mark()
-    _wait_quickly(lambda: any(folder.glob(".step-*")))
+    run.wait_for("a checkpoint being written", lambda: any(folder.glob(".step-*")), every_seconds=_QUICKLY)
     struck_at = run.kill(victim)
     return struck(dataclasses.replace(mark, lines=run.lines()), struck_at)
 
@@ -45,32 +40,15 @@ def controller(run: Run) -> Mark:
     (victim,) = run.census.titled("TrainController")
     starts, mark = run.starts, run.mark()
     mark = struck(mark, run.kill(victim))
-    run.wait_for("the command to notice", lambda: _over(run) or _restarted(run, mark), 180, ended=True)
-    if _over(run):
+    run.wait_for("the command to notice", lambda: run.over or run.mark().inode != mark.inode, 180, ended=True)
+    if run.over:
         run.start()
     assert run.starts - starts <= 1
     return mark
 
 
-def _over(run: Run) -> bool:
-    return run.driver is not None and run.driver.poll() is not None
-
-
-def _restarted(run: Run, mark: Mark) -> bool:
-    return run.mark().inode != mark.inode
-
-
-def driver(run: Run) -> Mark:
-    """Kill the command with SIGKILL; the user repeats it at once."""
-    return _end_driver(run, signal.SIGKILL)
-
-
-def driver_terminated(run: Run) -> Mark:
-    """Send SIGTERM to the command; the user repeats it after its end."""
-    return _end_driver(run, signal.SIGTERM)
-
-
-def _end_driver(run: Run, number: int) -> Mark:
+def driver(run: Run, number: int) -> Mark:
+    """Send a signal to the command; the user repeats it after its end."""
     assert run.driver is not None
     run.workers()
     mark = run.mark()
@@ -85,7 +63,7 @@ def _end_driver(run: Run, number: int) -> Mark:
 def exporting(run: Run) -> Mark:
     """Kill the command with SIGKILL while it writes the encoder; the user repeats it."""
     assert run.driver is not None
-    _wait_quickly(lambda: any(run.folder.glob(f".{EXPORT}.*")), 240)
+    run.wait_for("the export", lambda: any(run.folder.glob(f".{EXPORT}.*")), 240, every_seconds=_QUICKLY)
     mark = run.mark()
     run.driver.kill()
     mark = struck(mark, time.time())
@@ -98,20 +76,16 @@ def exporting(run: Run) -> Mark:
     return mark
 
 
-def _wait_quickly(check: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not check():
-        if time.monotonic() > deadline:
-            raise ChaosError("the moment for the fault did not come")
-        time.sleep(0.0005)
-
-
 FAULTS = (
-    Fault("worker_killed", worker, "worker 1 .*died"),
+    Fault("worker_killed", partial(signalled, number=signal.SIGKILL), "worker 1 .*died"),
     Fault("worker_killed_while_saving", worker_saving, "worker .* died"),
-    Fault("worker_terminated", worker_terminated, r"saved at step \d+ after SIGTERM to worker \d+ \("),
+    Fault(
+        "worker_terminated",
+        partial(signalled, number=signal.SIGTERM),
+        r"saved at step \d+ after SIGTERM to worker \d+ \(",
+    ),
     Fault("controller_killed", controller, "coordinates the workers died"),
-    Fault("driver_terminated", driver_terminated, r"stopped at step \d+ of \d+ after SIGTERM"),
-    Fault("driver_killed", driver, r"continuing after step \d+ of"),
+    Fault("driver_terminated", partial(driver, number=signal.SIGTERM), r"stopped at step \d+ of \d+ after SIGTERM"),
+    Fault("driver_killed", partial(driver, number=signal.SIGKILL), r"continuing after step \d+ of"),
     Fault("driver_killed_exporting", exporting, "finished already|encoder in", trains=False),
 )

@@ -61,7 +61,7 @@ def elastic(run: Run) -> Mark:
             run.wait_step(mark.step + 1, mark)
         except ChaosError as error:
             raise ChaosError(f"{error} (the world should have become {wanted})") from error
-    return struck(first, first.seconds)
+    return first
 
 
 FAULTS = (

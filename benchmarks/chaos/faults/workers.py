@@ -2,9 +2,10 @@
 
 import signal
 import time
+from functools import partial
 
 from benchmarks.chaos.fault import Fault
-from benchmarks.chaos.faults.kills import struck
+from benchmarks.chaos.faults.kills import signalled, struck
 from benchmarks.chaos.run import ChaosError, Mark, Run
 
 _SLOW_SECONDS = 20.0
@@ -34,13 +35,6 @@ def raising(run: Run) -> Mark:
     return struck(mark, time.time())
 
 
-def hung(run: Run) -> Mark:
-    """Stop the last worker with SIGSTOP and never wake it."""
-    victim = run.workers()[-1]
-    mark = run.mark()
-    return struck(mark, run.kill(victim, signal.SIGSTOP))
-
-
 def slow(run: Run) -> Mark:
     """Give the last worker a ninth of its time for a while: the run slows down, and the worker is named."""
     victim = run.workers()[-1]
@@ -66,18 +60,26 @@ def poison(run: Run, steps: int) -> Mark:
     return run.mark()
 
 
-def nan_stops(run: Run) -> Mark:
-    """Put NaN into one worker's gradient; the run stops, and the same command continues."""
-    mark = poison(run, 1)
-    if run.wait(60) == 0:
-        raise ChaosError("the command ended with status 0 after a NaN loss")
+def nan_stops(run: Run, steps: int, seconds: float, problem: str) -> Mark:
+    """Put NaN into one worker's gradient; the run stops, and the same command continues from the last checkpoint."""
+    mark = poison(run, steps)
+    if run.wait(seconds) == 0:
+        raise ChaosError(f"the command ended with status 0 {problem}")
     run.start()
     return mark
 
 
+_SKIP = {"on_bad_loss": "skip"}
+_ONCE = partial(nan_stops, steps=1, seconds=60, problem="after a NaN loss")
+_FOR_EVER = partial(nan_stops, steps=10**9, seconds=90, problem="although no step could be taken")
 FAULTS = (
     Fault("worker_raises", raising, "the device does not answer"),
-    Fault("worker_hung", hung, "worker 1 .*hangs"),
+    Fault("worker_hung", partial(signalled, number=signal.SIGSTOP), "worker 1 .*hangs"),
     Fault("worker_slow", slow, "worker 1 .*is slow", restarts=False),
-    Fault("nan_stops", nan_stops, r"not\s+finite, nothing was updated"),
+    Fault("nan_stops", _ONCE, r"not\s+finite, nothing was updated"),
 )
+SKIPPING = (
+    Fault("nan_skipped", partial(poison, steps=2), "skip", "skip", restarts=False, alters=True, changes=_SKIP),
+    Fault("nan_without_end", _FOR_EVER, "skip", "skip", alters=True, changes=_SKIP),
+)
+"""Runs that skip a step whose loss or gradient is NaN, up to a limit."""

@@ -20,11 +20,7 @@ _TRAINED_ON = "a classifier would be tested on rows that it was trained on"
 def check_rows(data: TaskData, figures: Published, chance: str) -> Iterator[DataFinding]:
     """Yield one finding for each split whose rows differ from the published ones; the row counts must be right.
 
-    Args:
-        data: data of the task.
-        figures: published figures of the task.
-        chance: score of a classifier that has learned nothing; "" if labels are scores.
-        chance: what a classifier gets that has learnt nothing; "" where labels are scores.
+    `chance` is the score of a classifier that has learned nothing, "" if labels are scores.
     """
     unknown = [name for name, expected in figures.splits.items() if expected.digests is None]
     if unknown:

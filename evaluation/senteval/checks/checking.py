@@ -9,7 +9,7 @@ from evaluation.senteval.checks.alterations import check_rows
 from evaluation.senteval.checks.published import Published, PublishedSplit, published
 from evaluation.senteval.checks.rows import digests_of, same_sentences
 from evaluation.senteval.checks.wording import check_duplicates, check_encoding
-from evaluation.senteval.data.findings import DataFinding, Inspection, worst_first
+from evaluation.senteval.data.findings import DataFinding, Inspection
 from evaluation.senteval.data.loading import load
 from evaluation.senteval.data.taskdata import DataError, MissingDataError, Split, TaskData
 from evaluation.senteval.data.tasks import Task
@@ -20,13 +20,10 @@ UNCHECKED = "--allow-unchecked scores your own data; such scores are marked as n
 
 
 def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspection:
-    """Load and check a task; never raises for errors in the data.
+    """Load and check a task from a folder with `downstream` and `probing`; never raises for errors in the data.
 
-    Args:
-        task: task to check.
-        folder: data folder with `downstream` and `probing`.
-        allow_unchecked: give data other than the published ones the standing "unpublished" instead of "refused". Data
-            that cannot be read are refused in any case.
+    `allow_unchecked` gives data other than the published ones the standing "unpublished" instead of "refused". Data
+    that cannot be read are refused in any case.
     """
     try:
         data = load(task, folder)
@@ -42,13 +39,8 @@ def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspecti
     return Inspection(task, "published" if same_rows else "altered", findings, data)
 
 
-def check(data: TaskData) -> tuple[DataFinding, ...]:
-    """All findings about the data, worst first."""
-    return _examine(data)[0]
-
-
 def _examine(data: TaskData) -> tuple[tuple[DataFinding, ...], bool]:
-    """Return all findings, and whether every row, scored or not, is known to be the published one."""
+    """Return all findings, worst first, and whether every row, scored or not, is known to be the published one."""
     figures = published()[data.task.name]
     findings, same_rows = list(_swapped(data)), True
     if not _identical(data, figures):
@@ -64,7 +56,8 @@ def _examine(data: TaskData) -> tuple[tuple[DataFinding, ...], bool]:
     if data.num_empty:
         findings.append(DataFinding("info", f"{data.num_empty} lines have no word; a full stop is embedded for them"))
     findings += [DataFinding("warn", note) for note in data.notes]
-    return worst_first(findings), same_rows
+    levels = ("refuse", "warn", "info")
+    return tuple(sorted(findings, key=lambda finding: levels.index(finding.level))), same_rows
 
 
 def _bytes(data: TaskData, figures: Published) -> Iterator[DataFinding]:

@@ -31,7 +31,7 @@ class Published(Strict):
     """Figures of one task."""
 
     basis: str
-    """Key of `bases()`."""
+    """Key of "basis" in the JSON."""
     splits: Mapping[str, PublishedSplit]
     num_classes: int = 0
     """Classes that must occur in train; 0 where labels are scores."""
@@ -48,16 +48,8 @@ class _Document(Strict):
     tasks: Mapping[str, Published]
 
 
+@cache
 def published() -> Mapping[str, Published]:
     """Figures of every task, by name."""
-    return _document().tasks
-
-
-def bases() -> Mapping[str, str]:
-    """Sources of the figures, in words."""
-    return _document().basis
-
-
-@cache
-def _document() -> _Document:
-    return _Document.model_validate_json(files("evaluation.senteval.checks").joinpath("published.json").read_bytes())
+    content = files("evaluation.senteval.checks").joinpath("published.json").read_bytes()
+    return _Document.model_validate_json(content).tasks

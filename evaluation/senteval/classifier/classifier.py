@@ -1,8 +1,8 @@
 """SentEval's classifier, fitted for many training sets and weight decays at a time.
 
 Each fit makes the same steps as the official code for that set and that decay: the same start, the same orders, the
-same batches, the same early stopping. Two things differ: the order of float additions, and dropout if the official code
-runs on a GPU, which has another random generator.
+same batches, the same early stopping. Only the order of float additions differs, and dropout if the official code runs
+on a GPU, which has another random generator. The fits run on a CPU.
 
 Sets of a task whose passes have the same number of batches are fitted together, all decays of a set on the same rows
 (`network.py`). After every dev score, stopped fits are removed from the arrays.
@@ -30,15 +30,11 @@ from evaluation.senteval.classifier.updates import Updates
 
 @dataclass(frozen=True)
 class Examples:
-    """Features and classes.
-
-    Attributes:
-        features: features of N examples.
-        labels: (N,) classes from 0, on the features' device.
-    """
+    """Features and classes."""
 
     features: Table
     labels: Tensor
+    """(N,) classes from 0."""
 
     def __post_init__(self) -> None:
         if len(self.features) != len(self.labels):
@@ -51,24 +47,20 @@ def examples(features: Table, labels: ArrayLike) -> Examples:
     Raises:
         ValueError: the number of labels differs from the number of rows.
     """
-    return Examples(features, torch.as_tensor(np.asarray(labels, np.int64)).to(features.first.device))
+    return Examples(features, torch.as_tensor(np.asarray(labels, np.int64)))
 
 
 @dataclass(frozen=True)
 class Fits:
-    """Fitted classifiers of S sets and R decays, each in its best state.
-
-    Attributes:
-        num_right: (S, R) correctly classified dev examples.
-        num_dev: (S,) dev examples.
-        network: parameters of the best states.
-        num_scores: (S, R) dev scores until the fit stopped.
-    """
+    """Fitted classifiers of S sets and R decays, each in its best state."""
 
     num_right: NDArray[np.int64]
+    """(S, R) correctly classified dev examples."""
     num_dev: NDArray[np.int64]
+    """(S,) dev examples."""
     network: Network
     num_scores: NDArray[np.int64]
+    """(S, R) dev scores until the fit stopped."""
 
     def accuracies(self, sets: slice = slice(None)) -> NDArray[np.float64]:
         """Best dev accuracies (sets, R), in [0, 1]."""
@@ -80,9 +72,9 @@ class Fits:
         """Classes that one fit gives to `rows` of `features`; None means all rows."""
         one = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
         room = Room(features, 1, 1)
-        places = torch.from_numpy(np.arange(len(features)) if rows is None else rows).to(features.first.device)
+        places = torch.from_numpy(np.arange(len(features)) if rows is None else rows)
         chosen = [one.forward(room.take(part[None])).logits[0, 0].argmax(0) for part in places.split(room.num_rows)]
-        return torch.cat(chosen).cpu().numpy()
+        return torch.cat(chosen).numpy()
 
 
 def fit_many(
@@ -95,13 +87,8 @@ def fit_many(
 ) -> Fits:
     """Fit every set with every decay.
 
-    Args:
-        train: examples that `TrainingSet.train` numbers.
-        dev: examples that `TrainingSet.dev` numbers; may be `train`.
-        sets: rows of the fits.
-        decays: weight decays of the fits, (R,) for every set or (S, R).
-        config: all other settings; its `decays` are ignored.
-        num_classes: C.
+    `TrainingSet.train` numbers the examples of `train`, `TrainingSet.dev` those of `dev`, which may be the same. The
+    weight decays are (R,) for every set or (S, R); those of `config` are ignored.
 
     Raises:
         ValueError: a label is not in [0, C).
@@ -122,15 +109,11 @@ def fit_many(
         places += members
         parts.append(_Group(train, dev, [sets[m] for m in members], each[members], config, num_classes).fit())
     back = np.argsort(places)
+    states = zip(*(part.network.parameters for part in parts), strict=True)
     return Fits(
         np.concatenate([part.num_right for part in parts])[back],
         np.concatenate([part.num_dev for part in parts])[back],
-        Network(
-            [
-                torch.cat(states)[torch.from_numpy(back)]
-                for states in zip(*(p.network.parameters for p in parts), strict=True)
-            ]
-        ),
+        Network([torch.cat(each)[torch.from_numpy(back)] for each in states]),
         np.concatenate([part.num_scores for part in parts])[back],
     )
 
@@ -148,18 +131,17 @@ class _Group:
         num_classes: int,
     ) -> None:
         self.train, self.dev, self.config = train, dev, config
-        device = train.labels.device
-        self.classes = torch.arange(num_classes, device=device)[:, None]
+        self.classes = torch.arange(num_classes)[:, None]
         start = torch.Generator().manual_seed(config.seed)
         hidden = [config.num_hidden] if config.num_hidden else []
         widths = itertools.pairwise([train.features.width, *hidden, num_classes])
-        one = [p.to(device) for pair in widths for p in linear_start(*pair, start)]
+        one = [p for pair in widths for p in linear_start(*pair, start)]
         self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in one])
         self.best = Network([torch.empty_like(p) for p in self.network.parameters])
-        decay = torch.tensor(decays, dtype=torch.float32, device=device)
+        decay = torch.tensor(decays, dtype=torch.float32)
         self.updates = Updates.start(config.optimizer, config.rate, decay, self.network.parameters)
         self.schedule = Schedule(sets, train.labels, config, start)
-        self.dev_members = Padded.of([s.dev for s in sets], device)
+        self.dev_members = Padded.of([s.dev for s in sets])
         self.num_dev = np.array([len(s.dev) for s in sets])
         self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
 
@@ -209,16 +191,14 @@ class _Group:
         counts = []
         for block in room.blocks(num_sets):
             network, members = self.network.narrow(block), self.dev_members[block]
-            right = torch.zeros(
-                len(members.sizes), len(self.decay_places), dtype=torch.int64, device=self.classes.device
-            )
+            right = torch.zeros(len(members.sizes), len(self.decay_places), dtype=torch.int64)
             for number, rows in enumerate(members.rows.split(room.num_rows, dim=1)):
                 chosen = network.forward(room.take(rows)).logits.argmax(2)
-                places = torch.arange(rows.shape[1], device=rows.device) + number * room.num_rows
+                places = torch.arange(rows.shape[1]) + number * room.num_rows
                 real = (places < members.sizes[:, None])[:, None]
                 right += ((chosen == self.dev.labels[rows][:, None]) & real).sum(-1)
             counts.append(right)
-        return torch.cat(counts).cpu().numpy()
+        return torch.cat(counts).numpy()
 
     def _keep(self, better: NDArray[np.bool_]) -> None:
         """Copy the states of the fits with a new best."""

@@ -12,22 +12,19 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-_BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**30}  # rows per read: fits a CPU's cache, fills a GPU
+_BLOCK_BYTES = 4 * 2**20  # of rows per read: fits a CPU's cache
 
 
 @dataclass(frozen=True)
 class Table:
-    """Features of examples.
-
-    Attributes:
-        first: `(N, size)` float32, contiguous: embeddings of the examples, or of the first sentences of pairs.
-        second: `(N, size)` of the second sentences; None for single sentences.
-        keep_both: for pairs, put a and b before the products, as SNLI does.
-    """
+    """Features of examples."""
 
     first: Tensor
+    """`(N, size)` float32, contiguous: embeddings of the examples, or of the first sentences of pairs."""
     second: Tensor | None = None
+    """`(N, size)` of the second sentences; None for single sentences."""
     keep_both: bool = False
+    """For pairs, put a and b before the products, as SNLI does."""
 
     def __len__(self) -> int:
         return len(self.first)
@@ -40,7 +37,7 @@ class Table:
 
     def buffer(self, num_rows: int) -> Tensor:
         """Flat memory for the features of `num_rows` rows."""
-        return torch.empty(num_rows * self.width, dtype=torch.float32, device=self.first.device)
+        return torch.empty(num_rows * self.width, dtype=torch.float32)
 
     def take(self, rows: Tensor, room: Tensor) -> Tensor:
         """Features of `rows` (any shape), `(*rows.shape, width)`, written into the flat `room` of `buffer`."""
@@ -63,12 +60,7 @@ class Table:
 
 
 class Room:
-    """Memory for the rows of a block of sets, sized for the device.
-
-    Args:
-        features: table to read from.
-        num_sets: number of sets.
-        batch_size: rows of a set that must fit.
+    """Memory for the rows of a block of sets, at least `batch_size` of each set.
 
     Attributes:
         num_sets: sets per block.
@@ -76,7 +68,7 @@ class Room:
     """
 
     def __init__(self, features: Table, num_sets: int, batch_size: int) -> None:
-        fitting = _BLOCK_BYTES[features.first.device.type] // (4 * features.width)
+        fitting = _BLOCK_BYTES // (4 * features.width)
         self.num_sets = max(1, min(num_sets, fitting // batch_size))
         self.num_rows = max(batch_size, fitting // self.num_sets)
         self._features, self._flat = features, features.buffer(self.num_sets * self.num_rows)
@@ -90,30 +82,28 @@ class Room:
         return self._features.take(rows, self._flat)
 
 
-def table(embeddings: ArrayLike, device: torch.device | None = None) -> Table:
+def table(embeddings: ArrayLike) -> Table:
     """Table of single sentences: `(N, size)` embeddings as they are.
 
     Raises:
         ValueError: not a matrix, or a value that is not finite.
     """
-    return Table(_matrix(embeddings, device))
+    return Table(_matrix(embeddings))
 
 
-def pair_table(
-    first: ArrayLike, second: ArrayLike, keep_both: bool = False, device: torch.device | None = None
-) -> Table:
+def pair_table(first: ArrayLike, second: ArrayLike, keep_both: bool = False) -> Table:
     """Table of sentence pairs: [|a-b|, a*b], or [a, b, a*b, |a-b|] with `keep_both`.
 
     Raises:
         ValueError: not two matrices of one shape, or a value that is not finite.
     """
-    a, b = _matrix(first, device), _matrix(second, device)
+    a, b = _matrix(first), _matrix(second)
     if a.shape != b.shape:
         raise ValueError(f"embeddings of pairs must have one shape, found {tuple(a.shape)} and {tuple(b.shape)}")
     return Table(a, b, keep_both)
 
 
-def _matrix(embeddings: ArrayLike, device: torch.device | None) -> Tensor:
+def _matrix(embeddings: ArrayLike) -> Tensor:
     array = np.ascontiguousarray(embeddings, np.float32)
     if array.ndim != 2:
         raise ValueError(f"embeddings must be (rows, size), found shape {array.shape}")
@@ -122,4 +112,4 @@ def _matrix(embeddings: ArrayLike, device: torch.device | None) -> Tensor:
         raise ValueError(f"{bad} of {len(array)} embeddings have values that are not finite")
     if not array.flags.writeable:
         array = array.copy()  # torch warns about memory that is not writable
-    return torch.from_numpy(array).to(device)
+    return torch.from_numpy(array)

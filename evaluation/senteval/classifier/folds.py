@@ -19,17 +19,14 @@ _FOLD_SEED = 1111  # seed of InnerKFold's folds, whatever the configured seed
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Rows of one or several fits that differ only in their regularisation.
-
-    Attributes:
-        train: row numbers of the training table; their order matters, because permutations are of positions.
-        dev: row numbers of the dev table (the training table if the set is a fold).
-        num_drawn: length of the permutation drawn from the fit's stream before training; 0 for none.
-    """
+    """Rows of one or several fits that differ only in their regularisation."""
 
     train: Rows
+    """Row numbers of the training table; their order matters, because permutations are of positions."""
     dev: Rows
+    """Row numbers of the dev table (the training table if the set is a fold)."""
     num_drawn: int = 0
+    """Length of the permutation drawn from the fit's stream before training; 0 for none."""
 
     def __post_init__(self) -> None:
         if not len(self.train) or not len(self.dev):

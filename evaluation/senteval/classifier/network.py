@@ -25,13 +25,10 @@ class Activations:
 
 @dataclass(frozen=True)
 class Network:
-    """Linear, or Linear-Dropout-Sigmoid-Linear, for each set and regularisation.
-
-    Attributes:
-        parameters: weight (S, R, C, D) and bias (S, R, C); or (S, R, H, D), (S, R, H), (S, R, C, H), (S, R, C).
-    """
+    """Linear, or Linear-Dropout-Sigmoid-Linear, for each set and regularisation."""
 
     parameters: list[Tensor]
+    """Weight (S, R, C, D) and bias (S, R, C); or (S, R, H, D), (S, R, H), (S, R, C, H), (S, R, C)."""
 
     @property
     def num_sets(self) -> int:

@@ -20,23 +20,18 @@ from evaluation.senteval.classifier.settings import ClassifierConfig
 
 @dataclass(frozen=True)
 class ProtocolScores:
-    """Scores of a protocol, in percent.
-
-    Attributes:
-        dev_accuracy: mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set.
-        accuracy: accuracy on the test rows; over folds the mean.
-        f1: F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None.
-        decays: chosen weight decay, one per outer fold.
-        fold_accuracies: accuracies of the outer folds, or the one accuracy.
-        num_fits: number of fits.
-    """
+    """Scores of a protocol, in percent."""
 
     dev_accuracy: float
+    """Mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set."""
     accuracy: float
+    """Accuracy on the test rows; over folds the mean."""
     f1: float | None
+    """F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None."""
     decays: tuple[float, ...]
+    """Chosen weight decay, one per outer fold."""
     fold_accuracies: tuple[float, ...]
-    num_fits: int
+    """Accuracies of the outer folds, or the one accuracy."""
 
 
 def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
@@ -45,9 +40,12 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
     Raises:
         ValueError: a class is too small for the folds, a label is out of range.
     """
-    labels = data.labels.cpu().numpy()
+    labels = data.labels.numpy()
     outer = stratified_folds(labels, config.num_folds)
-    inner = [_folds_of(train, labels, config.num_folds) for train, _ in outer]
+    inner = [
+        [TrainingSet(rows[train], rows[dev]) for train, dev in stratified_folds(labels[rows], config.num_folds)]
+        for rows, _ in outer
+    ]
     fits = fit_many(data, data, [s for sets in inner for s in sets], config.decays, config, num_classes)
     each = config.num_folds
     means = [_means(fits.accuracies(slice(each * fold, each * (fold + 1)))) for fold in range(each)]
@@ -63,7 +61,6 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
         f1=None,
         decays=tuple(config.decays[decay] for decay in chosen),
         fold_accuracies=tuple(tests),
-        num_fits=len(outer) * (config.num_folds * len(config.decays) + 1),
     )
 
 
@@ -73,7 +70,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     Raises:
         ValueError: a class is too small for the folds, a label is out of range.
     """
-    labels = train.labels.cpu().numpy()
+    labels = train.labels.numpy()
     sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
     fits = fit_many(train, train, sets, config.decays, config, num_classes)
     means = _means(fits.accuracies())
@@ -81,7 +78,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     refit = fit_many(
         train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
     )
-    truth, answers = test.labels.cpu().numpy(), refit.predict(0, 0, test.features)
+    truth, answers = test.labels.numpy(), refit.predict(0, 0, test.features)
     accuracy = _percent(answers == truth)
     return ProtocolScores(
         dev_accuracy=max(means),
@@ -89,7 +86,6 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
         f1=_f1(answers, truth) if num_classes == 2 else None,
         decays=(config.decays[chosen],),
         fold_accuracies=(accuracy,),
-        num_fits=len(sets) * len(config.decays) + 1,
     )
 
 
@@ -107,13 +103,8 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies()[0].tolist()]
     chosen = int(np.argmax(scores))
     answers = fits.predict(0, chosen, test.features)
-    accuracy = _percent(answers == test.labels.cpu().numpy())
-    return ProtocolScores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,), len(scores))
-
-
-def _folds_of(rows: NDArray[np.int64], labels: NDArray[np.int64], num_folds: int) -> list[TrainingSet]:
-    folds = stratified_folds(labels[rows], num_folds)
-    return [TrainingSet(rows[train], rows[dev]) for train, dev in folds]
+    accuracy = _percent(answers == test.labels.numpy())
+    return ProtocolScores(scores[chosen], accuracy, None, (config.decays[chosen],), (accuracy,))
 
 
 def _means(accuracies: NDArray[np.float64]) -> list[float]:

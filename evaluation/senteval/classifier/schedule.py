@@ -15,24 +15,21 @@ Stream = tuple[int, int]  # `TrainingSet.stream`
 
 @dataclass(frozen=True)
 class Padded:
-    """Row numbers of S sets in one padded array.
-
-    Attributes:
-        rows: (S, longest), padded with 0.
-        sizes: (S,) numbers of real rows.
-    """
+    """Row numbers of S sets in one padded array."""
 
     rows: Tensor
+    """(S, longest), padded with 0."""
     sizes: Tensor
+    """(S,) numbers of real rows."""
 
     @classmethod
-    def of(cls, rows: Sequence[Rows], device: torch.device) -> "Padded":
+    def of(cls, rows: Sequence[Rows]) -> "Padded":
         """Pad every set to the longest."""
         sizes = [len(own) for own in rows]
         padded = np.zeros((len(rows), max(sizes)), np.int64)
         for place, own in enumerate(rows):
             padded[place, : len(own)] = own
-        return cls(torch.from_numpy(padded).to(device), torch.tensor(sizes, device=device))
+        return cls(torch.from_numpy(padded), torch.tensor(sizes))
 
     def __getitem__(self, sets: slice | Tensor) -> "Padded":
         return Padded(self.rows[sets], self.sizes[sets])
@@ -40,19 +37,16 @@ class Padded:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step of S sets.
-
-    Attributes:
-        rows: (S, B) row numbers of the training table.
-        labels: (S, B).
-        weight: weight of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding.
-        kept: (S, 1, H, B) dropout factors, 0 or 1/(1-p); None without dropout.
-    """
+    """One step of S sets."""
 
     rows: Tensor
+    """(S, B) row numbers of the training table."""
     labels: Tensor
+    """(S, B)."""
     weight: float | Tensor
+    """Weight of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding."""
     kept: Tensor | None
+    """(S, 1, H, B) dropout factors, 0 or 1/(1-p); None without dropout."""
 
 
 class Schedule:
@@ -60,17 +54,14 @@ class Schedule:
 
     Sets of one stream see the same positions and the same dropout, because every official fit starts from one seed.
 
-    Args:
-        sets: S training sets.
-        labels: (N,) labels of the training table.
-        config: batch size, seed, dropout.
-        start: generator after drawing the starting weights; dropout continues its sequence.
+    `labels` (N,) are those of the training table. `start` is the generator after drawing the starting weights; dropout
+    continues its sequence.
     """
 
     def __init__(
         self, sets: Sequence[TrainingSet], labels: Tensor, config: ClassifierConfig, start: torch.Generator
     ) -> None:
-        self.members = Padded.of([s.train for s in sets], labels.device)
+        self.members = Padded.of([s.train for s in sets])
         self._labels, self._config = labels, config
         self._streams = [s.stream for s in sets]
         self._orders = {stream: orders(config.seed, *stream) for stream in self._streams}
@@ -106,11 +97,11 @@ class Schedule:
         permutations: dict[Stream, Rows],
         dropout: dict[Stream, torch.Generator],
     ) -> Iterator[Batch]:
-        batch_size, device = self._config.batch_size, members.sizes.device
+        batch_size = self._config.batch_size
         longest, shortest = int(members.sizes.max()), int(members.sizes.min())
         tail = np.arange(longest)
         positions = {s: np.concatenate([permutations[s], tail[s[1] :]]) for s in dict.fromkeys(streams)}
-        order = torch.from_numpy(np.stack([positions[stream] for stream in streams])).to(device)
+        order = torch.from_numpy(np.stack([positions[stream] for stream in streams]))
         rows = members.rows.gather(1, order)
         labels = self._labels[rows]
         for start in range(0, longest, batch_size):
@@ -118,9 +109,9 @@ class Schedule:
             weight: float | Tensor = 1 / batch_size
             if start + batch_size > shortest:
                 counts = (members.sizes - start).clamp(max=batch_size)[:, None]
-                weight = ((torch.arange(width, device=device) < counts) / counts)[:, None, None]
+                weight = ((torch.arange(width) < counts) / counts)[:, None, None]
             part = slice(start, start + width)
-            kept = self._kept(streams, dropout, start, width).to(device) if dropout else None
+            kept = self._kept(streams, dropout, start, width) if dropout else None
             yield Batch(rows[:, part], labels[:, part], weight, kept)
 
     def _kept(self, streams: list[Stream], dropout: dict[Stream, torch.Generator], start: int, width: int) -> Tensor:

@@ -20,20 +20,14 @@ _SMOOTHING = 0.99  # RMSprop's
 
 @dataclass
 class Updates:
-    """Optimizer state of stacked parameters, all after the same number of steps.
-
-    Attributes:
-        name: name of the optimizer.
-        learning_rate: learning rate of every parameter.
-        decay: (S, R) weight decays, on the parameters' device.
-        moments: first and second moment (adam) or second moment (rmsprop) of each parameter, in its shape.
-        num_steps: steps so far.
-    """
+    """Optimizer state of stacked parameters, all after the same number of steps."""
 
     name: OptimizerName
     learning_rate: float
     decay: Tensor
+    """(S, R) weight decays."""
     moments: list[list[Tensor]]
+    """First and second moment (adam) or second moment (rmsprop) of each parameter, in its shape."""
     num_steps: int = 0
     _scratch: list[Tensor] = field(default_factory=list)
     _counts: list[Tensor] = field(default_factory=list)
@@ -50,12 +44,7 @@ class Updates:
         return Updates(self.name, self.learning_rate, self.decay[sets], views, self.num_steps)
 
     def step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Make one step in place; the gradients are overwritten.
-
-        Args:
-            parameters: parameters, each (S, R, ...).
-            gradients: gradients of the loss alone, without weight decay.
-        """
+        """Make one step in place; the gradients, those of the loss without weight decay, are overwritten."""
         self.num_steps += 1
         for parameter, gradient in zip(parameters, gradients, strict=True):
             gradient.addcmul_(parameter, self.decay.view(*self.decay.shape, *[1] * (parameter.ndim - 2)))
@@ -67,7 +56,7 @@ class Updates:
     def _adam(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         if not self._counts:
             before = float(self.num_steps - 1)
-            self._counts = [torch.tensor(before, device=parameters[0].device) for _ in parameters]
+            self._counts = [torch.tensor(before) for _ in parameters]
         adam(
             parameters,
             gradients,

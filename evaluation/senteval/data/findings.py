@@ -19,17 +19,13 @@ MARKS: Mapping[Standing, str] = {
 
 @dataclass(frozen=True)
 class DataFinding:
-    """One finding about the data.
-
-    Attributes:
-        level: refuse (no score from such data), warn (shown with the score), info.
-        what: description, with numbers.
-        faked: false score that such data would give; "" if scores stay right.
-    """
+    """One finding about the data."""
 
     level: Level
+    """`refuse` (no score from such data), `warn` (shown with the score), `info`."""
     what: str
     faked: str = ""
+    """False score that such data would give; "" if scores stay right."""
 
     def __str__(self) -> str:
         return f"{self.what} - {self.faked}" if self.faked else self.what
@@ -37,22 +33,18 @@ class DataFinding:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Data of a task and how far they can be trusted.
-
-    Attributes:
-        task: task of the data.
-        standing: identical: every file equals the published one byte for byte. published: every row does, scored or
-            not, but other bytes (line ends) differ. altered: rows, classes and labels match in number, but sentences
-            differ or cannot be verified. unpublished: these differ too, and the user accepted that. refused. missing:
-            the files do not exist. Only scores of identical data carry no mark.
-        findings: findings, worst first.
-        data: data of the task, None if missing or unreadable. Refused data are included for inspection.
-    """
+    """Data of a task and how far they can be trusted."""
 
     task: Task
     standing: Standing
+    """identical: every file equals the published one byte for byte. published: every row does, scored or not, but other
+    bytes (line ends) differ. altered: rows, classes and labels match in number, but sentences differ or cannot be
+    verified. unpublished: these differ too, and the user accepted that. refused. missing: the files do not exist. Only
+    scores of identical data carry no mark."""
     findings: tuple[DataFinding, ...]
+    """Worst first."""
     data: TaskData | None = None
+    """Data of the task, None if missing or unreadable. Refused data are included for inspection."""
 
     @property
     def usable(self) -> bool:
@@ -60,18 +52,8 @@ class Inspection:
         return self.standing in ("identical", *MARKS)
 
     @property
-    def mark(self) -> str:
-        """Mark of a score in a table: "" or the reason why it is not comparable with published ones."""
-        return MARKS.get(self.standing, "")
-
-    @property
     def reason(self) -> str:
         """Reason for a missing score, in one line; "" if a score may be computed."""
         if self.usable:
             return ""
         return "; ".join(str(finding) for finding in self.findings if finding.level == "refuse")
-
-
-def worst_first(findings: list[DataFinding]) -> tuple[DataFinding, ...]:
-    """Sort into refusals, warnings and information; the order within a level is kept."""
-    return tuple(sorted(findings, key=lambda finding: ("refuse", "warn", "info").index(finding.level)))

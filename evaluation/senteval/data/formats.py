@@ -3,36 +3,35 @@
 All files hold tokenised text. A sentence is a list of words, split at any white space. Rows come in file order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from evaluation.senteval.data.lines import parse_lines, read_lines
 from evaluation.senteval.data.taskdata import DataError
 
 WordList = list[str]
 
-_TREC = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
-_SNLI = ("entailment", "neutral", "contradiction")
-_SICK = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
+TREC = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
+SNLI = ("entailment", "neutral", "contradiction")
+SICK = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
 
 
 @dataclass
 class SplitRows:
-    """Rows of one split in file order.
-
-    Attributes:
-        first: words of each row's first sentence.
-        second: words of each row's second sentence; empty if a row is one sentence.
-        labels: class number, class name (probing) or gold score of each row.
-        unscored: rows without a gold score, which are left out: place in the file from 0, and words of both sentences.
-        notes: oddities of the files.
-    """
+    """Rows of one split in file order."""
 
     first: list[WordList] = field(default_factory=list)
+    """Words of each row's first sentence."""
     second: list[WordList] = field(default_factory=list)
+    """Words of each row's second sentence; empty if a row is one sentence."""
     labels: list[int] | list[str] | list[float] = field(default_factory=list)
+    """Class number, class name (probing) or gold score of each row."""
     unscored: list[tuple[int, WordList, WordList]] = field(default_factory=list)
+    """Rows without a gold score, which are left out: place in the file from 0, and words of both sentences."""
     notes: tuple[str, ...] = ()
+    """Oddities of the files."""
 
 
 def read_binary(one: Path, zero: Path) -> SplitRows:
@@ -47,21 +46,15 @@ def read_trec(path: Path) -> SplitRows:
 
     def parse(line: str) -> tuple[WordList, int]:
         label, rest = line.strip().split(":", 1)
-        if label not in _TREC:
-            raise ValueError(f"{label!r} is none of {', '.join(_TREC)}")
-        return rest.split(" ", 1)[1].split(), _TREC.index(label)
+        number = _named(label, TREC)
+        return rest.split(" ", 1)[1].split(), number
 
     return _single(parse_lines(path, read_lines(path, "latin-1"), parse))
 
 
 def read_sst_binary(path: Path) -> SplitRows:
     """`sentence<TAB>0|1`, UTF-8."""
-
-    def parse(line: str) -> tuple[WordList, int]:
-        cells = line.strip().split("\t")
-        return cells[0].split(), _among(int(cells[1]), 2)
-
-    return _single(parse_lines(path, read_lines(path, "utf-8"), parse))
+    return _tabbed(path, read_lines(path, "utf-8"), (0,), lambda cells: _among(int(cells[1]), 2))
 
 
 def read_sst_fine(path: Path) -> SplitRows:
@@ -76,15 +69,10 @@ def read_sst_fine(path: Path) -> SplitRows:
 
 def read_mrpc(path: Path) -> SplitRows:
     """`0|1<TAB>id<TAB>id<TAB>a<TAB>b` after a header (which has a byte order mark), UTF-8."""
-
-    def parse(line: str) -> tuple[WordList, WordList, int]:
-        cells = line.strip().split("\t")
-        return cells[3].split(), cells[4].split(), _among(int(cells[0]), 2)
-
     lines = read_lines(path, "utf-8")
     if "Quality" not in lines[0]:
         raise DataError(f"{path}, line 1: no header (Quality, #1 ID, ...), so the first pair would be lost")
-    return _paired(parse_lines(path, lines, parse, skipped=1))
+    return _tabbed(path, lines, (3, 4), lambda cells: _among(int(cells[0]), 2), skipped=1)
 
 
 def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
@@ -101,7 +89,7 @@ def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
         for path, lines in zip((first, second), columns, strict=True)
         if any(len(line.splitlines()) > 1 for line in lines)
     )
-    numbers = parse_lines(labels, names, lambda name: _named(name.strip(), _SNLI))
+    numbers = parse_lines(labels, names, lambda name: _named(name.strip(), SNLI))
     one, two = ([line.split() for line in column] for column in columns)
     return SplitRows(first=one, second=two, labels=numbers, notes=notes)
 
@@ -109,25 +97,18 @@ def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
 def read_sick(path: Path, entailment: bool) -> SplitRows:
     """`id<TAB>a<TAB>b<TAB>1..5<TAB>judgment` after a header, UTF-8, LF or CRLF."""
 
-    def parse(line: str) -> tuple[WordList, WordList, int | float]:
-        cells = line.strip().split("\t")
-        label = _named(cells[4], _SICK) if entailment else _between(float(cells[3]), 1, 5)
-        return cells[1].split(), cells[2].split(), label
+    def label(cells: list[str]) -> int | float:
+        return _named(cells[4], SICK) if entailment else _between(float(cells[3]), 1, 5)
 
     lines = read_lines(path, "utf-8")
     if not lines[0].startswith("pair_ID"):
         raise DataError(f"{path}, line 1: no header (pair_ID, ...), so the first pair would be lost")
-    return _paired(parse_lines(path, lines, parse, skipped=1))
+    return _tabbed(path, lines, (1, 2), label, skipped=1)
 
 
 def read_sts_benchmark(path: Path) -> SplitRows:
     """Seven columns: ..., score 0..5, a, b; no header, UTF-8."""
-
-    def parse(line: str) -> tuple[WordList, WordList, float]:
-        cells = line.strip().split("\t")
-        return cells[5].split(), cells[6].split(), _between(float(cells[4]), 0, 5)
-
-    return _paired(parse_lines(path, read_lines(path, "utf-8"), parse))
+    return _tabbed(path, read_lines(path, "utf-8"), (5, 6), lambda cells: _between(float(cells[4]), 0, 5))
 
 
 def read_sts(sentences: Path, scores: Path) -> SplitRows:
@@ -177,8 +158,18 @@ def _single(parsed: list[tuple[WordList, int]]) -> SplitRows:
     return SplitRows(first=[words for words, _ in parsed], labels=[label for _, label in parsed])
 
 
-def _paired(parsed: list[tuple[WordList, WordList, int]] | list[tuple[WordList, WordList, float]]) -> SplitRows:
-    return SplitRows([row[0] for row in parsed], [row[1] for row in parsed], [row[2] for row in parsed])
+def _tabbed(
+    path: Path, lines: list[str], texts: tuple[int, ...], label: Callable[[list[str]], Any], skipped: int = 0
+) -> SplitRows:
+    """Rows of cells separated by tabs; `texts` are the columns of the sentences."""
+
+    def parse(line: str) -> tuple[list[WordList], Any]:
+        cells = line.strip().split("\t")
+        return [cells[column].split() for column in texts], label(cells)
+
+    parsed = parse_lines(path, lines, parse, skipped)
+    first, *second = ([words[number] for words, _ in parsed] for number in range(len(texts)))
+    return SplitRows(first, second[0] if second else [], [number for _, number in parsed])
 
 
 def _among(label: int, num_classes: int) -> int:

@@ -14,13 +14,10 @@ _UNREADABLE = "the words of these lines would differ from the published ones"
 
 
 def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[str]:
-    """Lines without their ends.
+    """Lines without their ends, in the encoding with which the official loader of the task opens the file.
 
-    Args:
-        path: file to read.
-        encoding: encoding with which the official loader of this task opens it.
-        unicode_breaks: end lines also at the rarer separators (form feed, NEL, U+2028...), as `str.splitlines` does.
-            Some of the official loaders use it, others iterate over the file.
+    `unicode_breaks` ends lines also at the rarer separators (form feed, NEL, U+2028...), as `str.splitlines` does. Some
+    of the official loaders use it, others iterate over the file.
 
     Raises:
         DataError: the file is missing or not text in that encoding (the message names the first bad line), or a pickle,

@@ -12,7 +12,7 @@ from evaluation.senteval.data import formats
 from evaluation.senteval.data.formats import SplitRows
 from evaluation.senteval.data.lines import git_sha1
 from evaluation.senteval.data.misplaced import where_else
-from evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, retrieval_paths
+from evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, refuse_pickles
 from evaluation.senteval.data.taskdata import EMPTY, DataError, MissingDataError, Split, TaskData
 from evaluation.senteval.data.tasks import Task
 
@@ -34,13 +34,15 @@ _PROBING = {
     "OddManOut": "odd_man_out",
     "CoordinationInversion": "coordination_inversion",
 }
+_SENTIMENT = {"train": "sentiment-train", "dev": "sentiment-dev", "test": "sentiment-test"}
+_SICK = {"train": "SICK_train.txt", "dev": "SICK_trial.txt", "test": "SICK_test_annotated.txt"}
 _SPLIT_FILES = {
-    "SST2": {"train": "sentiment-train", "dev": "sentiment-dev", "test": "sentiment-test"},
-    "SST5": {"train": "sentiment-train", "dev": "sentiment-dev", "test": "sentiment-test"},
+    "SST2": _SENTIMENT,
+    "SST5": _SENTIMENT,
     "TREC": {"train": "train_5500.label", "test": "TREC_10.label"},
     "MRPC": {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"},
-    "SICKEntailment": {"train": "SICK_train.txt", "dev": "SICK_trial.txt", "test": "SICK_test_annotated.txt"},
-    "SICKRelatedness": {"train": "SICK_train.txt", "dev": "SICK_trial.txt", "test": "SICK_test_annotated.txt"},
+    "SICKEntailment": _SICK,
+    "SICKRelatedness": _SICK,
     "STSBenchmark": {"train": "sts-train.csv", "dev": "sts-dev.csv", "test": "sts-test.csv"},
 }
 _CLASSES = {
@@ -50,10 +52,10 @@ _CLASSES = {
     "SUBJ": ("subjective", "objective"),
     "SST2": ("negative", "positive"),
     "SST5": ("very negative", "negative", "neutral", "positive", "very positive"),
-    "TREC": ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
+    "TREC": formats.TREC,
     "MRPC": ("different", "paraphrase"),
-    "SNLI": ("entailment", "neutral", "contradiction"),
-    "SICKEntailment": ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
+    "SNLI": formats.SNLI,
+    "SICKEntailment": formats.SICK,
 }
 
 
@@ -72,23 +74,18 @@ def task_files(task: Task) -> tuple[str, ...]:
     return tuple(f"{task.folder}/{name}" for name in names)
 
 
-def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
+def load(task: Task, folder: Path) -> TaskData:
     """Read a task as SentEval does, with rows in the order in which SentEval passes them to its classifiers.
-
-    Args:
-        task: task to read.
-        folder: data folder with `downstream` and `probing`.
-        hashed: compute the files' hashes too, which identify the published files.
 
     Raises:
         MissingDataError: no file of the task exists.
         DataError: files are missing or cannot be read; the message names file and line.
     """
     paths = [folder / name for name in task_files(task)]
-    if task.procedure == "retrieval":
-        retrieval_paths(folder / task.folder)
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
+        if task.procedure == "retrieval":
+            refuse_pickles(folder / task.folder)
         kind = MissingDataError if len(missing) == len(paths) else DataError
         faked = f"a score over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
         found = where_else(task, folder, tuple(name for name in task_files(task) if not (folder / name).is_file()))
@@ -103,7 +100,7 @@ def load(task: Task, folder: Path, hashed: bool = True) -> TaskData:
         task=task,
         splits={name: _in_official_order(task, part, classes, name) for name, part in rows.items()},
         classes=classes,
-        files={name: git_sha1(folder / name) if hashed else "" for name in task_files(task)},
+        files={name: git_sha1(folder / name) for name in task_files(task)},
         features=features,
         num_empty=sum(not words for part in rows.values() for words in (*part.first, *part.second)),
         notes=tuple(note for part in rows.values() for note in part.notes),

@@ -10,13 +10,7 @@ _MAX_LISTED = 100
 
 
 def where_else(task: Task, folder: Path, names: tuple[str, ...]) -> str:
-    """Advice on files found in another place; "" if none is found nearby.
-
-    Args:
-        task: task of the files.
-        folder: data folder that the user named.
-        names: names of the files, relative to the folder.
-    """
+    """Advice on files of a task, named relative to the data folder, that are in another place; "" if none is nearby."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
     for root in _roots(folder):

@@ -17,33 +17,20 @@ from numpy.typing import NDArray
 
 from evaluation.senteval.data.formats import SplitRows
 from evaluation.senteval.data.lines import read_lines
-from evaluation.senteval.data.taskdata import DataError, MissingDataError
+from evaluation.senteval.data.taskdata import DataError
 
 CAPTIONS_PER_IMAGE = 5
 SPLITS = {"train": "train", "dev": "valid", "test": "test"}
 """Names of the splits, here and in the files."""
 
 
-def retrieval_paths(folder: Path) -> list[Path]:
-    """Files of all splits.
-
-    Raises:
-        DataError: the folder holds pickles instead.
-        MissingDataError: the folder holds no file of the task.
-    """
-    paths = [folder / f"{name}{end}" for name in SPLITS.values() for end in (".npy", ".captions.txt")]
-    missing = [path for path in paths if not path.is_file()]
-    pickles = sorted(path.name for path in folder.glob("*.pkl"))
-    if missing and pickles:
+def refuse_pickles(folder: Path) -> None:
+    """Raise DataError if a folder with missing files holds SentEval's pickles."""
+    if pickles := sorted(path.name for path in folder.glob("*.pkl")):
         raise DataError(
             f"{folder}: {', '.join(pickles)} are pickles, which run code when read and are never opened here; "
             "convert them elsewhere to <split>.npy and <split>.captions.txt (docs/senteval.md)"
         )
-    if len(missing) == len(paths):
-        raise MissingDataError(f"{folder}: no <split>.npy and <split>.captions.txt")
-    if missing:
-        raise DataError(f"{folder}: {', '.join(path.name for path in missing)} missing")
-    return paths
 
 
 def read_retrieval(folder: Path, split: str) -> tuple[SplitRows, NDArray[np.float32]]:

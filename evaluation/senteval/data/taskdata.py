@@ -16,11 +16,7 @@ EMPTY = "."
 
 
 class DataError(ValueError):
-    """Data that SentEval's loader would not read.
-
-    Attributes:
-        faked: false score that such data would give, or "".
-    """
+    """Data that SentEval's loader would not read; `faked` is the false score that they would give, or ""."""
 
     def __init__(self, message: str, faked: str = "") -> None:
         super().__init__(message)
@@ -33,22 +29,19 @@ class MissingDataError(DataError):
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of one split, or of one subset of an STS task, in the order SentEval gives them to its classifiers.
-
-    Attributes:
-        first: R first sentences, words joined by one space.
-        second: R second sentences, or None if a row is one sentence.
-        labels: `(R,)`; int64 classes from 0, or float64 gold scores. Retrieval: `(R,)` index of the caption's image.
-        order: `(R,)` int64; row i is the `order[i]`-th scored row of the files.
-        unscored: rows of the files without a gold score, which are left out: place among all rows of the file from 0,
-            and both sentences.
-    """
+    """Rows of one split, or of one subset of an STS task, in the order SentEval gives them to its classifiers."""
 
     first: tuple[str, ...]
+    """R first sentences, words joined by one space."""
     second: tuple[str, ...] | None
+    """R second sentences, or None if a row is one sentence."""
     labels: NDArray[np.int64] | NDArray[np.float64]
+    """`(R,)`; int64 classes from 0, or float64 gold scores. Retrieval: `(R,)` index of the caption's image."""
     order: NDArray[np.int64]
+    """`(R,)` int64; row i is the `order[i]`-th scored row of the files."""
     unscored: tuple[tuple[int, str, str], ...] = ()
+    """Rows of the files without a gold score, which are left out: place among all rows of the file from 0, and both
+    sentences."""
 
     def __len__(self) -> int:
         return len(self.first)
@@ -61,24 +54,19 @@ class Split:
 
 @dataclass(frozen=True)
 class TaskData:
-    """All data of a task.
-
-    Attributes:
-        task: task of the data.
-        splits: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets.
-        classes: name of each class, by its number; empty for gold scores.
-        files: files read, relative to the data folder, with git's SHA-1 of each ("" if not computed).
-        features: `(I, D)` float32 image features by split (retrieval alone).
-        num_empty: lines without a word; `EMPTY` replaces them.
-        notes: remarks on how the files were read.
-    """
+    """All data of a task."""
 
     task: Task
     splits: Mapping[str, Split]
+    """Parts: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets."""
     classes: tuple[str, ...]
+    """Name of each class, by its number; empty for gold scores."""
     files: Mapping[str, str]
+    """Files read, relative to the data folder, with git's SHA-1 of each."""
     features: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """`(I, D)` float32 image features by split (retrieval alone)."""
     num_empty: int = 0
+    """Lines without a word; `EMPTY` replaces them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -89,17 +77,14 @@ class TaskData:
 
 def sentences(data: TaskData) -> tuple[str, ...]:
     """Each distinct sentence of the task once, in order of first appearance."""
-    seen: dict[str, None] = {}
-    for split in data.splits.values():
-        seen.update(dict.fromkeys(split.first))
-        seen.update(dict.fromkeys(split.second or ()))
-    return tuple(seen)
+    return tuple(sentence_rows([data]))
 
 
 def sentence_rows(tasks: Iterable[TaskData]) -> dict[str, int]:
     """Map each distinct sentence of all tasks to a row number, so that each is embedded once."""
     rows: dict[str, int] = {}
     for data in tasks:
-        for text in sentences(data):
-            rows.setdefault(text, len(rows))
+        for split in data.splits.values():
+            for text in (*split.first, *(split.second or ())):
+                rows.setdefault(text, len(rows))
     return rows

@@ -17,27 +17,24 @@ Features = Literal["single", "difference_product", "pair_product_difference"]
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
-
-    Attributes:
-        name: SentEval's name.
-        label: name in tables.
-        group: half of SentEval it belongs to.
-        procedure: scoring procedure. inner_kfold: nested cross-validation (the task has no split); kfold:
-            regularisation by cross-validation on train, then test; split: fixed train, dev, test; relatedness: softmax
-            regression on five bins; retrieval: images and captions; similarity: cosine.
-        features: features of a sentence, or of a pair (a, b): `[|a-b|, a*b]` or `[a, b, a*b, |a-b|]`.
-        folder: folder below the data folder.
-        subsets: names of the parts that are correlated separately (similarity alone).
-    """
+    """One task."""
 
     name: str
+    """SentEval's name."""
     label: str
+    """Name in tables."""
     group: Group
+    """Half of SentEval it belongs to."""
     procedure: Procedure
+    """Scoring procedure. inner_kfold: nested cross-validation (the task has no split); kfold: regularisation by
+    cross-validation on train, then test; split: fixed train, dev, test; relatedness: softmax regression on five bins;
+    retrieval: images and captions; similarity: cosine."""
     features: Features
+    """Features of a sentence, or of a pair (a, b): `[|a-b|, a*b]` or `[a, b, a*b, |a-b|]`."""
     folder: str
+    """Folder below the data folder."""
     subsets: tuple[str, ...] = ()
+    """Names of the parts that are correlated separately (similarity alone)."""
 
     @property
     def pairs(self) -> bool:
@@ -104,11 +101,7 @@ class UnknownTaskError(ValueError):
 
 
 def find(name: str, others: Collection[str] = ()) -> Task:
-    """Find the task of that name or label, in any case.
-
-    Args:
-        name: name or label of the task.
-        others: other names that the caller knows (sets of tasks), for the suggestion.
+    """Find the task of that name or label, in any case; `others` are further names to suggest (sets of tasks).
 
     Raises:
         UnknownTaskError: no task matches; the message has the nearest name and lists all names.

@@ -4,11 +4,12 @@ An archive is never extracted. Its members are read as streams, and only wanted 
 written, each under a name chosen here.
 """
 
+import shutil
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Literal
 
 from common.storage import write_aside
 from evaluation.senteval.data.lines import git_sha1
@@ -19,33 +20,24 @@ from evaluation.senteval.download.transfer import TransferError, fetch
 
 _MAX_FILE_BYTES = 256 << 20
 _MAX_ARCHIVE_BYTES = 2 << 30
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Result for one file.
-
-    Attributes:
-        path: path relative to the data folder.
-        outcome: one of fetched, kept (it existed), failed.
-        note: reason of the failure, or a remark.
-    """
+    """Result for one file, by its path relative to the data folder."""
 
     path: str
-    outcome: str
+    outcome: Literal["fetched", "kept", "failed"]
+    """kept: it existed."""
     note: str = ""
+    """Reason of the failure, or a remark."""
 
 
 def download(folder: Path, sources: Sources, tell: Callable[[str], None] = lambda _: None) -> tuple[Fetched, ...]:
     """Fetch all missing files; continue after failures.
 
-    An existing file is kept, whatever its content: the check of the tasks reports errors in it.
-
-    Args:
-        folder: data folder.
-        sources: addresses of the files.
-        tell: called with a line before each transfer.
+    An existing file is kept, whatever its content: the check of the tasks reports errors in it. `tell` is called with a
+    line before each transfer.
     """
     outcomes = [_fetch_file(folder, file, tell) for file in sources.files]
     for archive in sources.archives:
@@ -134,7 +126,8 @@ def _take(held: Path, folder: Path, wanted: list[str], below: str) -> Iterator[F
                 continue
             stream = archive.extractfile(member)
             if stream is not None:
-                _write(stream, folder / path)
+                with write_aside(folder / path) as aside, aside.open("wb") as file:
+                    shutil.copyfileobj(stream, file)
                 same = git_sha1(folder / path) == known_hashes().get(path)
                 yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
     for path in ends.values():
@@ -146,9 +139,3 @@ def _ends(name: str) -> Iterator[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     for first in range(len(parts)):
         yield "/".join(parts[first:])
-
-
-def _write(stream: IO[bytes], target: Path) -> None:
-    with write_aside(target) as aside, aside.open("wb") as file:
-        while chunk := stream.read(_CHUNK_BYTES):
-            file.write(chunk)

@@ -25,11 +25,7 @@ class SnliError(ValueError):
 def make_split(archive: Path, split: str, folder: Path, hashes: dict[str, str]) -> None:
     """Write `labels.<split>`, `s1.<split>` and `s2.<split>` into `folder`, all three or none.
 
-    Args:
-        archive: snli_1.0.zip.
-        split: train, dev or test.
-        folder: folder for the files.
-        hashes: required git SHA-1 of each file, by name; a file without one is not checked.
+    `hashes` has the required git SHA-1 of each file, by name; a file without one is not checked.
 
     Raises:
         SnliError: the zip lacks the split or has other columns, or a file has another hash.

@@ -19,15 +19,14 @@ def _within(path: str) -> str:
 
 DataPath = Annotated[str, AfterValidator(_within)]
 """Path of a file relative to the data folder."""
+Url = Annotated[str, Field(pattern="^https?://")]
 
 
 class RemoteFile(Strict):
     """File that is served in the form SentEval reads."""
 
     path: DataPath
-    """Target path."""
-    url: str = Field(pattern="^https?://")
-    """Address of the file."""
+    url: Url
     git_sha1: str = ""
     """Required git SHA-1; if empty, the published hash of `path`."""
 
@@ -40,39 +39,26 @@ class RemoteFile(Strict):
 class RemoteArchive(Strict):
     """Tar archive with files that SentEval reads; members are found by the end of their names."""
 
-    url: str = Field(pattern="^https?://")
-    """Address of the archive."""
+    url: Url
     origin: str = Field(default="", alias="from")
     """Origin of the archive and known facts about it."""
     below: str = ""
     """Prefix of the data folder's paths that members' names lack."""
     paths: tuple[DataPath, ...]
-    """Paths of the files to take from it."""
 
 
 class RemoteSnli(Strict):
     """SNLI's zip, from which SentEval's nine files are made."""
 
-    url: str = Field(pattern="^https?://")
-    """Address of the zip."""
+    url: Url
 
 
 class Gone(Strict):
     """Tasks whose data cannot be fetched."""
 
     tasks: tuple[str, ...]
-    """Task names."""
     why: str
     """Reason, and what to do."""
-
-
-class Unused(Strict):
-    """Unused address of the official script."""
-
-    url: str
-    """The address."""
-    why: str
-    """Reason for not using it."""
 
 
 class Sources(Strict):
@@ -81,15 +67,11 @@ class Sources(Strict):
     about: str = ""
     """Remarks on pinned addresses and failed attempts."""
     files: tuple[RemoteFile, ...] = ()
-    """Single files."""
     archives: tuple[RemoteArchive, ...] = ()
-    """Archives."""
     snli: RemoteSnli | None = None
-    """SNLI's corpus."""
     gone: tuple[Gone, ...] = ()
-    """Data that cannot be fetched."""
-    unused: tuple[Unused, ...] = ()
-    """Unused addresses of the official script."""
+    unused: tuple[dict[str, str], ...] = ()
+    """Unused addresses of the official script, with reasons."""
 
 
 @cache

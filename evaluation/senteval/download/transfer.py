@@ -19,16 +19,12 @@ class TransferError(OSError):
 
 
 def fetch(url: str, target: Path, max_bytes: int, verify: Callable[[Path], None] | None = None) -> int:
-    """Fetch `url` to `target`, completely or not at all; return the number of bytes received.
+    """Fetch `url` (http or https) to `target`, completely or not at all; return the number of bytes received.
 
     A broken connection is resumed; after three attempts the part is left for the next call. The server is asked to
     resume only if the content is unchanged (`If-Range`); otherwise the download restarts.
 
-    Args:
-        url: http or https address.
-        target: receives the file when it is complete.
-        max_bytes: maximum size.
-        verify: raises ValueError for a wrong file, whose part is then removed.
+    `verify` raises ValueError for a wrong file, whose part is then removed.
 
     Raises:
         TransferError: the file was not found, is too large, broke off three times, or is wrong.

@@ -33,27 +33,20 @@ Units = Mapping[tuple[str, Method], StoredUnit]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Results of one encoder.
-
-    Attributes:
-        encoder: name of the encoder.
-        fingerprint: hash of everything that decides its embeddings.
-        size: numbers in an embedding.
-        reports: results by protocol.
-        geometry: alignment and uniformity on STS-B; empty if not requested.
-        warnings: warnings about the encoder as a whole: collapsed, mostly zero.
-        seconds: summed scoring time of its units.
-        pretrained: name of the encoder it was trained from; "" if unknown.
-    """
+    """Results of one encoder."""
 
     encoder: str
     fingerprint: str
     size: int
     reports: Mapping[Protocol, Report]
     geometry: Mapping[str, float] = field(default_factory=dict)
+    """Alignment and uniformity on STS-B; empty if not requested."""
     warnings: tuple[str, ...] = ()
+    """Warnings about the encoder as a whole: collapsed, mostly zero."""
     seconds: float = 0.0
+    """Summed scoring time of its units."""
     pretrained: str = ""
+    """Name of the encoder it was trained from; "" if unknown."""
 
 
 def evaluate(
@@ -66,13 +59,8 @@ def evaluate(
 ) -> Evaluated:
     """Score an encoder on all usable tasks, reusing the results in `output`.
 
-    Args:
-        encoder: encoder to score.
-        inspections: checked data of the tasks in `choice`.
-        choice: tasks, protocols, classifier settings.
-        output: folder that takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end.
-        session: Ray session that runs the classifiers.
-        say: receives progress lines.
+    `output` takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end. `session` runs
+    the classifiers, `say` receives progress lines.
 
     Raises:
         EncoderError: an embedding is not finite.
@@ -89,7 +77,17 @@ def evaluate(
         there |= found
         write_json(folder / "encoder.json", {"fingerprint": encoder.fingerprint, "warnings": list(warnings)})
         shutil.rmtree(output / _CACHE / encoder.fingerprint[:16], ignore_errors=True)
-    return assemble(encoder, inspections, choice, there, warnings)
+    geometry = there.get(("STSBenchmark", "geometry"))
+    return Evaluated(
+        encoder=encoder.name,
+        fingerprint=encoder.fingerprint,
+        size=encoder.size,
+        reports={protocol: _report(encoder.name, protocol, inspections, there) for protocol in choice.protocols},
+        geometry=dict(geometry.scores) if geometry else {},
+        warnings=warnings,
+        seconds=round(sum(unit.seconds for unit in there.values()), 3),
+        pretrained=getattr(encoder, "pretrained", ""),
+    )
 
 
 def _score(
@@ -127,28 +125,6 @@ def _score(
 
 def _rows(units: Sequence[ScoringUnit]) -> dict[str, int]:
     return sentence_rows({unit.data.task.name: unit.data for unit in units}.values())
-
-
-def assemble(
-    encoder: SentenceEncoder,
-    inspections: Sequence[Inspection],
-    choice: ScoringChoice,
-    units: Units,
-    warnings: tuple[str, ...],
-) -> Evaluated:
-    """Build the results of all protocols from the units."""
-    reports = {protocol: _report(encoder.name, protocol, inspections, units) for protocol in choice.protocols}
-    geometry = units.get(("STSBenchmark", "geometry"))
-    return Evaluated(
-        encoder=encoder.name,
-        fingerprint=encoder.fingerprint,
-        size=encoder.size,
-        reports=reports,
-        geometry=dict(geometry.scores) if geometry else {},
-        warnings=warnings,
-        seconds=round(sum(unit.seconds for unit in units.values()), 3),
-        pretrained=getattr(encoder, "pretrained", ""),
-    )
 
 
 def _report(encoder: str, protocol: Protocol, inspections: Sequence[Inspection], units: Units) -> Report:

@@ -58,21 +58,15 @@ class StoredUnit(Strict):
 
 @dataclass(frozen=True)
 class ScoringUnit:
-    """One task scored by one method, for one encoder.
-
-    Attributes:
-        data: data of the task.
-        method: scoring method.
-        identity: hash of everything that decides the scores.
-        path: file of the unit.
-        cost: expected time, relative to other units.
-    """
+    """One task scored by one method, for one encoder."""
 
     data: TaskData
     method: Method
     identity: str
+    """Hash of everything that decides the scores."""
     path: Path
     cost: float
+    """Expected time, relative to other units."""
 
     @property
     def name(self) -> str:
@@ -102,27 +96,14 @@ def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
 def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]:
     """Methods that score a task for these protocols; STS-B also gets alignment and uniformity."""
     task = find(task_name)
-    found: dict[Method, None] = {}
-    for protocol in protocols:
-        method = method_for(task, protocol)
-        if method is not None:
-            found[method] = None
-    if found and task.name == "STSBenchmark":
-        found["geometry"] = None
-    return tuple(found)
+    found = dict.fromkeys(method for protocol in protocols if (method := method_for(task, protocol)))
+    return (*found, "geometry") if found and task.name == "STSBenchmark" else tuple(found)
 
 
 def plan_units(
     inspections: Sequence[Inspection], choice: ScoringChoice, fingerprint: str, folder: Path
 ) -> tuple[ScoringUnit, ...]:
-    """Plan the units of all usable tasks, longest first.
-
-    Args:
-        inspections: checked data of the chosen tasks.
-        choice: requested evaluation.
-        fingerprint: fingerprint of the encoder.
-        folder: folder of the encoder's files.
-    """
+    """Plan the units of all usable tasks, longest first, for the encoder with this fingerprint and folder."""
     units = []
     for inspection in inspections:
         data = inspection.data

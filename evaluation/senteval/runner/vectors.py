@@ -23,14 +23,7 @@ PART_ROWS = 16_384
 
 @dataclass(frozen=True)
 class Vectors:
-    """`(N, D)` float32 embeddings in parts of `part_rows` rows.
-
-    Attributes:
-        folder: folder of the parts.
-        num_rows: N.
-        size: D.
-        part_rows: rows of each part except the last.
-    """
+    """`(N, D)` float32 embeddings in parts of `part_rows` rows, the last of fewer."""
 
     folder: Path
     num_rows: int
@@ -84,14 +77,7 @@ def embed_all(
     say: Callable[[str], None],
     part_rows: int = PART_ROWS,
 ) -> Vectors:
-    """Embed each text once; reuse the parts of an earlier call.
-
-    Args:
-        encoder: encoder to use.
-        texts: N different sentences.
-        cache: folder of all caches; a subfolder is named after encoder and texts.
-        say: receives progress lines.
-        part_rows: sentences per part.
+    """Embed N different texts; reuse the parts of an earlier call in a subfolder of `cache`.
 
     Raises:
         EncoderError: embeddings have a shape other than `(N, encoder.size)`, or a value is not finite.
@@ -132,10 +118,7 @@ def duration(seconds: float) -> str:
 def time_left(started: float, done: float, total: float) -> str:
     """Format the expected remaining time, `, about 3 min left`; "" below one second.
 
-    Args:
-        started: start on the monotonic clock.
-        done: finished part of the work.
-        total: all of it, in the same unit.
+    `started` is on the monotonic clock; `done` and `total` are work in one unit.
     """
     left = (time.monotonic() - started) * (total - done) / done
     return f", about {duration(left)} left" if left >= 1 else ""

@@ -49,13 +49,10 @@ def score_unit(
 def score_units(
     units: Sequence[ScoringUnit], take: Take, config: ClassifierConfig, session: SessionConfig
 ) -> Iterator[tuple[ScoringUnit, StoredUnit]]:
-    """Yield units with their results as they finish.
+    """Yield units, given longest first, with their results as they finish.
 
-    Args:
-        units: units, longest first.
-        take: returns the embeddings `(N, D)` of a unit's sentences; called when the unit's turn comes.
-        config: classifier settings.
-        session: a cluster's address, or the number of CPUs to use on this machine; 1 scores everything in this process.
+    `take` returns the embeddings `(N, D)` of a unit's sentences; it is called when the unit's turn comes. `session` has
+    a cluster's address, or the number of CPUs to use on this machine; 1 scores everything in this process.
     """
     fits = [unit for unit in units if needs_fits(unit.data.task, unit.method)]
     spread = len(fits) > 1 and session.num_cpus != 1

@@ -13,7 +13,7 @@ from typing import Literal
 
 from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
 
-_RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
+RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
 _WITHOUT_SNLI = tuple(name for name in DOWNSTREAM if name != "SNLI")
 
 Scores = Mapping[str, float]
@@ -21,21 +21,17 @@ Scores = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Average:
-    """Average over a set of tasks.
-
-    Attributes:
-        name: name of the set.
-        value: average in percent; None if a task is missing.
-        dev: average of the dev scores; None also if the set has none.
-        missing: tasks of the set without a score.
-        marked: tasks of the set whose data are not the published ones; such an average is not comparable.
-    """
+    """Average over a set of tasks."""
 
     name: str
     value: float | None
+    """Average in percent; None if a task is missing."""
     dev: float | None = None
+    """Average of the dev scores; None also if the set has none."""
     missing: tuple[str, ...] = ()
+    """Tasks of the set without a score."""
     marked: tuple[str, ...] = ()
+    """Tasks of the set whose data are not the published ones; such an average is not comparable."""
 
 
 def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] = "senteval") -> float:
@@ -50,7 +46,7 @@ def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] 
     if procedure == "relatedness":
         return 100 * scores["spearman"]
     if procedure == "retrieval":
-        return sum(scores[name] for name in _RECALLS) / len(_RECALLS)
+        return sum(scores[name] for name in RECALLS) / len(RECALLS)
     if protocol == "senteval" and "f1" in scores:
         return (scores["acc"] + scores["f1"]) / 2
     return scores["acc"]
@@ -63,7 +59,7 @@ def dev_headline(task: str, scores: Scores) -> float:
         return headline(task, scores)
     if procedure == "relatedness":
         return 100 * scores["devpearson"]
-    return scores["devacc"] / (len(_RECALLS) if procedure == "retrieval" else 1)
+    return scores["devacc"] / (len(RECALLS) if procedure == "retrieval" else 1)
 
 
 def averages(
@@ -73,15 +69,12 @@ def averages(
 ) -> tuple[Average, ...]:
     """All averages of a protocol; only complete sets have a value.
 
-    Args:
-        results: scores by task.
-        protocol: senteval: downstream, downstream without SNLI, probing, the means of both, all 28, and transfer;
-            simcse: STS and transfer.
-        marked: tasks whose data are not the published ones.
+    senteval: downstream, downstream without SNLI, probing, the means of both, all 28, and transfer; simcse: STS and
+    transfer. `marked` are tasks whose data are not the published ones.
     """
-    transfer = _rounded("transfer", TRANSFER, results, marked)
+    transfer = _average("transfer", TRANSFER, results, marked, rounded=True)
     if protocol == "simcse":
-        return (_rounded("STS", STS, results, marked), transfer)
+        return (_average("STS", STS, results, marked, rounded=True), transfer)
     downstream = _average("downstream", DOWNSTREAM, results, marked)
     without_snli = _average("downstream without SNLI", _WITHOUT_SNLI, results, marked)
     probing = _average("probing", PROBING, results, marked)
@@ -96,26 +89,23 @@ def averages(
     )
 
 
-def _average(name: str, tasks: tuple[str, ...], results: Mapping[str, Scores], marked: Collection[str]) -> Average:
+def _average(
+    name: str, tasks: tuple[str, ...], results: Mapping[str, Scores], marked: Collection[str], rounded: bool = False
+) -> Average:
+    """Average of a set; `rounded`: of SimCSE's numbers, each rounded to two decimals."""
     missing = tuple(task for task in tasks if task not in results)
     told = tuple(task for task in tasks if task in marked)
     if missing:
         return Average(name, None, None, missing, told)
+    if rounded:
+        values = [float(f"{headline(task, results[task], 'simcse'):.2f}") for task in tasks]
+        return Average(name, sum(values) / len(values), None, missing, told)
     value = sum(headline(task, results[task]) for task in tasks) / len(tasks)
     has_dev = all(
         find(task).procedure == "similarity" or {"devacc", "devpearson"} & set(results[task]) for task in tasks
     )
     dev = sum(dev_headline(task, results[task]) for task in tasks) / len(tasks) if has_dev else None
     return Average(name, value, dev, missing, told)
-
-
-def _rounded(name: str, tasks: tuple[str, ...], results: Mapping[str, Scores], marked: Collection[str]) -> Average:
-    missing = tuple(task for task in tasks if task not in results)
-    told = tuple(task for task in tasks if task in marked)
-    if missing:
-        return Average(name, None, None, missing, told)
-    values = [float(f"{headline(task, results[task], 'simcse'):.2f}") for task in tasks]
-    return Average(name, sum(values) / len(values), None, missing, told)
 
 
 def _mean_of(name: str, one: Average, two: Average) -> Average:

@@ -8,8 +8,7 @@ Legend: N sentences, D embedding size, B rows of a block.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -26,36 +25,16 @@ ABOVE = 4.0
 _BLOCK = 2048
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Alignment (0 is perfect), uniformity (lower is better), and the numbers of pairs and sentences behind them."""
+def score_geometry(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> dict[str, float]:
+    """Alignment (0 is perfect), uniformity (lower is better), and the numbers of pairs and sentences behind them.
 
-    alignment: float
-    uniformity: float
-    num_pairs: int
-    num_sentences: int
-
-
-def score_geometry(
-    data: TaskData,
-    rows: Mapping[str, int],
-    embeddings: NDArray[np.floating],
-    splits: Sequence[str] = ("train", "dev", "test"),
-) -> Geometry:
-    """Compute alignment and uniformity on pairs with gold scores (STS-B).
-
-    Args:
-        data: data of the task.
-        rows: row of each sentence in `embeddings`.
-        embeddings: `(N, D)`.
-        splits: splits to pool.
+    `data` is STS-B, pairs with gold scores; `rows` has the row of each sentence in the `(N, D)` embeddings.
 
     Raises:
         ValueError: no pair is scored above 4.
     """
     first, second, gold = [], [], []
-    for name in splits:
-        split = data.splits[name]
+    for split in data.splits.values():
         if split.second is None:
             raise ValueError(f"{data.task.name} has no pairs")
         first += [rows[text] for text in split.first]
@@ -66,18 +45,18 @@ def score_geometry(
         raise ValueError(f"{data.task.name}: no pair is scored above {ABOVE}")
     vectors = torch.from_numpy(np.asarray(embeddings))
     one, two = (vectors[[side[index] for index in close]] for side in (first, second))
-    return Geometry(
-        alignment(one.double(), two.double()),
-        blockwise_uniformity(vectors[first + second]),
-        len(close),
-        len(first) + len(second),
-    )
+    return {
+        "alignment": float(alignment(one.double(), two.double())),
+        "uniformity": blockwise_uniformity(vectors[first + second]),
+        "num_pairs": float(len(close)),
+        "num_sentences": float(len(first) + len(second)),
+    }
 
 
 def blockwise_uniformity(embeddings: Tensor) -> float:
     """Uniformity of `(N, D)` embeddings, computed in blocks of B rows, so that N^2 distances are never held.
 
-    Equals `trainer.objectives.declutr.validation.uniformity`, in the type of the embeddings, summed in float64;
+    Equals `trainer.objectives.measures.uniformity`, in the type of the embeddings, summed in float64;
     ||x - y||^2 = 2 - 2 x.y on the unit sphere.
     """
     unit = F.normalize(embeddings, dim=-1)

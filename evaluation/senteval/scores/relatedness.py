@@ -53,23 +53,19 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Relatedness:
-    """Correlations in -1..1, 0 if undefined.
-
-    Attributes:
-        dev_pearson: best Pearson on the dev set.
-        pearson: Pearson on the test set; undefined if all predictions are equal to within 1e-6.
-        spearman: Spearman on the test set, ties averaged; undefined in the same case.
-        mse: mean squared error on the test set.
-        predicted: (N,) predicted scores of the test pairs.
-        num_passes: passes over the training pairs until the fit stopped.
-    """
+    """Correlations in -1..1, 0 if undefined."""
 
     dev_pearson: float
     pearson: float
+    """Pearson on the test set; undefined if all predictions are equal to within 1e-6."""
     spearman: float
+    """Spearman on the test set, ties averaged; undefined in the same case."""
     mse: float
+    """Mean squared error on the test set."""
     predicted: NDArray[np.float64]
+    """(N,) predicted scores of the test pairs."""
     num_passes: int
+    """Passes over the training pairs until the fit stopped."""
 
 
 def bins(scores: ArrayLike) -> NDArray[np.float32]:
@@ -87,16 +83,15 @@ def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Rela
     A fit is one sequence of small steps, and no other fit can share its batches. The only gain over the official code
     is that gradients are written out.
     """
-    device = train.features.first.device
-    target = torch.from_numpy(bins(train.scores)).to(device)
+    target = torch.from_numpy(bins(train.scores))
     start = linear_start(train.features.width, NUM_BINS, torch.Generator().manual_seed(seed))
-    network = Network([p.to(device)[None, None].contiguous() for p in start])
-    updates = Updates.start("adam", DEFAULT_RATES["adam"], torch.zeros(1, 1, device=device), network.parameters)
+    network = Network([p[None, None].contiguous() for p in start])
+    updates = Updates.start("adam", DEFAULT_RATES["adam"], torch.zeros(1, 1), network.parameters)
     permutations = orders(seed, 0, len(train.scores))
     best, kept, misses, num_passes, stopped = -1.0, network, 0, 0, False
     while not stopped and num_passes <= _MAX_PASSES:
         for _ in range(_PASSES):
-            _pass(train.features, target, torch.from_numpy(next(permutations)).to(device), network, updates)
+            _pass(train.features, target, torch.from_numpy(next(permutations)), network, updates)
         num_passes += _PASSES
         pearson = _correlation(pearsonr, predict(network, dev.features), dev.scores)
         if pearson > best:
@@ -118,12 +113,12 @@ def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Rela
 def predict(network: Network, features: Table) -> NDArray[np.float64]:
     """Means (N,) of the predicted distributions."""
     room = features.buffer(min(len(features), _SCORING_ROWS))
-    places = torch.arange(len(features), device=features.first.device)
+    places = torch.arange(len(features))
     parts = [
         torch.softmax(network.forward(features.take(part[None], room)).logits, 2)[0, 0]
         for part in places.split(_SCORING_ROWS)
     ]
-    shares = torch.cat(parts, 1).cpu().numpy().astype(np.float64)
+    shares = torch.cat(parts, 1).numpy().astype(np.float64)
     return np.arange(1, NUM_BINS + 1) @ shares
 
 

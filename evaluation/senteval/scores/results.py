@@ -19,22 +19,15 @@ Protocol = Literal["senteval", "simcse"]
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Scores of one encoder on one task.
-
-    Attributes:
-        task: SentEval's name.
-        protocol: protocol that decides which number a table shows.
-        scores: scores by name, see above.
-        num_rows: scored rows.
-        standing: how closely the data match the published ones.
-        warnings: warnings to show next to the score.
-    """
+    """Scores of one encoder on one task."""
 
     task: str
     protocol: Protocol
+    """Protocol that decides which number a table shows."""
     scores: Mapping[str, float]
     num_rows: int
     standing: Standing
+    """Standing of the data compared with the published ones."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -50,13 +43,9 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of one encoder.
+    """Results of one encoder under one protocol, by task.
 
-    Attributes:
-        encoder: name of the encoder.
-        protocol: protocol of all results.
-        results: results by task.
-        missing: reason for a missing result, by task: no data, refused data, or not requested.
+    `missing` has the reason for each missing result: no data, refused data, or not requested.
     """
 
     encoder: str

@@ -23,9 +23,8 @@ from common.config import Strict
 from evaluation.senteval.classifier.features import table
 from evaluation.senteval.classifier.folds import Rows
 from evaluation.senteval.classifier.network import linear_start
+from evaluation.senteval.data.retrieval_files import CAPTIONS_PER_IMAGE
 
-CAPTIONS_PER_IMAGE = 5
-RECALLS = (1, 5, 10)
 _PROJECTED_ROWS = 4096
 _SCORED_QUERIES = 512
 
@@ -53,15 +52,12 @@ class RetrievalConfig(Strict):
 
 @dataclass(frozen=True)
 class Gallery:
-    """Images and their captions.
-
-    Attributes:
-        images: (I, D) float32 features.
-        captions: (5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i.
-    """
+    """Images and their captions."""
 
     images: Tensor
+    """(I, D) float32 features."""
     captions: Tensor
+    """(5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i."""
 
     def __post_init__(self) -> None:
         if not len(self.images) or len(self.captions) != CAPTIONS_PER_IMAGE * len(self.images):
@@ -73,15 +69,12 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Recalls:
-    """Percentage of queries with the answer among the first 1, 5 and 10, and the median rank (from 1).
-
-    Attributes:
-        to_text: queries are images, answers one of their captions.
-        to_image: queries are captions, answers their image.
-    """
+    """Percentage of queries with the answer among the first 1, 5 and 10, and the median rank (from 1)."""
 
     to_text: tuple[float, float, float, float]
+    """Queries are images, answers one of their captions."""
     to_image: tuple[float, float, float, float]
+    """Queries are captions, answers their image."""
 
     @property
     def total(self) -> float:
@@ -91,35 +84,30 @@ class Recalls:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Result of a trained pair of projections.
-
-    Attributes:
-        test: means over the test folds.
-        dev_total: best sum of the six dev recalls.
-        num_passes: passes over the training captions.
-    """
+    """Result of a trained pair of projections."""
 
     test: Recalls
     dev_total: float
+    """Best sum of the six dev recalls."""
     num_passes: int
+    """Passes over the training captions."""
 
 
-def gallery(images: NDArray[np.float32], captions: NDArray[np.float32], device: torch.device | None = None) -> Gallery:
+def gallery(images: NDArray[np.float32], captions: NDArray[np.float32]) -> Gallery:
     """Convert arrays to tensors.
 
     Raises:
         ValueError: an image does not have exactly five captions, or a value is not finite.
     """
-    return Gallery(table(images, device).first, table(captions, device).first)
+    return Gallery(table(images).first, table(captions).first)
 
 
 def retrieval(train: Gallery, dev: Gallery, test: Gallery, config: RetrievalConfig | None = None) -> Retrieval:
     """Train the projections on `train`, keep the best on `dev`, score `test`."""
     config = config or RetrievalConfig()
     start = torch.Generator().manual_seed(config.seed)
-    device = train.images.device
     widths = (train.images.shape[1], train.captions.shape[1])
-    parameters = [p.to(device).requires_grad_() for width in widths for p in linear_start(width, config.size, start)]
+    parameters = [p.requires_grad_() for width in widths for p in linear_start(width, config.size, start)]
     optimizer = torch.optim.Adam(parameters, fused=True)
     stream = np.random.RandomState(config.seed)
     best, kept, misses, num_passes, stopped = -1.0, parameters, 0, 0, False
@@ -129,7 +117,7 @@ def retrieval(train: Gallery, dev: Gallery, test: Gallery, config: RetrievalConf
             batch = permutation[begin : begin + config.batch_size]
             # Images first, then captions, each in one call of the stream.
             drawn = [contrasts(stream, permutation, begin, config) for _ in range(2)]
-            rows = [torch.from_numpy(part).to(device) for part in (batch, *drawn)]
+            rows = [torch.from_numpy(part) for part in (batch, *drawn)]
             loss = _loss(train, parameters, rows, config.margin)
             optimizer.zero_grad()
             loss.backward()
@@ -211,11 +199,11 @@ def recalls(images: Tensor, captions: Tensor) -> Recalls:
     A rank is the number of candidates that score higher. The official code sorts, with arbitrary order among equal
     scores.
     """
-    owner = torch.arange(len(captions), device=images.device) // CAPTIONS_PER_IMAGE
+    owner = torch.arange(len(captions)) // CAPTIONS_PER_IMAGE
     text_ranks, image_ranks = [], []
     for begin, part in zip(range(0, len(images), _SCORED_QUERIES), images.split(_SCORED_QUERIES), strict=True):
         scores = part @ captions.mT
-        own = owner == torch.arange(begin, begin + len(part), device=images.device)[:, None]
+        own = owner == torch.arange(begin, begin + len(part))[:, None]
         best = scores.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
         text_ranks.append((scores > best).sum(1))
     for part, image in zip(captions.split(_SCORED_QUERIES), owner.split(_SCORED_QUERIES), strict=True):
@@ -225,6 +213,6 @@ def recalls(images: Tensor, captions: Tensor) -> Recalls:
 
 
 def _summary(ranks: Tensor) -> tuple[float, float, float, float]:
-    values = ranks.cpu().numpy()
-    one, five, ten = (100.0 * int((values < limit).sum()) / len(values) for limit in RECALLS)
+    values = ranks.numpy()
+    one, five, ten = (100.0 * int((values < limit).sum()) / len(values) for limit in (1, 5, 10))
     return one, five, ten, float(np.floor(np.median(values)) + 1)

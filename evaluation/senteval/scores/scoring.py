@@ -4,7 +4,7 @@ Legend: N distinct sentences of a task, D embedding size.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,11 +16,12 @@ from evaluation.senteval.classifier.features import Table, pair_table, table
 from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
 from evaluation.senteval.data.tasks import STS, TRANSFER, Task
+from evaluation.senteval.scores.averages import RECALLS
 from evaluation.senteval.scores.geometry import score_geometry
 from evaluation.senteval.scores.relatedness import Pairs, relatedness
 from evaluation.senteval.scores.results import Protocol
-from evaluation.senteval.scores.retrieval import Gallery, RetrievalConfig, gallery, retrieval
-from evaluation.senteval.scores.similarity import score_sts
+from evaluation.senteval.scores.retrieval import RetrievalConfig, gallery, retrieval
+from evaluation.senteval.scores.similarity import gold, score_sts
 
 Method = Literal["procedure", "cosine", "geometry"]
 """procedure: the task's own in SentEval; cosine: of test pairs, for tasks where SentEval trains a regression; geometry:
@@ -31,7 +32,7 @@ Embeddings = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores by name (see `results.py`; geometry: the fields of `Geometry`) and warnings to show with them."""
+    """Scores by name (see `results.py` and `geometry.py`) and warnings to show with them."""
 
     scores: Mapping[str, float]
     warnings: tuple[str, ...] = ()
@@ -67,13 +68,9 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
 
 
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
-    """Compute the scores of a task.
+    """Compute the scores of a task from the embeddings `(N, D)` of `sentences(data)`, in that order.
 
-    Args:
-        data: data of the task.
-        method: a method that the task has.
-        embeddings: `(N, D)` of `sentences(data)`, in that order.
-        config: classifier settings; the exceptions for SNLI and WordContent are applied here.
+    The exceptions from the classifier settings for SNLI and WordContent are applied here.
 
     Raises:
         ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
@@ -81,15 +78,15 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     rows = sentence_rows([data])
     task = data.task
     if method == "geometry":
-        return Scored({name: float(value) for name, value in asdict(score_geometry(data, rows, embeddings)).items()})
+        return Scored(score_geometry(data, rows, embeddings))
     if method == "cosine" or task.procedure == "similarity":
         found = score_sts(data, rows, embeddings)
         if task.procedure == "relatedness":  # one split, so that the three aggregates are equal
             return Scored({"spearman": found.all.spearman, "pearson": found.all.pearson}, found.warnings)
         return Scored(found.flat(), found.warnings)
     if task.procedure == "relatedness":
-        parts = {name: Pairs(_features(split, rows, embeddings, task), _gold(split)) for name, split in _three(data)}
-        fit = relatedness(parts["train"], parts["dev"], parts["test"], config.seed)
+        train, dev, test = (Pairs(_features(split, rows, embeddings, task), gold(split)) for _, split in _three(data))
+        fit = relatedness(train, dev, test, config.seed)
         flat = fit.dev_pearson <= 0 and fit.pearson == 0
         scores = {"devpearson": fit.dev_pearson, "pearson": fit.pearson, "spearman": fit.spearman, "mse": fit.mse}
         return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else ())
@@ -118,14 +115,12 @@ def _classified(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings,
 
 
 def _retrieval(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings, seed: int) -> Scored:
-    galleries: dict[str, Gallery] = {
-        name: gallery(data.features[name], embeddings[[rows[text] for text in split.first]])
-        for name, split in _three(data)
-    }
-    found = retrieval(galleries["train"], galleries["dev"], galleries["test"], RetrievalConfig(seed=seed))
-    sides = {"i2t": found.test.to_text, "t2i": found.test.to_image}
-    scores = {f"{side}_r{k}": values[place] for side, values in sides.items() for place, k in enumerate((1, 5, 10))}
-    return Scored({**scores, "devacc": found.dev_total})
+    train, dev, test = (
+        gallery(data.features[name], embeddings[[rows[text] for text in split.first]]) for name, split in _three(data)
+    )
+    found = retrieval(train, dev, test, RetrievalConfig(seed=seed))
+    recalls = (*found.test.to_text[:3], *found.test.to_image[:3])
+    return Scored({**dict(zip(RECALLS, recalls, strict=True)), "devacc": found.dev_total})
 
 
 def _features(split: Split, rows: Mapping[str, int], embeddings: Embeddings, task: Task) -> Table:
@@ -134,10 +129,6 @@ def _features(split: Split, rows: Mapping[str, int], embeddings: Embeddings, tas
         return table(first)
     second = embeddings[[rows[text] for text in split.second]]
     return pair_table(first, second, keep_both=task.features == "pair_product_difference")
-
-
-def _gold(split: Split) -> NDArray[np.float64]:
-    return split.labels.astype(np.float64)
 
 
 def _three(data: TaskData) -> list[tuple[str, Split]]:

@@ -17,36 +17,30 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Correlation:
-    """Correlations of R cosines with R gold scores.
-
-    Attributes:
-        pearson: within -1..1; 0 if undefined.
-        spearman: within -1..1, ties averaged; 0 if undefined.
-        num_pairs: R.
-        undefined: all cosines, or all gold scores, are equal, because the encoder or the data have collapsed.
-    """
+    """Correlations of R cosines with R gold scores."""
 
     pearson: float
+    """Within -1..1; 0 if undefined."""
     spearman: float
+    """Within -1..1, ties averaged; 0 if undefined."""
     num_pairs: int
+    """R."""
     undefined: bool = False
+    """All cosines, or all gold scores, are equal, because the encoder or the data have collapsed."""
 
 
 @dataclass(frozen=True)
 class StsScore:
-    """Correlations of the subsets and the three ways in which papers aggregate them.
-
-    Attributes:
-        subsets: correlations by subset name.
-        mean: unweighted means (DeCLUTR's tables).
-        wmean: means weighted by numbers of pairs (SCL's tables).
-        all: one correlation over all pairs of all subsets (tables of SimCSE and its followers).
-    """
+    """Correlations of the subsets and the three ways in which papers aggregate them."""
 
     subsets: Mapping[str, Correlation]
+    """Correlations by subset name."""
     mean: Correlation
+    """Unweighted means (DeCLUTR's tables)."""
     wmean: Correlation
+    """Means weighted by numbers of pairs (SCL's tables)."""
     all: Correlation
+    """One correlation over all pairs of all subsets (tables of SimCSE and its followers)."""
 
     def flat(self) -> dict[str, float]:
         """Scores by name, as a result stores them: `spearman.mean`, `pearson.all`, `spearman.MSRpar`..."""
@@ -110,22 +104,19 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
 def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> StsScore:
     """Scores of an STS task; for SICK-R and STS-B on their test split, as in SimCSE's protocol.
 
-    Args:
-        data: data of the task.
-        rows: row of each sentence in `embeddings`.
-        embeddings: `(N, D)`.
+    `rows` has the row of each sentence in the `(N, D)` embeddings.
     """
     splits = data.splits if data.task.procedure == "similarity" else {"test": data.splits["test"]}
-    return aggregate({name: (pair_cosines(split, rows, embeddings), _gold(split)) for name, split in splits.items()})
+    return aggregate({name: (_pair_cosines(split, rows, embeddings), gold(split)) for name, split in splits.items()})
 
 
-def pair_cosines(split: Split, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Vector:
-    """Cosines `(R,)` of a split's pairs."""
+def _pair_cosines(split: Split, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Vector:
     if split.second is None:
         raise ValueError("rows without a second sentence have no cosine")
     first, second = ([rows[text] for text in side] for side in (split.first, split.second))
     return cosines(embeddings[first], embeddings[second])
 
 
-def _gold(split: Split) -> Vector:
+def gold(split: Split) -> Vector:
+    """Gold scores `(R,)`."""
     return split.labels.astype(np.float64)

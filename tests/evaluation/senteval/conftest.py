@@ -1,3 +1,18 @@
+import pytest
+from sentevaldata import write_binary, write_rest, write_retrieval, write_sts
 from threads import one_thread
 
+from evaluation.senteval.data.tasks import TASKS
+
 __all__ = ["one_thread"]
+
+
+@pytest.fixture(scope="module")
+def every_task(tmp_path_factory):
+    """A data folder with a few rows of every task."""
+    path = tmp_path_factory.mktemp("senteval")
+    write_binary(path)
+    write_rest(path)
+    write_retrieval(path)
+    write_sts(path, {int(task.name[3:]): task.subsets for task in TASKS if task.procedure == "similarity"})
+    return path

@@ -1,13 +1,17 @@
 """Data that are not the published ones get no score, and it is said what the score would have been."""
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 from sentevaldata import COMPLETE, write, write_binary, write_rest
 
-from evaluation.senteval.checks.checking import check, inspect
-from evaluation.senteval.checks.published import bases, published
-from evaluation.senteval.data.loading import load, task_files
+from evaluation.senteval import checks
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.checks.published import published
+from evaluation.senteval.data.findings import MARKS
+from evaluation.senteval.data.loading import task_files
 from evaluation.senteval.data.tasks import TASKS, find
 from evaluation.senteval.download.overview import overview
 
@@ -26,8 +30,9 @@ def copy(task, target):
 
 def test_every_task_has_published_figures_whose_classes_sum_to_the_rows():
     assert set(published()) == {task.name for task in TASKS}
+    bases = json.loads(Path(checks.__file__).with_name("published.json").read_bytes())["basis"]
     for name, figures in published().items():
-        assert figures.basis in bases()
+        assert figures.basis in bases
         for split, expected in figures.splits.items():
             if expected.classes:
                 assert sum(expected.classes.values()) == expected.rows, (name, split)
@@ -41,7 +46,7 @@ def test_the_right_numbers_of_other_sentences_are_marked(tmp_path):
     write_binary(tmp_path, distinct(5000, "objective"), distinct(5000, "subjective"))
     inspection = inspect(find("SUBJ"), tmp_path)
     assert (inspection.standing, inspection.usable, inspection.reason) == ("altered", True, "")
-    assert inspection.mark == "not the published files; comparable with no published number"
+    assert MARKS[inspection.standing] == "not the published files; comparable with no published number"
     assert [finding.what for finding in inspection.findings] == [
         "2 of 2 files differ from the published ones: subj.objective, subj.subjective",
         "SUBJ: the published labels with different sentences, for example a translation or another edition",
@@ -50,34 +55,32 @@ def test_the_right_numbers_of_other_sentences_are_marked(tmp_path):
     assert "subj.objective, subj.subjective" in "\n".join(overview([inspection]))
 
 
-def test_ten_rows_repeated_are_no_set(tmp_path):
-    write_binary(tmp_path, distinct(10, "objective") * 500, distinct(10, "subjective") * 500)
-    reason = inspect(find("SUBJ"), tmp_path).reason
-    assert "SUBJ: 20 rows are distinct, published 9,998: rows were repeated" in reason
-    assert "tested on rows that it was trained on" in reason
-
-
-def test_the_corrupted_subj_of_5020_lines(tmp_path):
-    """princeton-nlp/SimCSE#84, facebookresearch/SentEval#63; printed as 99.60 in two papers."""
-    write_binary(tmp_path, distinct(5000, "objective"), distinct(20, "subjective"))
-    inspection = inspect(find("SUBJ"), tmp_path)
+@pytest.mark.parametrize(
+    ("task", "ones", "zeros", "said", "effect"),
+    [
+        # ten rows repeated
+        ("SUBJ", distinct(10, "objective") * 500, distinct(10, "subjective") * 500,
+         "SUBJ: 20 rows are distinct, published 9,998: rows were repeated", "tested on rows that it was trained on"),
+        # princeton-nlp/SimCSE#84, facebookresearch/SentEval#63; printed as 99.60 in two papers
+        ("SUBJ", distinct(5000, "objective"), distinct(20, "subjective"),
+         "SUBJ: 5,020 rows, published 10,000: 20 subjective (published 5,000)",
+         "always answering 'objective' is right in 5,000 of 5,020 rows = 99.60%"),
+        # the corrupted MR of 74 lines
+        ("MR", distinct(50, "good"), distinct(24, "bad"),
+         "MR: 74 rows, published 10,662: 24 negative (published 5,331), 50 positive (published 5,331)",
+         "50 of 74 rows = 67.57%, and one row is worth 1.35 points"),
+        # a file copied over the other class
+        ("MR", distinct(5331), distinct(5331), "all: 10,662 of 10,662 rows occur under two classes",
+         "no classifier could get more than about 50%"),
+    ],
+    ids=["repeated", "SUBJ of 5,020 lines", "MR of 74 lines", "copied over"],
+)  # fmt: skip
+def test_corrupted_classes_are_refused_with_the_false_score(tmp_path, task, ones, zeros, said, effect):
+    write_binary(tmp_path, ones, zeros)
+    inspection = inspect(find(task), tmp_path)
     assert (inspection.standing, inspection.usable) == ("refused", False)
-    assert "SUBJ: 5,020 rows, published 10,000: 20 subjective (published 5,000)" in inspection.reason
-    assert "always answering 'objective' is right in 5,000 of 5,020 rows = 99.60%" in inspection.reason
-
-
-def test_the_corrupted_mr_of_74_lines(tmp_path):
-    write_binary(tmp_path, distinct(50, "good"), distinct(24, "bad"))
-    reason = inspect(find("MR"), tmp_path).reason
-    assert "MR: 74 rows, published 10,662: 24 negative (published 5,331), 50 positive (published 5,331)" in reason
-    assert "50 of 74 rows = 67.57%, and one row is worth 1.35 points" in reason
-
-
-def test_a_file_copied_over_the_other_class(tmp_path):
-    write_binary(tmp_path, distinct(5331), distinct(5331))
-    reason = inspect(find("MR"), tmp_path).reason
-    assert "all: 10,662 of 10,662 rows occur under two classes" in reason
-    assert "no classifier could get more than about 50%" in reason
+    assert said in inspection.reason
+    assert effect in inspection.reason
 
 
 def test_nothing_and_half_a_download(tmp_path):
@@ -119,7 +122,7 @@ def test_utf_8_where_latin_1_is_read(tmp_path, text, said):
 def test_characters_lost_in_a_conversion(tmp_path):
     write_rest(tmp_path)
     write(tmp_path, "downstream/SST/binary/sentiment-test", "caf\ufffd \ufffd\t1\nbad\t0\n")
-    assert any("2 characters were lost (U+FFFD)" in f.what for f in check(load(find("SST2"), tmp_path)))
+    assert any("2 characters were lost (U+FFFD)" in f.what for f in inspect(find("SST2"), tmp_path).findings)
 
 
 def test_own_data_are_scored_when_asked_and_marked(tmp_path):
@@ -127,7 +130,7 @@ def test_own_data_are_scored_when_asked_and_marked(tmp_path):
     refused, allowed = (inspect(find("Tense"), tmp_path, allow) for allow in (False, True))
     assert "Tense train: 2 rows, published about 100,000" in refused.reason
     assert (allowed.standing, allowed.usable) == ("unpublished", True)
-    assert allowed.mark == "not the published data; comparable with no published number"
+    assert MARKS[allowed.standing] == "not the published data; comparable with no published number"
     assert allowed.findings == refused.findings
     said = "\n".join(overview([refused, allowed]))
     assert "REFUSED" in said
@@ -164,7 +167,7 @@ def test_any_other_byte_is_said_and_marked(tmp_path, old, new, standing, said):
         (tmp_path / name).write_bytes(text.encode())
     inspection = inspect(task, tmp_path)
     assert inspection.standing == standing, inspection.reason
-    assert inspection.mark
+    assert MARKS[inspection.standing]
     assert said in "\n".join(overview([inspection]))
 
 

@@ -2,10 +2,9 @@
 
 import shutil
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sentevaldata import write_binary, write_rest, write_retrieval, write_sts
+from sentevaldata import write_rest
 
 from evaluation.senteval.checks.checking import inspect
 from evaluation.senteval.data.loading import task_files
@@ -20,28 +19,18 @@ DAMAGE = st.one_of(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("whole")
-    write_binary(path)
-    write_rest(path)
-    write_retrieval(path)
-    write_sts(path, {int(task.name[3:]): task.subsets for task in TASKS if task.procedure == "similarity"})
-    return path
-
-
 @settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data(), damage=DAMAGE, keep=st.sampled_from(["nothing", "before", "after", "half"]))
-def test_a_damaged_file_is_refused_or_read(folder, tmp_path, data, damage, keep):
+def test_a_damaged_file_is_refused_or_read(every_task, tmp_path, data, damage, keep):
     task = data.draw(st.sampled_from(TASKS))
     name = data.draw(st.sampled_from(task_files(task)))
     copy = tmp_path / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     for known in task_files(task):
         (copy / known).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / known, copy / known)
+        shutil.copy(every_task / known, copy / known)
     whole = (copy / name).read_bytes()
     kept = {"nothing": damage, "before": whole + damage, "after": damage + whole, "half": whole[: len(whole) // 2]}
     (copy / name).write_bytes(kept[keep])

@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from sentevaldata import COMPLETE, PROBING, SLICES, write, write_binary, write_rest, write_retrieval, write_sts
+from sentevaldata import COMPLETE, PROBING, SLICES, write, write_retrieval
 
 from evaluation.senteval.data.loading import load, task_files
 from evaluation.senteval.data.taskdata import DataError, MissingDataError, sentence_rows, sentences
@@ -12,13 +12,8 @@ from evaluation.senteval.data.tasks import DOWNSTREAM, TASKS, UnknownTaskError, 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("senteval")
-    write_binary(path)
-    write_rest(path)
-    write_retrieval(path)
-    write_sts(path, {int(task.name[3:]): task.subsets for task in TASKS if task.procedure == "similarity"})
-    return path
+def folder(every_task):
+    return every_task
 
 
 def rows(split):
@@ -204,7 +199,7 @@ def test_the_real_sets():
         "Tense": (8423, 1487, 9927),
     }
     for name, expected in sizes.items():
-        assert tuple(len(split) for split in load(find(name), COMPLETE, hashed=False).splits.values()) == expected, name
+        assert tuple(len(split) for split in load(find(name), COMPLETE).splits.values()) == expected, name
 
 
 @pytest.mark.skipif(not SLICES.exists(), reason="no slices of task data beside the repository")
@@ -223,7 +218,7 @@ def test_the_first_lines_of_every_other_set(tmp_path):
         "CoordinationInversion": (200, 60, 60),
     }
     for name, expected in sizes.items():
-        assert tuple(len(split) for split in load(find(name), SLICES, hashed=False).splits.values()) == expected, name
+        assert tuple(len(split) for split in load(find(name), SLICES).splits.values()) == expected, name
     for column in ("s1", "s2", "labels"):  # train has no slice: dev's stands in for it
         for split in ("train", "dev", "test"):
             source = SLICES / f"downstream/SNLI/{column}.{'dev' if split == 'train' else split}"

@@ -81,10 +81,10 @@ def test_alignment_is_over_pairs_above_four_of_all_splits(tmp_path):
     rows = {text: row for row, text in enumerate(sentences(data))}
     vectors = np.array([[2.0, 0], [0, 3]])
     found = score_geometry(data, rows, vectors)
-    assert (found.num_pairs, found.num_sentences) == (3, 12)
-    assert found.alignment == pytest.approx(2)  # every pair is at a right angle
+    assert (found["num_pairs"], found["num_sentences"]) == (3, 12)
+    assert found["alignment"] == pytest.approx(2)  # every pair is at a right angle
     pairs = 2 * (6 * 5 / 2)  # equal ones, of 66
-    assert found.uniformity == pytest.approx(math.log((pairs + 36 * math.exp(-4)) / 66))
+    assert found["uniformity"] == pytest.approx(math.log((pairs + 36 * math.exp(-4)) / 66))
     with pytest.raises(ValueError, match="no pair is scored above 4"):
         score_geometry(load(find("STS-B"), low_scores(tmp_path)), rows, vectors)
 

@@ -1,6 +1,7 @@
 """Rows of short texts as `prepare` makes them, without Ray."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def decode(tokenizer):
         shards, found = ShardSet(folder, split), []
         for row in shards.take(range(shards.num_documents)).to_pylist():
             bounds = [*row["starts"], row["num_tokens"]]
-            texts = [tokenizer.decode(row["tokens"][a:b]).strip() for a, b in zip(bounds, bounds[1:], strict=False)]
+            texts = [tokenizer.decode(row["tokens"][a:b]).strip() for a, b in pairwise(bounds)]
             found.append(list(zip(texts, [LABELS[label] for label in row["labels"]], strict=True)))
         return found
 

@@ -263,7 +263,7 @@ def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output, write_jso
 def test_too_large_files_are_refused(tmp_path, make_texts, rows_of, write_jsonl, make_pair, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", *(make_pair(f"premise {n}", "h" * 100, 0) for n in range(20)))
     monkeypatch.setattr(pairs, "MAX_FILE_BYTES", 1000)
-    with pytest.raises(OSError, match="a.jsonl: its pairs have more than"):
+    with pytest.raises(OSError, match=r"a\.jsonl: its pairs have more than"):
         rows_of(make_texts("pairs", path))
     monkeypatch.setattr("pipeline.job.units.MAX_FILE_BYTES", 1000)
     config = make_texts("pairs", path)
@@ -306,7 +306,7 @@ def test_triples_of_jsonl_with_other_keys_and_cut_into_parts(tmp_path, make_text
     assert [row.texts for row in rows] == [(f"q{n}", "p", "n") for n in range(100)]
 
 
-def test_a_text_without_tokens_drops_its_row(tmp_path, make_texts, output, write_jsonl, make_pair):
+def test_a_text_without_tokens_drops_its_row(tmp_path, make_texts, write_jsonl, make_pair):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -35,9 +35,7 @@ def test_the_columns_are_those_of_the_kind_and_in_any_order(prepared):
     shards = ShardSet(folder, "train")
     table = shards.take(np.array([29, 0, 29]))
     assert table.schema.names == ["id", "tokens", "starts", "labels", "num_tokens", "source", "offset"]
-    assert str(table.schema.field("labels").type) == "list<item: int8 not null>" or table.schema.field(
-        "labels"
-    ).type == (pa.list_(pa.int8()))
+    assert table.schema.field("labels").type == pa.list_(pa.int8())
     assert table.column("labels").to_pylist() == [[-1, 0, 1, 2], [-1, 0], [-1, 0, 1, 2]]
     assert table.column("id")[1].as_py() == ledger[0].id
     assert shards.take(np.empty(0, np.int64)).schema.equals(table.schema)
@@ -128,10 +126,12 @@ def test_numbers_poked_into_a_file_are_named_by_the_check_and_the_reader(prepare
     (folder / MANIFEST).write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
     (problem,) = check_shards(folder, full=True)
     assert "train-00000.arrow: document" in problem
-    with pytest.raises(ShardError, match="train-00000.arrow: document"):
+    with pytest.raises(ShardError, match=r"train-00000\.arrow: document"):
         ShardSet(folder, "train").take(np.arange(30))
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("session")
 def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_inspection(
     tmp_path, make_texts, output, decode, write_jsonl, make_pair
 ):
@@ -171,13 +171,6 @@ def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_in
     assert check_shards(folder, full=True) == []
 
 
-test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_inspection = pytest.mark.ray(
-    pytest.mark.usefixtures("session")(
-        test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_inspection
-    )
-)
-
-
 def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_texts, output, write_jsonl, make_pair):
     from pipeline.choosing.evaluation_sets import INDEX, build_index
 
@@ -189,7 +182,10 @@ def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_tex
         make_pair("Another premise in English.", planted, 2),
         make_pair("Dieser Satz steht hier auf Deutsch geschrieben.", "Er ist ein deutscher Satz, den man liest.", 0),
     )
-    choosing = {"language": {"keep": ["en"]}, "contamination": {"paths": [str(tmp_path / "questions.txt")]}}
+    choosing = {
+        "language": {"keep": ["en"]},
+        "contamination": {"paths": [str(tmp_path / "questions.txt")], "action": "drop"},
+    }
     config = make_texts("pairs", path, choosing=choosing, write_rejected=True)
     folder, tokenizer = output
     build_index(config.choosing.contamination, folder / INDEX)

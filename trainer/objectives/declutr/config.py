@@ -77,6 +77,7 @@ class DeclutrConfig(ObjectiveConfig):
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
     scores: ClassVar[tuple[str, ...]] = ("distant_recall_at_1", "distant_mrr", "recall_at_1", "mrr")
     method: ClassVar[str] = "DeCLUTR"
+    without_mlm: ClassVar[str] = "objective.terms=contrastive"
 
     kind: Literal["declutr"] = "declutr"
     terms: Literal["both", "contrastive", "mlm"] = "both"

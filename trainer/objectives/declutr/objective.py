@@ -122,7 +122,13 @@ class Declutr(Objective[DeclutrConfig]):
         return {} if self.queue is None else {"queue": self.queue}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Loads the queue unless it is longer than `queue_size`: a fork may shorten or drop it."""
+        """Loads the queue unless it is longer than `queue_size`: a fork may shorten or drop it.
+
+        Raises:
+            RuntimeError: the state has other tensors, so it is of another objective.
+        """
+        if others := sorted(state.keys() - {"queue"}):
+            raise RuntimeError(f"unexpected {', '.join(others[:3])}")
         queue = state.get("queue")
         self.queue = queue if queue is not None and len(queue) <= self.config.queue_size else None
 

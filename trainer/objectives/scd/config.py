@@ -44,6 +44,16 @@ class ScdConfig(TextObjectiveConfig):
             raise ValueError(f"rates = {list(self.rates)}: nothing is dropped, so both views would be equal; raise one")
         return self
 
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The projector."""
+        return (f"a projector of {'-'.join(map(str, self.projector))} with BatchNorm",)
+
+    @property
+    def sets_rates(self) -> bool:
+        """True: the two views have different rates."""
+        return True
+
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports batches without correlation."""
         del manifest

@@ -78,5 +78,5 @@ class Scd(TextObjective[ScdConfig]):
 
     def _projected(self, views: Tensor) -> Tensor:
         """`(M, P)` projections with mean 0 and variance 1 over the global batch, from `(M, D)`."""
-        projected: Tensor = self.normalise(self.projector(views.to(self.projector[0].weight.dtype)))
+        projected: Tensor = self.normalise(self.projector(views))
         return projected

@@ -27,3 +27,13 @@ class SclConfig(TextObjectiveConfig):
     """Largest number of positives of an anchor, its own hypothesis included; others are drawn."""
     negatives: Most = "all"
     """Largest number of negatives of an anchor. The released code ignores this setting and takes all."""
+
+    @property
+    def learns(self) -> str:
+        """Supervision by labels."""
+        return "with labels of natural language inference"
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The classifier."""
+        return ("a classifier of premise and hypothesis",)

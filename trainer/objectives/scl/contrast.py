@@ -15,15 +15,15 @@ _ENTAILMENT = 0
 
 
 def contrast(batch: Gathered, config: SclConfig) -> Tensor:
-    """Mean over anchors and their positives p of -log(exp(s_p) / sum_k exp(s_k)), s = u . v / t, k over the anchor's
-    positives and negatives; 0 without an anchor.
+    """Mean over anchors and their positives p of -log(exp(s_p) / sum_k exp(s_k)), s = u . v / t; 0 without an anchor.
 
+       The sum is over the anchor's positives and negatives.
     An anchor is the premise of an entailment pair. Its positives are the hypotheses of all entailment pairs with this
-    premise; its negatives all other hypotheses of the batch.
+       premise; its negatives all other hypotheses of the batch.
 
     Args:
-        batch: `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key).
-        config: temperature and numbers of positives and negatives.
+           batch: `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key).
+           config: temperature and numbers of positives and negatives.
     """
     premises, hypotheses = batch.views.unbind(1)
     entailed = batch.facts["label"] == _ENTAILMENT
@@ -32,11 +32,11 @@ def contrast(batch: Gathered, config: SclConfig) -> Tensor:
         return batch.views.sum() * 0
     scores = premises[anchors] @ hypotheses.T / config.temperature
     same = batch.facts["premise"][anchors, None] == batch.facts["premise"][None]
-    positive, own = same & entailed, torch.zeros_like(same).scatter(1, anchors[:, None], True)
+    positive = same & entailed
     negative = ~positive
-    if "all" not in (config.positives, config.negatives) or config.positives != config.negatives:
+    if (config.positives, config.negatives) != ("all", "all"):
         drawn = _priorities(batch, anchors)
-        positive = _most(positive, config.positives, drawn.masked_fill(own, -1))
+        positive = _most(positive, config.positives, drawn.scatter(1, anchors[:, None], -1))  # its own is always one
         negative = _most(negative, config.negatives, drawn)
     log_sums = scores.masked_fill(~(positive | negative), -torch.inf).logsumexp(dim=1)
     terms = (log_sums[:, None] - scores).masked_fill(~positive, 0).sum(dim=1) / positive.sum(dim=1)

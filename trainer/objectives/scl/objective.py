@@ -76,8 +76,7 @@ class Scl(TextObjective[SclConfig]):
             terms = {}
             if config.contrast_share < 1:
                 features = torch.cat([premises, hypotheses, (premises - hypotheses).abs()], dim=-1)
-                logits = self.classifier(features.to(self.classifier[0].weight.dtype))
-                cross_entropy = F.cross_entropy(logits, batch.facts["label"])
+                cross_entropy = F.cross_entropy(self.classifier(features), batch.facts["label"])
                 terms["classification"] = (1 - config.contrast_share) * cross_entropy
             if config.contrast_share > 0:
                 terms["contrastive"] = config.contrast_share * contrast(batch, config)

@@ -20,6 +20,7 @@ class SimcseConfig(TextObjectiveConfig):
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
     reads: ClassVar[tuple[ContentKind, ...]] = ("sentences", "triples", "pairs")
     method: ClassVar[str] = "SimCSE"
+    without_mlm: ClassVar[str] = "objective.mlm_loss_weight=0"
 
     kind: Literal["simcse"] = "simcse"
     supervised: bool = False
@@ -44,6 +45,16 @@ class SimcseConfig(TextObjectiveConfig):
                 "no row has a hard negative"
             )
         return self
+
+    @property
+    def learns(self) -> str:
+        """Supervision by hypotheses, or none."""
+        return "with entailed and contradicting hypotheses" if self.supervised else "without labels"
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The head, unless it is exported."""
+        return ("a linear layer with tanh behind the pooling",) if self.head and not self.supervised else ()
 
     @property
     def mlm(self) -> bool:

@@ -41,7 +41,9 @@ class SimcseFeed:
         """The spans of n rows."""
         texts = Texts(rows)
         if self.config.supervised:
-            hypotheses = [draw_labelled(texts, label, self.packer.seed, epochs) for label in (_ENTAILMENT, _CONTRADICTION)]
+            hypotheses = [
+                draw_labelled(texts, label, self.packer.seed, epochs) for label in (_ENTAILMENT, _CONTRADICTION)
+            ]
             views = np.stack([texts.first, *hypotheses], axis=1)
         else:
             views = np.stack([texts.first, texts.first], axis=1)

@@ -1,0 +1,66 @@
+"""`declutr inspect DATA --config CONFIG`: the spans and views that an epoch makes of rows of short texts."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.excerpt import shorten
+from pipeline.shards.shards import ShardSet
+from trainer.data.batches import RankBatch
+from trainer.objectives.base import Objective, implementation_of
+from trainer.setup.build import load_tokenizer
+from trainer.setup.config import TrainConfig
+
+_SHOWN_CHARACTERS = 160
+_ANY_LENGTH = 2**30  # inspect loads no encoder, whose positions the checks before a run compare with the settings
+
+
+def view_lines(folder: Path, config: TrainConfig, rows: Sequence[int], epoch: int) -> Iterator[str]:
+    """Show rows of the training split, each with its spans, views and facts as the run's feed makes them.
+
+    Args:
+        folder: the shards.
+        config: configuration of the run.
+        rows: numbers of rows.
+        epoch: epoch in which they are read.
+    """
+    shards = ShardSet(folder, "train")
+    tokenizer, vocabulary = load_tokenizer(folder, shards.manifest)
+    with torch.device("meta"):  # the feed needs no weights
+        run = config.context(shards.manifest.short_documents)
+        objective = implementation_of(config.objective)(config.objective, run, 1)
+    feed = objective.feed(vocabulary, _ANY_LENGTH)
+    for row in rows:
+        table = shards.take(np.array([row], np.int64))
+        source, offset = table["source"][0].as_py(), table["offset"][0].as_py()
+        yield f"row {row}, {source} at {offset}, id {table['id'][0].as_py().hex()}"
+        batch = feed.feed(table, np.array([epoch], np.int64))
+        texts = [tokenizer.decode(ids.tolist()) for ids in batch.spans.input_ids.split(batch.spans.lengths.tolist())]
+        yield from _span_lines(batch, texts)
+        yield from _row_lines(batch, objective)
+
+
+def _span_lines(batch: RankBatch, texts: list[str]) -> Iterator[str]:
+    """One line a span: its length, dropout rates, tokens to predict and text."""
+    ends = batch.spans.lengths.cumsum(0)
+    for number, text in enumerate(texts):
+        length, end = int(batch.spans.lengths[number]), int(ends[number])
+        notes = [f"{length} tokens"]
+        if batch.spans.rates is not None:
+            hidden, attention = batch.spans.rates[number].tolist()
+            notes.append(f"dropout {hidden:g}, of attention {attention:g}")
+        if masked := int(((batch.spans.selected >= end - length) & (batch.spans.selected < end)).sum()):
+            notes.append(f"{masked} to predict")
+        yield f"  span {number} ({'; '.join(notes)}): {shorten(text, _SHOWN_CHARACTERS)}"
+
+
+def _row_lines(batch: RankBatch, objective: Objective) -> Iterator[str]:  # type: ignore[type-arg]
+    """One line for each row of views: the numbers of its spans, and its facts."""
+    views = batch.views
+    if views is None:
+        views = torch.arange(batch.num_rows * objective.num_views).view(batch.num_rows, objective.num_views)
+    for number, spans in enumerate(views.tolist()):
+        facts = "".join(f", {name} {int(values[number])}" for name, values in batch.facts.items())
+        yield f"  views {number}: spans {' and '.join(map(str, spans))}{facts}"

@@ -1,0 +1,97 @@
+"""STS-B as a score of a validation: the same as the evaluation's, for any number of workers; damaged files."""
+
+import pytest
+import torch
+from groups import run_group
+from scipy.stats import spearmanr
+from tiny import VOCAB_SIZE, tiny_encoder
+from torch import nn
+
+from trainer.metrics.sts import StsError, StsPairs, StsValidator, read_pairs
+from trainer.objectives.base import Dense
+from trainer.parallel.world import World
+
+LINE = "main\tnews\t2012\t1\t{score}\t{first}\t{second}"
+
+
+def pairs(number=9):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 20, (2 * number,), generator=generator).tolist()
+    ids = [torch.randint(4, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in lengths]
+    return StsPairs(ids, [float(score) for score in torch.rand(number, generator=generator) * 5])
+
+
+def score(world, dense=False):
+    layers = []
+    if dense:
+        torch.manual_seed(0)
+        layers = [Dense(nn.Linear(16, 3).double(), nn.Tanh())]
+    encoder = tiny_encoder(dropout=0.5)
+    found = StsValidator(pairs(), layers, world, torch.device("cpu")).scores(encoder)
+    assert encoder.training
+    return found["stsb_spearman"]
+
+
+def test_the_score_is_the_rank_correlation_of_cosines():
+    encoder, given = tiny_encoder(dropout=0.5).eval(), pairs()
+    with torch.no_grad():
+        vectors = [encoder.hidden(_one(text)).mean(0) for text in given.ids]
+    cosines = [
+        float(torch.cosine_similarity(one, other, dim=0)) for one, other in zip(vectors[:9], vectors[9:], strict=True)
+    ]
+    assert score(World()) == pytest.approx(100 * spearmanr(cosines, given.gold).statistic, rel=1e-9)
+    assert score(World(), dense=True) != score(World())
+
+
+def _one(text):
+    batch = StsValidator(StsPairs([text], [0.0]), [], World(), torch.device("cpu"))
+    return batch._batch(slice(0, 1))
+
+
+@pytest.mark.dist
+def test_workers_share_the_pairs():
+    assert run_group(3, score) == pytest.approx([score(World())] * 3, rel=1e-12)
+
+
+def test_equal_embeddings_score_zero_and_broken_ones_nothing():
+    encoder = tiny_encoder()
+    validator = StsValidator(StsPairs([[5, 6]] * 4, [1.0, 2.0]), [], World(), torch.device("cpu"))
+    assert validator.scores(encoder) == {"stsb_spearman": 0.0}
+    with torch.no_grad():
+        encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
+    assert validator.scores(encoder) is None
+
+
+def write(folder, text):
+    (folder / "sts-dev.csv").write_bytes(text.encode())
+    return folder
+
+
+def test_a_file_with_notes_and_windows_line_ends_is_read(tmp_path):
+    lines = [
+        LINE.format(score=5, first='a "quoted', second="b") + "\tnote\tlicence\r",
+        LINE.format(score=0.25, first="c", second="d"),
+    ]
+    assert read_pairs(write(tmp_path, "\n".join(lines) + "\n")) == [(5.0, 'a "quoted', "b"), (0.25, "c", "d")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "name the folder of STS-B"),
+        ("", "0 pairs"),
+        ("a,b,c\n", "line 1: expected at least 7 columns"),
+        (LINE.format(score="high", first="a", second="b"), "line 1: expected"),
+        (
+            LINE.format(score=1, first="a", second="b") + "\n" + LINE.format(score=9, first="a", second="b"),
+            "line 2: a score from 0 to 5",
+        ),
+        (LINE.format(score="nan", first="a", second="b"), "a score from 0 to 5"),
+        (LINE.format(score=1, first=" ", second="b"), "two texts"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, text, message):
+    folder = tmp_path if text is None else write(tmp_path, text)
+    with pytest.raises(StsError, match=message) as error:
+        read_pairs(folder)
+    assert "sts-dev.csv" in str(error.value)

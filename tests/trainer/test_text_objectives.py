@@ -1,0 +1,265 @@
+"""SimCSE, SCD and SCL: gradients for any number of workers and microbatches, the order of a batch, keys and draws."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from groups import run_group
+from measures import deviation
+from textrows import sentences, text_rows
+from tiny import VOCABULARY, tiny_encoder, tiny_stepper
+
+from trainer.checkpoints import checkpoint
+from trainer.data.plan import Plan
+from trainer.objectives.base import Gathered, ObjectiveError
+from trainer.objectives.config import RunContext
+from trainer.objectives.scd.config import ScdConfig
+from trainer.objectives.scd.objective import Scd
+from trainer.objectives.scl.config import SclConfig
+from trainer.objectives.scl.objective import Scl
+from trainer.objectives.simcse.config import SimcseConfig
+from trainer.objectives.simcse.infonce import infonce
+from trainer.objectives.simcse.objective import Simcse
+from trainer.parallel.sharding import whole
+from trainer.parallel.world import World
+from trainer.step.settings import OptimConfig
+
+SENTENCES = sentences([5, 12, 30, 7, 3, 1, 18])
+PAIRS = text_rows(
+    [
+        [(5, -1), (4, 0), (9, 2), (3, 1)],
+        [(11, -1), (6, 2), (2, 0)],
+        [(3, -1), (7, 0), (5, 0), (8, 2), (30, 1)],
+        [(9, -1), (1, 2), (4, 0)],
+        [(2, -1), (5, 0), (7, 2)],
+    ]
+)
+HALF = {"select_share": 0.5}
+CASES = {
+    "simcse": (Simcse, SimcseConfig(temperature=0.2), SENTENCES),
+    "simcse with mlm": (Simcse, SimcseConfig(temperature=0.2, mlm_loss_weight=0.1, masking=HALF), SENTENCES),
+    "simcse supervised": (Simcse, SimcseConfig(supervised=True, temperature=0.2, hard_negative_weight=0.7), PAIRS),
+    "scd": (Scd, ScdConfig(projector=[12, 8], decorrelation_weight=0.5), SENTENCES),
+    "scd, attention apart": (Scd, ScdConfig(projector=[6], attention_rates=(0.2, 0.0)), SENTENCES),
+    "scl": (Scl, SclConfig(contrast_share=0.4), PAIRS),
+    "scl with draws": (Scl, SclConfig(contrast_share=0.4, positives=2, negatives=3), PAIRS),
+}
+
+
+def objective_of(name, size=16, **changes):
+    kind, config, rows = CASES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        objective = kind(config.model_copy(update=changes), RunContext(batch_documents=len(rows)), size)
+    return objective.double().train()
+
+
+def setup(name, world=None, tokens=None, sharded=False, rows=None, **encoder):
+    settings = {"dropout": 0.2, "attention_dropout": 0.1} | encoder
+    objective = objective_of(name)
+    given = {"world": world or World(), "microbatch_tokens": tokens, "sharded": sharded, "loss": objective}
+    stepper = tiny_stepper(tiny_encoder(**settings), optim=OptimConfig(lr=1e-2), **given)
+    rows = CASES[name][2] if rows is None else rows
+    start, end = Plan(0, len(rows), len(rows)).slice(stepper.world.rank, stepper.world.size)
+    part = rows.slice(start, end - start)
+    return stepper, objective.feed(VOCABULARY, 30).feed(part, np.full(end - start, 1))
+
+
+def gradients(name, **how):
+    """Gradients by name, and the terms."""
+    stepper, batch = setup(name, **how)
+    found = stepper.gradients(batch, 1)
+    parameters = checkpoint.trained_parameters(stepper.encoder, stepper.objective)
+    stepper.world.sum_gradients(list(parameters.values()))
+    terms = {name: value.item() for name, value in found.terms.items()}
+    return {name: whole(p.grad).clone() for name, p in parameters.items()}, terms
+
+
+def apart(found, expected):
+    kinds = [[name for name in expected if name.startswith("objective.") == own] for own in (True, False)]
+    return max(deviation([found[n] for n in names], [expected[n] for n in names]) for names in kinds if names)
+
+
+def every_case(world, sharded):
+    return {
+        name: [gradients(name, world=world, tokens=tokens, sharded=sharded) for tokens in (None, 40)] for name in CASES
+    }
+
+
+@pytest.fixture(scope="module")
+def single():
+    return {name: gradients(name) for name in CASES}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("size", "sharded"), [(2, False), (3, False), (2, True)])
+def test_any_number_of_workers_and_microbatches(single, size, sharded):
+    """Dropout is on. Three workers share five rows unevenly; the pairs of a worker's rows differ in number."""
+    for rank in run_group(size, every_case, sharded):
+        for name, results in rank.items():
+            for found, terms in results:
+                assert apart(found, single[name][0]) < 1e-10, name
+                assert terms == pytest.approx(single[name][1], rel=1e-10), name
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_microbatches_layout_and_order_change_nothing(single, name, layout):
+    """Permuting the rows permutes the views; nothing is drawn by their place."""
+    rows = CASES[name][2]
+    order = np.random.default_rng(1).permutation(len(rows))
+    for how in ({"tokens": 40}, {"tokens": 1}, {"rows": rows.take(order).combine_chunks()}):
+        found, terms = gradients(name, layout=layout, **how)
+        assert apart(found, single[name][0]) < 1e-10, how
+        assert terms == pytest.approx(single[name][1], rel=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_two_spans_share_a_dropout_key(name):
+    _, batch = setup(name)
+    assert len(batch.spans.keys.unique()) == batch.spans.num_spans
+
+
+def test_texts_are_cut_with_their_specials():
+    """32 tokens, as the papers count them."""
+    rows = sentences([40, 30, 31, 5])
+    spans = objective_of("simcse").feed(VOCABULARY, 500).feed(rows, np.zeros(4, np.int64)).spans
+    assert spans.lengths.tolist() == [32, 32, 32, 32, 32, 32, 7, 7]
+    assert spans.input_ids[:32].tolist() == [0, *rows["tokens"][0].as_py()[:30], 2]
+
+
+def test_a_row_without_texts_of_a_worker_takes_part():
+    for name in CASES:
+        stepper, _ = setup(name)
+        batch = stepper.objective.feed(VOCABULARY, 30).feed(CASES[name][2].slice(0, 0), np.empty(0, np.int64))
+        assert batch.spans.num_spans == batch.num_rows == 0
+        assert list(batch.facts) == list(setup(name)[1].facts)
+
+
+def test_hypotheses_change_with_the_epoch_and_not_with_the_batch():
+    rows = text_rows([[(3, -1), *[(2, 0)] * 6, *[(2, 2)] * 5]] * 1)
+    feed = objective_of("simcse supervised").feed(VOCABULARY, 30)
+    chosen = []
+    for epoch in range(40):
+        ids = feed.feed(rows, np.array([epoch])).spans.input_ids
+        chosen.append((tuple(ids[5:9].tolist()), tuple(ids[9:].tolist())))
+        assert torch.equal(ids, feed.feed(rows, np.array([epoch])).spans.input_ids)
+    assert len({first for first, _ in chosen}) == 6
+    assert len({second for _, second in chosen}) == 5
+
+
+def test_the_masked_copy_is_the_sentence_and_no_view():
+    _, batch = setup("simcse with mlm")
+    spans, rows = batch.spans, len(SENTENCES)
+    assert spans.num_spans == 3 * rows
+    assert batch.views.max() == 2 * rows - 1
+    first_masked = spans.lengths[: 2 * rows].sum()
+    assert spans.selected.min() >= first_masked
+    restored = spans.input_ids.clone()
+    restored[spans.selected] = spans.labels
+    pieces = restored.split(spans.lengths.tolist())
+    assert all(torch.equal(pieces[2 * row], pieces[2 * rows + row]) for row in range(rows))
+
+
+def test_the_weight_of_mlm_scales_its_part_of_the_gradient():
+    """The gradient is that of contrastive + weight * mlm, and the reported mlm has no weight."""
+    losses, found = {}, {}
+    for weight in (0.1, 0.3, 0.5):
+        stepper, batch = setup("simcse with mlm")
+        stepper.objective.config = stepper.objective.config.model_copy(update={"mlm_loss_weight": weight})
+        stepper.gradients(batch, 1)
+        found[weight] = {n: p.grad.clone() for n, p in stepper.encoder.named_parameters() if p.grad is not None}
+        stepper, batch = setup("simcse with mlm")
+        stepper.objective.config = stepper.objective.config.model_copy(update={"mlm_loss_weight": weight})
+        metrics = stepper.step(batch, 1)
+        losses[weight] = metrics.terms["mlm"]
+        assert metrics.loss == pytest.approx(metrics.terms["contrastive"] + weight * metrics.terms["mlm"], rel=1e-12)
+    assert losses[0.1] == losses[0.5]
+    for name in found[0.1]:
+        torch.testing.assert_close(found[0.3][name], (found[0.1][name] + found[0.5][name]) / 2)
+
+
+@pytest.mark.parametrize("tile", [1, 3, 8, 100])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_tiles_are_the_cross_entropy(tile, blocks):
+    """Against torch's cross entropy of the whole table, values and gradients, with a weight on own negatives."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(7, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    columns = torch.randn(7 * blocks, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    logits = F.normalize(queries, dim=-1) @ F.normalize(columns, dim=-1).T / 0.05
+    if blocks == 2:
+        logits = logits + torch.cat([torch.zeros(7, 7), 1.5 * torch.eye(7)], dim=1)
+    expected = F.cross_entropy(logits, torch.arange(7))
+    wanted = torch.autograd.grad(expected, (queries, columns))
+    found = infonce(queries, columns, 0.05, 1.5, tile)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(torch.autograd.grad(found, (queries, columns)), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+def test_a_single_row_has_no_negatives():
+    value = infonce(queries := torch.randn(1, 4, requires_grad=True), torch.randn(1, 4), 0.05)
+    value.backward()
+    assert value == 0
+    assert torch.equal(queries.grad, torch.zeros(1, 4))
+
+
+def pairs(views, labels, premises, step=1):
+    facts = {
+        "label": torch.tensor(labels),
+        "premise": torch.tensor(premises),
+        "hypothesis": torch.arange(len(labels)) * 7,
+    }
+    return Gathered(views, facts, step=step)
+
+
+def test_scl_draws_the_numbers_it_is_told_and_always_its_own():
+    """Three entailed hypotheses and five others; with one positive, only the anchor's own remains."""
+    views = torch.randn(8, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    labels, premises = [0, 0, 0, 1, 2, 1, 2, 1], [5] * 8
+
+    def used(**changes):
+        views.grad = None
+        objective = objective_of("scl with draws", contrast_share=1.0, **changes)
+        objective.loss(pairs(views, labels, premises))["contrastive"].backward()
+        return int((views.grad[:, 1].abs().sum(1) > 0).sum())
+
+    assert used(positives=1, negatives=1) >= 3 + 1
+    assert used(positives="all", negatives="all") == 8
+    objective = objective_of("scl", contrast_share=1.0, positives=1, negatives=2)
+    found = {round(objective.loss(pairs(views, labels, premises, step))["contrastive"].item(), 9) for step in range(20)}
+    assert len(found) > 5  # other negatives in other steps
+    u, v = views.detach().unbind(1)
+    own = (u[0] @ v[0]).item()
+    alone = pairs(views.detach()[[0, 3]], [0, 1], [5, 5])
+    expected = np.logaddexp(own, (u[0] @ v[3]).item()) - own
+    assert objective.loss(alone)["contrastive"].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_scl_without_contrast_is_cross_entropy():
+    views = torch.randn(4, 2, 16, dtype=torch.float64)
+    objective = objective_of("scl", contrast_share=0.0)
+    terms = objective.loss(pairs(views, [0, 1, 2, 0], [1, 1, 2, 3]))
+    u, v = views.unbind(1)
+    logits = objective.classifier(torch.cat([u, v, (u - v).abs()], dim=1))
+    assert set(terms) == {"classification"}
+    assert terms["classification"].item() == F.cross_entropy(logits, torch.tensor([0, 1, 2, 0])).item()
+
+
+def test_heads_are_exported_as_released():
+    assert objective_of("simcse").exported() == []
+    (dense,) = objective_of("simcse supervised").exported()
+    assert isinstance(dense.activation, torch.nn.Tanh)
+    assert objective_of("simcse supervised", head=False).exported() == []
+    assert objective_of("scd").exported() == objective_of("scl").exported() == []
+
+
+@pytest.mark.parametrize("name", ["simcse", "scd"])
+def test_views_with_one_dropout_key_are_refused(name):
+    """Equal keys with two rates would nest one view's mask in the other's, which no loss shows."""
+    stepper, batch = setup(name)
+    first = batch.spans.keys[torch.arange(len(batch.spans.keys)) // 2 * 2]
+    with pytest.raises(ObjectiveError, match="same dropout key"):
+        stepper.step(replace(batch, spans=replace(batch.spans, keys=first)), 1)

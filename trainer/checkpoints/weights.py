@@ -1,0 +1,120 @@
+"""Tensors of a run: copied to the files of a checkpoint, and restored from them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trainer.checkpoints.checkpoint import ENCODER, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
+from trainer.objectives.base import Objective
+from trainer.parallel.sharding import part_for, whole
+
+
+def collect(
+    encoder: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective[Any],
+    keep: bool = True,
+    memory: Contents | None = None,
+) -> Contents:
+    """Copies the tensors of each file, whole, to the CPU. Every worker must call it, because it gathers sharded ones.
+
+    Without `keep`, a worker only takes part in the gathering, and gets no tensors. `memory` is an earlier result that
+    is no longer needed; overwriting it takes a fraction of the time that new memory takes.
+    """
+    memory = memory or {}
+    files: dict[str, Mapping[str, Tensor]] = {
+        ENCODER: dict(encoder.named_parameters()),
+        OPTIMIZER: _moments(trained_parameters(encoder, objective), optimizer),
+        OBJECTIVE: objective.state(),
+    }
+    contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
+    if next(encoder.parameters()).is_cuda:
+        torch.cuda.synchronize()  # waits for the copies from the GPU
+    return contents
+
+
+def load_parameters(path: Path, encoder: nn.Module) -> None:
+    """Copies a checkpoint's parameters into the encoder.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
+
+
+def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Objective[Any]) -> None:
+    """Restores encoder, optimizer and objective from a checkpoint.
+
+    Tensors that stay on the CPU are cloned: tensors of `load_file` map the file, so a deleted checkpoint would occupy
+    disk space while one of them exists.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    load_parameters(path, encoder)
+    stored = load_file(path / OPTIMIZER)
+    fused = bool(optimizer.defaults.get("fused"))
+    for name, parameter in trained_parameters(encoder, objective).items():
+        prefix = f"{name}:"
+        moments = {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
+        if moments:
+            optimizer.state[parameter] = {
+                # AdamW keeps its step counter on the CPU, but with the parameter when it is fused
+                key: (value.to(parameter.device) if fused else value) if key == "step" else part_for(value, parameter)
+                for key, value in moments.items()
+            }
+    load_objective(path, objective, next(encoder.parameters()).device)
+
+
+def load_objective(path: Path, objective: Objective[Any], device: torch.device | None = None) -> None:
+    """Restores the objective's state from a checkpoint, on the CPU without a device.
+
+    Raises:
+        CheckpointError: it does not fit the objective.
+    """
+    try:
+        objective.restore({name: value.clone().to(device) for name, value in load_file(path / OBJECTIVE).items()})
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {OBJECTIVE} does not fit the objective: {error}") from error
+
+
+def trained_parameters(encoder: nn.Module, objective: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of encoder and objective by the name under which a checkpoint keeps their moments."""
+    own = {f"objective.{name}": parameter for name, parameter in objective.named_parameters()}
+    return dict(encoder.named_parameters()) | own
+
+
+def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}:{key}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _copies(named: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    kept = {}
+    for name, tensor in named.items():
+        full = whole(tensor.detach())  # one at a time, so a worker that keeps nothing holds at most one tensor
+        if keep:
+            place = memory.get(name)
+            if place is None or place.shape != full.shape or place.dtype != full.dtype:
+                place = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
+            kept[name] = place.copy_(full, non_blocking=True)
+    return kept
+
+
+def _copy(stored: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter], path: Path) -> None:
+    if set(stored) != set(wanted):
+        raise CheckpointError(f"{path}: parameters differ from the model's: {sorted(set(stored) ^ set(wanted))[:6]}")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            if stored[name].shape != parameter.shape:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(stored[name].shape)}, not {list(parameter.shape)}"
+                )
+            parameter.copy_(part_for(stored[name], parameter))
