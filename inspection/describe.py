@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from common.excerpt import shorten
 from common.records import DamagedError
 from common.scores import comparable, read_scores
+from inspection.texts import text_lines
 from pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
 from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, ShortDocuments
@@ -56,7 +57,7 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
     manifest = load_manifest(path)
     totals = manifest.totals
     yield f"Shards, schema version {manifest.schema_version}: {len(manifest.shards)} files in {path}"
-    yield f"  {totals['read']:,} documents read = {totals['kept']:,} kept + {totals['dropped']:,} dropped + " + (
+    yield f"  {totals['read']:,} {manifest.noun} read = {totals['kept']:,} kept + {totals['dropped']:,} dropped + " + (
         f"{totals['failed']:,} failed"
     )
     for kind, reasons in (("dropped", manifest.dropped), ("failed", manifest.failed)):
@@ -65,9 +66,10 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
     for failure in manifest.failures[:5]:
         yield f"    {failure}"
     yield f"  {totals['kept_train']:,} for training, {totals['kept_held_out']:,} held out"
-    yield f"  {totals['num_tokens']:,} tokens kept, {totals['longest_tokens']:,} in the longest document"
-    geometry, tokenizer = manifest.geometry, manifest.tokenizer
-    yield f"  {_room(geometry, manifest.short_documents)}"
+    longest = f"{totals['longest_tokens']:,} in the longest {manifest.noun.removesuffix('s')}"
+    yield f"  {totals['num_tokens']:,} tokens kept, {longest}"
+    geometry, tokenizer, kind = manifest.geometry, manifest.tokenizer, manifest.content.kind
+    yield f"  {_room(geometry, manifest.short_documents) if kind == 'documents' else _texts(manifest)}"
     yield f"  tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
     problems = check_shards(path, full=True)
     yield from (f"  PROBLEM: {problem}" for problem in problems)
@@ -75,9 +77,12 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
     if problems or not num_documents:
         return
     config = default_spans(manifest)
-    yield f"Spans as epoch {epoch} of seed {seed} draws them, lengths {config.min_tokens} to {config.max_tokens}:"
     shards = ShardSet(path, "train")
     rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(np.int64)
+    if kind != "documents":
+        yield from text_lines(path, shards, rows.tolist())
+        return
+    yield f"Spans as epoch {epoch} of seed {seed} draws them, lengths {config.min_tokens} to {config.max_tokens}:"
     yield from span_lines(path, shards, config, rows.tolist(), seed, epoch)
 
 
@@ -88,6 +93,12 @@ def default_spans(manifest: Manifest) -> SpanConfig:
     if manifest.short_documents == "shrink_spans":
         shortest = min(shortest, geometry.min_tokens)
     return SpanConfig(num_anchors=geometry.num_anchors, max_tokens=geometry.max_tokens, min_tokens=shortest)
+
+
+def _texts(manifest: Manifest) -> str:
+    """Describe rows of short texts."""
+    hypotheses = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
+    return f"rows of {manifest.content.kind}" + (f", hypotheses: {hypotheses}" if hypotheses else "")
 
 
 def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 
 from evaluation.report.examples import entries_at
 from inspection.describe import DescribeError, span_lines
+from inspection.texts import text_lines
 from pipeline.duplicates.table import removed
 from pipeline.job.selection import REASONS
 from pipeline.shards.ledger import find_entries
@@ -53,7 +54,9 @@ def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch:
         yield f"  kept: row {entry.row} of {shard}, document {number} of the split {entry.fate}"
         if entry.detail:
             yield f"  note: {entry.detail}"
-        if entry.fate == "train":
+        if manifest.content.kind != "documents":
+            yield from text_lines(folder, ShardSet(folder, entry.fate), [number])
+        elif entry.fate == "train":
             yield f"  spans that epoch {epoch} of seed {seed} draws, {config.min_tokens} to {config.max_tokens} tokens:"
             yield from span_lines(folder, ShardSet(folder, entry.fate), config, [number], seed, epoch)
     if not found:

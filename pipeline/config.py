@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.config import Strict, flat_keys
 from common.session_config import SessionConfig
@@ -10,10 +10,14 @@ from common.storage import hash_json
 from pipeline.choosing.config import ChoosingConfig
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.readers.corpus import FilesCorpus, HubCorpus
+from pipeline.readers.fields import FIELD_FORMATS
 from pipeline.readers.pydocs import PythonDocs
+from pipeline.shards.content import AnyContent, DocumentsContent, keys_of
 from pipeline.shards.windows import Geometry, ShortDocuments
 from pipeline.tokenizer.tokenization import TokenizerConfig
 
+_DOCUMENT_RULES = ("boilerplate", "c4", "gopher", "repetition")
+"""Rules of `choosing` that count words and lines of a page."""
 # Settings that decide where and how the work runs, but not its result.
 _NO_INFLUENCE: dict[str, Any] = {"output": True, "session": True, "max_error_share": True, "tokenizer": {"engine"}}
 
@@ -25,6 +29,8 @@ class PipelineConfig(Strict):
     """Folder of the shards; created if missing."""
     corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
     tokenizer: TokenizerConfig
+    content: AnyContent = DocumentsContent()
+    """Rows of the shards: long documents for spans, or short texts for the objectives that read them."""
     geometry: Geometry = Geometry()
     short_documents: ShortDocuments = "drop"
     """Treatment of documents under 2 * num_anchors * max_tokens tokens. drop: drop them, as in the paper.
@@ -48,10 +54,53 @@ class PipelineConfig(Strict):
     """Seed of the held-out split."""
     session: SessionConfig = SessionConfig()
 
+    @model_validator(mode="after")
+    def _check_content(self) -> "PipelineConfig":
+        """Refuses settings that have no effect on this content, or no sense."""
+        if found := _content_problems(self):
+            raise ValueError("\n".join(found))
+        return self
+
+
+def _content_problems(config: PipelineConfig) -> list[str]:
+    """Settings that do not fit the kind of rows, one line each."""
+    kind = config.content.kind
+    if kind == "documents":
+        return []
+    found = []
+    for name, default in (("geometry", Geometry()), ("short_documents", "drop")):
+        if getattr(config, name) != default:
+            found.append(f"{name}: has no effect with content.kind = {kind}, whose rows have no windows; remove it")
+    keys = keys_of(config.content)
+    if not keys:
+        return found
+    found += [
+        f"choosing.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
+        for name in _DOCUMENT_RULES
+        if getattr(config.choosing, name) is not None
+    ]
+    if isinstance(config.corpus, PythonDocs):
+        found.append(f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub")
+        return found
+    settings = ", ".join(keys)
+    if config.corpus.text_field != "text":
+        found.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {settings}")
+    if isinstance(config.corpus, FilesCorpus) and config.corpus.format not in ("auto", *FIELD_FORMATS):
+        found.append(
+            f"corpus.format = {config.corpus.format}: has no columns; content.kind = {kind} is read from "
+            f"{', '.join(FIELD_FORMATS)}"
+        )
+    if len(set(keys.values())) < len(keys):
+        found.append(f"{settings}: two of them name the same key, {' '.join(keys.values())}; give each another one")
+    return found
+
 
 def identity(config: PipelineConfig) -> dict[str, Any]:
-    """The settings that decide the content of the shards, as JSON."""
-    return config.model_dump(mode="json", exclude=_NO_INFLUENCE)
+    """The settings that decide the content of the shards, as JSON. Those without effect on its kind are left out."""
+    found = config.model_dump(mode="json", exclude=_NO_INFLUENCE)
+    for name in ("content",) if config.content.kind == "documents" else ("geometry", "short_documents"):
+        del found[name]
+    return found
 
 
 def config_hash(config: PipelineConfig) -> str:

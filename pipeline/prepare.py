@@ -103,8 +103,8 @@ def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Pre
     sidecars = run_stages(config, folder, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
     sources = [part.source for unit in units for part in unit.parts]
-    hint = lines_hint(counts.read, counts.dropped, identity(config)["corpus"], sources)
-    if nothing := nothing_kept(counts, config):
+    hint = lines_hint(counts.read, counts.dropped, identity(config), sources)
+    if nothing := nothing_kept(counts, config, [failure for sidecar in sidecars for failure in sidecar.failures]):
         discard(folder)
         raise ConfigError("prepare", [nothing, hint] if hint else [nothing])
     if problem := too_many_failed(counts, sidecars, config):
@@ -159,7 +159,7 @@ def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], 
     places = look(config.model_dump())
     skipped = Skipped()
     unread = any(problem.startswith("corpus.") for problem in places)
-    units, found = ([], []) if unread else plan_units(config.corpus, config.unit_mib, skipped)
+    units, found = ([], []) if unread else plan_units(config.corpus, config.unit_mib, skipped, config.content)
     found += places
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     plan = None

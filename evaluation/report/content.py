@@ -13,6 +13,7 @@ from evaluation.report.grouping import group_sources
 from evaluation.report.markup import share
 from evaluation.report.survey import NUM_BINS, Survey, survey
 from evaluation.report.tally import Tally, total
+from evaluation.report.texts import TextSurvey, survey_texts, text_bars
 from pipeline.job.estimate import Estimate, load_estimate
 from pipeline.job.progress import seconds_spent
 from pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
@@ -37,6 +38,8 @@ class Content:
     seconds: float | None
     """Duration of the preparation, summed over all its runs."""
     fates: dict[str, Tally]
+    texts: TextSurvey | None
+    """Figures of short texts; None for documents."""
 
     @property
     def kept_tally(self) -> Tally:
@@ -95,6 +98,7 @@ def gather(folder: Path) -> Content:
         estimate=load_estimate(folder),
         seconds=seconds_spent(folder),
         fates=found.fates.all(),
+        texts=survey_texts(folder, manifest),
     )
 
 
@@ -139,4 +143,6 @@ def bar_charts(content: Content) -> list[Bars]:
         charts.append(Bars(name, title, bars))
     sizes = [Bar(f"{size} documents", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()]
     charts.append(Bars("clusters", "Clusters of duplicates by size", sizes))
+    if content.texts is not None:
+        charts += text_bars(content.texts, content.manifest.labels)
     return [chart for chart in charts if chart.bars]

@@ -4,14 +4,16 @@ import gzip
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from common import seeding
 from evaluation.report.survey import Survey
+from pipeline.shards.content import LABELS
 from pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_batches
 from pipeline.shards.manifest import TOKENIZER, Manifest
 from pipeline.shards.shards import ShardSet
@@ -49,9 +51,19 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
     decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))
     found = []
     for row in ShardSet(folder, "train").take(rows).to_pylist():
-        text = decoder.decode(row["tokens"][:_TOKENS_READ]).strip()
+        text = _text(decoder, row)
         found.append(Example(row["source"], row["offset"], row["num_tokens"], None, None, text[:SHOWN_CHARACTERS]))
     return found
+
+
+def _text(decoder: Tokenizer, row: dict[str, Any]) -> str:
+    """The beginning of a row's text; of several texts, those that begin within it, each after its label."""
+    if "starts" not in row:
+        return decoder.decode(row["tokens"][:_TOKENS_READ]).strip()
+    bounds = pairwise([*row["starts"], row["num_tokens"]])
+    texts = [decoder.decode(row["tokens"][start:end]).strip() for start, end in bounds if start < _TOKENS_READ]
+    labels = [f"{LABELS[label]}: " if label >= 0 else "" for label in row["labels"][: len(texts)]]
+    return "\n".join(label + text for label, text in zip(labels, texts, strict=True))
 
 
 def rejected_examples(folder: Path, found: Survey) -> dict[str, list[Example]]:

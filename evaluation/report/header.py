@@ -48,7 +48,7 @@ def _equation(content: Content) -> Html:
 
 def _facts(content: Content) -> Html:
     manifest = content.manifest
-    totals, tokenizer, geometry = manifest.totals, manifest.tokenizer, manifest.geometry
+    totals, tokenizer = manifest.totals, manifest.tokenizer
     shard_bytes = sum(shard.num_bytes for shard in manifest.shards)
     vocabulary = (
         f"{tokenizer.vocab_size:,} tokens, {'trained on this corpus' if tokenizer.kind == 'train' else 'pretrained'}"
@@ -61,11 +61,7 @@ def _facts(content: Content) -> Html:
         ("Shards", len(manifest.shards), in_mib(shard_bytes)),
         ("Longest document", totals["longest_tokens"], "tokens, kept or not"),
         ("Tokenizer", vocabulary, f"fingerprint {tokenizer.fingerprint[:_PREVIEW]}"),
-        (
-            "Geometry",
-            f"{geometry.num_anchors} anchors, spans up to {geometry.max_tokens:,} tokens",
-            f"shortest document kept: {content.found.shortest:,} tokens",
-        ),
+        _content_fact(content),
     ]
     return tag(
         "dl",
@@ -74,10 +70,22 @@ def _facts(content: Content) -> Html:
     )
 
 
+def _content_fact(content: Content) -> tuple[str, object, str]:
+    """The kind of rows; for documents the room that they have for spans."""
+    manifest, geometry = content.manifest, content.manifest.geometry
+    if content.texts is None:
+        return (
+            "Geometry",
+            f"{geometry.num_anchors} anchors, spans up to {geometry.max_tokens:,} tokens",
+            f"shortest document kept: {content.found.shortest:,} tokens",
+        )
+    hypotheses = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
+    return "Content", manifest.content.kind, f"hypotheses: {hypotheses}" if hypotheses else "one text a row"
+
+
 def _glance(content: Content) -> list[str]:
     """Findings that matter before training starts."""
     totals, kept = content.manifest.totals, content.kept_tally
-    corpus = content.manifest.config.get("corpus", {})
     lines = [
         f"{share(totals['kept'], totals['read'])} of the documents and "
         f"{share(kept.text_bytes, totals['text_bytes'])} of the text are kept."
@@ -103,7 +111,9 @@ def _glance(content: Content) -> list[str]:
         )
     if totals["failed"]:
         lines.append(f"{totals['failed']:,} documents could not be read: see the places below before training.")
-    if hint := lines_hint(totals["read"], content.manifest.dropped, corpus, content.found.sources.all()):
+    if hint := lines_hint(
+        totals["read"], content.manifest.dropped, content.manifest.config, content.found.sources.all()
+    ):
         lines.append(f"{hint}.")
     lines += [f"{line}." for line in describe_skipped(content.manifest.skipped)]
     return lines

@@ -18,6 +18,7 @@ from evaluation.report.sections import (
     reasons,
     sources,
 )
+from evaluation.report.text_section import texts
 
 REPORT = "report"
 """Default folder of the report, next to the shards."""
@@ -33,7 +34,8 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     """
     target = output or folder / REPORT
     content = gather(folder)
-    save_histogram(lengths_chart(content), target / "charts" / "lengths.png")
+    if content.texts is None:
+        save_histogram(lengths_chart(content), target / "charts" / "lengths.png")
     for chart in bar_charts(content):
         save_bars(chart, target / "charts" / f"{chart.name}.png")
     path = target / "report.html"
@@ -44,7 +46,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
 def _page(content: Content) -> str:
     """Renders the document. The same content gives the same text."""
     parts = {
-        "lengths": ("Lengths", lengths(content)),
+        "lengths": ("Lengths", lengths(content) if content.texts is None else texts(content)),
         "reasons": ("What is not kept", reasons(content)),
         "duplicates": ("Duplicates", duplicates(content)),
         "contamination": ("Evaluation sets", contamination(content)),

@@ -37,6 +37,10 @@ _ROW_BYTES = 64
 """Bytes of a shard row without tokens and windows: id, lengths, offset and a short source."""
 
 
+_TEXT_BYTES = 5
+"""Bytes of a short text without its tokens: start and label."""
+
+
 class Estimate(Strict):
     """Totals estimated from a sample. Duplicates and failures of whole files are not included."""
 
@@ -137,7 +141,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     for stratum in strata:
         for one in stratum.sampled:
             began, started = time.perf_counter(), time.process_time()
-            reading = read_unit(Unit(name="00000", parts=[one.part]), config.corpus)
+            reading = read_unit(Unit(name="00000", parts=[one.part]), config.corpus, config.content)
             for records, num_bytes in bites(reading, one.part.num_bytes):
                 found = _judge(judge(iter(records)), seen)
                 now = time.process_time()
@@ -150,7 +154,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     spread = sum((stratum.variance() for stratum in strata), Found())
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
     token_bytes = 2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4
-    window_bytes = 4 / config.geometry.max_tokens
+    window_bytes = 4 / config.geometry.max_tokens if config.content.kind == "documents" else 0
     return Estimate(
         sampled_bytes=sum(one.num_bytes for stratum in strata for one in stratum.sampled),
         input_bytes=total,
@@ -159,7 +163,8 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         num_tokens=round(found.num_tokens),
         text_bytes=round(found.text_bytes),
         shards=len(units) * len(SPLITS),
-        shard_bytes=round(found.num_tokens * (token_bytes + window_bytes) + found.kept * _ROW_BYTES),
+        shard_bytes=round(found.num_tokens * (token_bytes + window_bytes) + found.kept * _ROW_BYTES)
+        + round(found.num_texts * _TEXT_BYTES),
         cpu_seconds=found.cpu_seconds,
         num_cpus=num_cpus,
         seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
@@ -170,7 +175,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
 def _warn(counts: Counts, config: PipelineConfig, units: Sequence[Unit]) -> None:
     """Warns, as `prepare` would, if no document of the sample is kept or if lines should be whole files."""
     sources = (part.source for unit in units for part in unit.parts)
-    hint = lines_hint(counts.read, counts.dropped, identity(config)["corpus"], sources)
+    hint = lines_hint(counts.read, counts.dropped, identity(config), sources)
     for problem in filter(None, (nothing_kept(counts, config), hint)):
         get_logger().warning("in the sample: %s", problem)
 
@@ -189,7 +194,9 @@ def _judge(documents: Iterable[tuple[Judged, NDArray[np.uint32] | None]], seen: 
     """Sums over some documents; counts their fates in `seen`."""
     found = Found()
     for judged, tokens in documents:
-        found += Found(1, int(tokens is not None), 0 if tokens is None else len(tokens), judged.entry.text_bytes)
+        num_tokens = 0 if tokens is None else len(tokens)
+        num_texts = 0 if judged.layout is None else len(judged.layout.starts)
+        found += Found(1, int(tokens is not None), num_tokens, judged.entry.text_bytes, num_texts=num_texts)
         seen.add(judged.entry, tokens is not None)
     return found
 

@@ -5,21 +5,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.config import PipelineConfig
+from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.names import SUFFIXES, bare_suffix
+from pipeline.shards.content import AnyContent, PairsContent, keys_of
 from pipeline.shards.manifest import Counts, Manifest, Sidecar
 from pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
+from pipeline.texts.pairs import LACKS
 
 _EXAMPLES = 10
 
 
-def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
-    """An error message if no document was kept, else None."""
+def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[ReadFailure] = ()) -> str | None:
+    """An error message if no document was kept, else None.
+
+    Args:
+        counts: counts of all units.
+        config: settings.
+        failures: examples of failures.
+    """
     if counts.kept:
         return None
     if counts.read == 0:
         return "corpus: empty, the inputs hold no documents; check corpus.paths"
     failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
     could_not = f" ({failed})" if failed else ""
+    if config.content.kind != "documents":
+        return _no_row(counts, config.content, failures)
     if counts.read == sum(counts.failed.values()):
         return (
             f"corpus: no document could be read, all {counts.read} failed{could_not}; check paths, format and "
@@ -39,13 +50,28 @@ def nothing_kept(counts: Counts, config: PipelineConfig) -> str | None:
     )
 
 
+def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]) -> str:
+    """An error message if no row of short texts was kept."""
+    lost = counts.dropped | counts.failed
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(lost.items(), key=lambda one: -one[1]))
+    keys = ", ".join(f"{setting}={key}" for setting, key in keys_of(content).items())
+    message = f"corpus: none of {counts.read:,} records became a row of {content.kind}: {reasons}"
+    if isinstance(content, PairsContent) and any(reason.startswith(LACKS) for reason in lost):
+        message += f"; content.needs = [{', '.join(content.needs)}] drops premises without a hypothesis of each label"
+    elif lost and keys:
+        message += f"; read with {keys}"
+    else:
+        message += "; check corpus.paths, corpus.format, corpus.text_field and `choosing`"
+    return f"{message}. The first failure: {failures[0]}" if failures else message
+
+
 def lines_hint(
-    read: int, dropped: Mapping[str, int], corpus: Mapping[str, Any], sources: Iterable[str | None]
+    read: int, dropped: Mapping[str, int], config: Mapping[str, Any], sources: Iterable[str | None]
 ) -> str | None:
     """A hint if most documents are empty or short and each line of a text file is a document; else None."""
     num_short = dropped.get(EMPTY, 0) + dropped.get(TOO_SHORT, 0)
-    chosen = corpus.get("format")
-    if 2 * num_short <= read or chosen not in ("auto", "text"):
+    chosen = config.get("corpus", {}).get("format")
+    if "content" in config or 2 * num_short <= read or chosen not in ("auto", "text"):
         return None
     if chosen == "auto" and not any(SUFFIXES.get(bare_suffix(source or "")) == "text" for source in sources):
         return None
@@ -76,10 +102,16 @@ def summary(manifest: Manifest, output: str) -> str:
     totals = manifest.totals
     lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
     return (
-        f"{output}: {totals['read']:,} documents read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
+        f"{output}: {totals['read']:,} {manifest.noun} read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
         f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} tokens in "
-        f"{len(manifest.shards)} shards{_not_read(manifest)}"
+        f"{len(manifest.shards)} shards{_hypotheses(manifest)}{_not_read(manifest)}"
     )
+
+
+def _hypotheses(manifest: Manifest) -> str:
+    """The kept hypotheses by label, as text."""
+    labels = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
+    return labels and f"; hypotheses: {labels}"
 
 
 def _not_read(manifest: Manifest) -> str:

@@ -10,8 +10,9 @@ from common.storage import folder_aside
 from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
 from pipeline.job.units import Unit, read_unit
-from pipeline.readers.corpus import MIB, Document
+from pipeline.readers.corpus import MIB
 from pipeline.shards.manifest import TOKENIZER
+from pipeline.texts.rows import texts_of
 from pipeline.tokenizer.batch_tokenizer import EngineName
 from pipeline.tokenizer.engine import choose_engine
 from pipeline.tokenizer.tokenization import (
@@ -37,11 +38,11 @@ def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: floa
     left = sample_mib * MIB
     for index, unit in enumerate(chosen):
         share = left / (len(chosen) - index)
-        for record in read_unit(unit, config.corpus):
+        for record in read_unit(unit, config.corpus, config.content):
             if share <= 0:
                 break
-            if isinstance(record, Document):
-                text = normalise(record.text)
+            for raw in texts_of(record):
+                text = normalise(raw)
                 share -= len(text)
                 left -= len(text)
                 yield text

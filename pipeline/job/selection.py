@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from pipeline.duplicates.table import removed
 from pipeline.job.unit_writer import UnitWriter, load_sidecar
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
+from pipeline.shards.content import Layout
 from pipeline.shards.ledger import LEDGERS, REJECTED, ledger_entries
 from pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar
 from pipeline.tokenizer.tokenization import TokenizerInfo
@@ -32,9 +34,9 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
     """
     candidates = folder / CANDIDATES
     copies = removed(folder, unit.name)
-    tokens: dict[str, Iterator[NDArray[np.uint32]]] = {}
-    for split in SPLITS:
-        tokens[split] = _tokens(candidates / f"{split}-{unit.name}.arrow")
+    kept_rows: dict[str, Iterator[tuple[NDArray[np.uint32], Layout | None]]] = {
+        split: _rows(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS
+    }
     texts = _rejected_texts(candidates, unit.name) if config.write_rejected else None
     decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json")) if config.write_rejected else None
     writer = UnitWriter(folder, unit, config, tokenizer)
@@ -43,28 +45,42 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
             if entry.row is None:
                 writer.reject(entry, next(texts) if texts else "")
                 continue
-            ids = next(tokens[entry.fate])
+            ids, layout = next(kept_rows[entry.fate])
             copy = copies.get(ordinal)
             if copy is None:
-                writer.keep(entry, ids)
+                writer.keep(entry, ids, layout)
             else:
                 kept = f"{copy.kept_unit}:{copy.kept_ordinal} is kept, similarity {copy.similarity:.2f}"
-                text = decoder.decode(ids.tolist()).strip() if decoder else ""
+                text = _decoded(decoder, ids, layout) if decoder else ""
                 writer.reject(replace(entry, fate=REASONS[copy.kind], row=None, detail=kept), text)
     noted = load_sidecar(candidates, unit.name)
     return writer.finish(noted.stamp if noted else None)
 
 
-def _tokens(shard: Path) -> Iterator[NDArray[np.uint32]]:
-    """Tokens of a shard's documents in row order; none if the shard does not exist."""
+def _decoded(decoder: Tokenizer, ids: NDArray[np.uint32], layout: Layout | None) -> str:
+    """The text of a row; several texts are joined by newlines."""
+    texts = [ids] if layout is None else np.split(ids, layout.starts[1:])
+    return "\n".join(decoder.decode(text.tolist()).strip() for text in texts)
+
+
+def _rows(shard: Path) -> Iterator[tuple[NDArray[np.uint32], Layout | None]]:
+    """Tokens and layout of a shard's rows, in order; none if the shard does not exist."""
     if not shard.exists():
         return
     with pa.memory_map(str(shard)) as file, pa.ipc.open_file(file) as reader:
         for index in range(reader.num_record_batches):
-            column = reader.get_batch(index).column("tokens")
-            values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
-            for start, stop in pairwise(offsets.tolist()):
-                yield values[start:stop]
+            batch = reader.get_batch(index)
+            names = [name for name in ("tokens", "starts", "labels") if name in batch.schema.names]
+            columns = [_lists(batch.column(name)) for name in names]
+            for tokens, *layout in zip(*columns, strict=True):
+                yield tokens, Layout(*layout) if layout else None
+
+
+def _lists(column: pa.Array) -> Iterator[NDArray[Any]]:
+    """The lists of a column."""
+    values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+    for start, stop in pairwise(offsets.tolist()):
+        yield values[start:stop]
 
 
 def _rejected_texts(candidates: Path, unit: str) -> Iterator[str]:

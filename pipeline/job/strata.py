@@ -33,6 +33,8 @@ class Found:
     num_tokens: float = 0
     text_bytes: float = 0
     cpu_seconds: float = 0
+    num_texts: float = 0
+    """Short texts in kept rows; 0 for documents."""
 
     def __add__(self, other: "Found") -> "Found":
         return Found(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))

@@ -15,6 +15,7 @@ from pipeline.config import PipelineConfig, config_hash
 from pipeline.job.units import Unit, hash_unit
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.stamp import Stamp
+from pipeline.shards.content import LABELS, NO_LABEL, Layout
 from pipeline.shards.ledger import Entry, LedgerWriter, rejected_writer
 from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
 from pipeline.shards.schema import shard_schema
@@ -32,6 +33,7 @@ class Tally:
     failed: Counter[str] = field(default_factory=Counter)
     text_bytes: int = 0
     longest_tokens: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
 
     def add(self, entry: Entry, kept: bool) -> None:
         """Counts one more document; one without an id could not be read."""
@@ -44,8 +46,8 @@ class Tally:
 
     def counts(self) -> Counts:
         """The counts, sorted by reason."""
-        reasons = {"dropped": dict(sorted(self.dropped.items())), "failed": dict(sorted(self.failed.items()))}
-        return Counts(**(vars(self) | reasons))
+        named = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "failed", "labels")}
+        return Counts(**(vars(self) | named))
 
 
 class UnitWriter(ExitStack):
@@ -53,7 +55,8 @@ class UnitWriter(ExitStack):
 
     def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
         super().__init__()
-        schema = shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint, config.short_documents)
+        facts = tokenizer.vocab_size, config.geometry, tokenizer.fingerprint
+        schema = shard_schema(*facts, config.short_documents, config.content.kind)
         self._folder, self._unit, self._config = folder, unit, config
         self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.block_documents) for s in SPLITS}
         self._ledger = LedgerWriter(folder, unit.name)
@@ -67,14 +70,17 @@ class UnitWriter(ExitStack):
         self._write_rejected = self.enter_context(rejected)
         return self
 
-    def keep(self, entry: Entry, tokens: NDArray[np.uint32]) -> None:
-        """Adds a document to the shard of the split that its fate names.
+    def keep(self, entry: Entry, tokens: NDArray[np.uint32], layout: Layout | None = None) -> None:
+        """Adds a document, or a row of short texts with their layout, to the shard of the split that its fate names.
 
         Raises:
             ShardError: a token id is beyond the vocabulary.
         """
         assert entry.id is not None
-        row = self._shards[entry.fate].add(entry.id, tokens, entry.source, entry.offset)  # type: ignore[index]
+        shard = self._shards[entry.fate]  # type: ignore[index]
+        row = shard.add(entry.id, tokens, entry.source, entry.offset, layout)
+        if layout is not None:
+            self.tally.labels.update(LABELS[label] for label in layout.labels.tolist() if label != NO_LABEL)
         self.tally.add(entry, True)
         self._ledger.add(replace(entry, row=row))
 

@@ -7,14 +7,18 @@ from pydantic import Field
 from common.config import Strict
 from common.storage import hash_json
 from pipeline.readers.corpus import MIB, FilesCorpus, HubCorpus, Part, Record
-from pipeline.readers.files import rules_of
+from pipeline.readers.files import Rules, rules_of
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
 from pipeline.readers.pydocs import PythonDocs, python_parts, read_python
 from pipeline.readers.skipped import Skipped
 from pipeline.readers.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
+from pipeline.shards.content import AnyContent, DocumentsContent, keys_of
+from pipeline.texts.pairs import MAX_FILE_BYTES
+from pipeline.texts.rows import rows
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
+DOCUMENTS = DocumentsContent()
 
 
 class Unit(Strict):
@@ -45,14 +49,15 @@ class Unit(Strict):
 class Reading(Iterator[Record]):
     """Every document and failure of a unit, in order, and the input bytes read for them so far."""
 
-    def __init__(self, unit: Unit, corpus: Corpus) -> None:
+    def __init__(self, unit: Unit, corpus: Corpus, content: AnyContent) -> None:
         self._unit = unit
         self._corpus = corpus
+        self._content = content
         self._done = 0
         self._part_bytes = 0
         self._meter = Meter()
         self._most = 0
-        self._records = self._read()
+        self._records = rows(self._read(), content)
 
     def __iter__(self) -> "Reading":
         return self
@@ -68,7 +73,7 @@ class Reading(Iterator[Record]):
         return self._most
 
     def _read(self) -> Iterator[Record]:
-        rules = None if isinstance(self._corpus, PythonDocs) else rules_of(self._corpus)
+        rules = None if isinstance(self._corpus, PythonDocs) else _rules(self._corpus, self._content)
         for part in self._unit.parts:
             self._meter, self._part_bytes = Meter(), part.num_bytes
             yield from read_python(part) if rules is None else read_part(part, rules, self._meter)
@@ -76,14 +81,21 @@ class Reading(Iterator[Record]):
             self._done += part.num_bytes
 
 
-def plan_units(corpus: Corpus, unit_mib: float, skipped: Skipped | None = None) -> tuple[list[Unit], list[str]]:
+def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent) -> Rules:
+    """Rules for reading the files of a corpus with this content."""
+    return rules_of(corpus, keys_of(content), MAX_FILE_BYTES if content.kind == "pairs" else None)
+
+
+def plan_units(
+    corpus: Corpus, unit_mib: float, skipped: Skipped | None = None, content: AnyContent = DOCUMENTS
+) -> tuple[list[Unit], list[str]]:
     """Groups the corpus into units of about `unit_mib` MiB of uncompressed text; see `file_parts`."""
     unit_bytes = max(1, int(unit_mib * MIB))
     problems: list[str] = []
     if isinstance(corpus, PythonDocs):
         parts = python_parts()
     else:
-        parts, problems = file_parts(corpus, unit_bytes, skipped)
+        parts, problems = file_parts(corpus, unit_bytes, skipped, _rules(corpus, content))
     groups: list[list[Part]] = []
     held = 0
     for part in parts:
@@ -122,6 +134,6 @@ def stamp_read(unit: Unit) -> Stamp | None:
     return stamp_of(unit.parts, unit.marks, digest)
 
 
-def read_unit(unit: Unit, corpus: Corpus) -> Reading:
-    """Every document and failure of a unit, in order."""
-    return Reading(unit, corpus)
+def read_unit(unit: Unit, corpus: Corpus, content: AnyContent = DOCUMENTS) -> Reading:
+    """Every row and failure of a unit, in order."""
+    return Reading(unit, corpus, content)

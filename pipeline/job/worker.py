@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from common import seeding
 from pipeline.choosing.chooser import Chooser
 from pipeline.choosing.config import ChoosingConfig
 from pipeline.choosing.evaluation_sets import INDEX
+from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.keys import write_keys
@@ -20,9 +22,11 @@ from pipeline.job.progress import Done, Heartbeat
 from pipeline.job.unit_writer import UnitWriter
 from pipeline.job.units import Unit, read_unit, stamp_read
 from pipeline.readers.corpus import ReadFailure, Record, document_id
+from pipeline.shards.content import NO_LABEL, Layout
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import TOKENIZER, Sidecar, Split
-from pipeline.shards.windows import drop_reason
+from pipeline.shards.windows import EMPTY, drop_reason
+from pipeline.texts.rows import LeftOut, TextRow, row_id
 from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
@@ -38,6 +42,19 @@ class Judged:
 
     entry: Entry
     text: str
+    texts: tuple[str, ...] = ()
+    """Texts of a row of sentences, pairs or triples, cleaned; none for documents."""
+    labels: tuple[int, ...] = ()
+    """Label of each text."""
+    layout: Layout | None = None
+    """Places of the texts in the row's tokens, if it is kept."""
+
+    @property
+    def split_key(self) -> bytes:
+        """16 bytes by which its split is drawn: its id, or for several texts a hash of the premise."""
+        if len(self.texts) > 1:
+            return document_id(normalise(self.texts[0]).encode())
+        return self.entry.id or b""
 
 
 def stage_folder(folder: Path, config: PipelineConfig) -> Path:
@@ -60,13 +77,13 @@ def write_unit(
     writer = UnitWriter(target, unit, config, tokenizer)
     keys = _Keys(config.duplicates) if config.duplicates.enabled else None
     with writer:
-        reading, heartbeat = read_unit(unit, config.corpus), Heartbeat(folder, unit.name)
+        reading, heartbeat = read_unit(unit, config.corpus, config.content), Heartbeat(folder, unit.name)
         for ordinal, (judged, tokens) in enumerate(judged_documents(reading, folder, config, tokenizer, engine)):
             entry = judged.entry
             if tokens is None:
                 writer.reject(entry, judged.text)
             else:
-                writer.keep(entry, tokens)
+                writer.keep(entry, tokens, judged.layout)
                 if keys is not None:
                     keys.add(ordinal, judged)
             if heartbeat.due():
@@ -99,20 +116,26 @@ def judged_documents(
     """Every record with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
     encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
     chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
-    documents = (_judge(record, chooser) for record in records)
+    documents = (_judge(record, chooser, config) for record in records)
     for batch in batches(documents, lambda judged: len(judged.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         going = [judged for judged in batch if not judged.entry.fate]
-        rows = iter(encoder.encode([judged.text for judged in going]))
-        splits = iter(splits_of([judged.entry.id or b"" for judged in going], config))
+        encoded = iter(encoder.encode([text for judged in going for text in judged.texts or (judged.text,)]))
+        splits = iter(splits_of([judged.split_key for judged in going], config))
         for judged in batch:
             if judged.entry.fate:
                 yield judged, None
                 continue
-            tokens, split = next(rows), next(splits)
-            reason = drop_reason(len(tokens), config.geometry, config.short_documents)
-            fate = reason or split
-            entry = replace(judged.entry, num_tokens=len(tokens), fate=fate)
-            yield Judged(entry, judged.text), None if reason else tokens
+            texts, split = list(islice(encoded, max(1, len(judged.texts)))), next(splits)
+            tokens = texts[0] if len(texts) == 1 else np.concatenate(texts)
+            if not judged.texts:
+                reason = drop_reason(len(tokens), config.geometry, config.short_documents)
+                layout = None
+            else:
+                reason = None if all(map(len, texts)) else EMPTY
+                starts = np.cumsum([0, *map(len, texts[:-1])]).astype(np.int32)
+                layout = Layout(starts, np.array(judged.labels, np.int8))
+            entry = replace(judged.entry, num_tokens=len(tokens), fate=reason or split)
+            yield Judged(entry, judged.text, layout=None if reason else layout), None if reason else tokens
 
 
 def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split]:
@@ -122,14 +145,26 @@ def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split
     return ["held-out" if held_out else "train" for held_out in (drawn < config.held_out_share).tolist()]
 
 
-def _judge(record: Record, chooser: Chooser) -> Judged:
-    """Judges a document before it is tokenized."""
+def _judge(record: Record, chooser: Chooser, config: PipelineConfig) -> Judged:
+    """Judges a row before it is tokenized. Rules see its texts joined by newlines."""
     if isinstance(record, ReadFailure):
         return Judged(Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), "")
-    choice = chooser.choose(record.text)
+    if isinstance(record, LeftOut):
+        raw = record.text.encode()
+        entry = Entry(document_id(raw), record.source, record.offset, len(raw), None, None, record.reason, None, None)
+        return Judged(entry, record.text)
+    if isinstance(record, TextRow):
+        finish = normalise if config.choosing.normalise_whitespace else str
+        texts = tuple(map(finish, record.texts))
+        choice = replace(chooser.choose("\n".join(texts)), text="\n".join(texts))
+        identity, labels = row_id(texts, record.labels), record.labels
+    else:
+        choice = chooser.choose(record.text)
+        texts, labels = ((choice.text,), (NO_LABEL,)) if config.content.kind == "sentences" else ((), ())
+        identity = document_id(choice.text.encode())
     raw = choice.text.encode()
     entry = Entry(
-        document_id(raw),
+        identity,
         record.source,
         record.offset,
         len(raw),
@@ -139,7 +174,7 @@ def _judge(record: Record, chooser: Chooser) -> Judged:
         None,
         choice.detail,
     )
-    return Judged(entry, choice.text)
+    return Judged(entry, choice.text, texts, labels)
 
 
 @lru_cache(maxsize=2)

@@ -28,6 +28,16 @@ class Document:
     offset: int
 
 
+Value = str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fields(Document):
+    """Named values of one line or row, in the order of `Rules.keys`; none for a blank line. `text` is empty."""
+
+    values: tuple[Value, ...]
+
+
 class ReadFailure(Strict):
     """One document, or the rest of one file, that could not be read."""
 

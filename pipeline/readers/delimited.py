@@ -40,47 +40,68 @@ def read_delimited(
     stream: ByteStream, source: str, text_field: str, max_bytes: int, delimiter: str
 ) -> Iterator[Record]:
     """The column `text_field` of every row."""
+    column: int | None = None
+    header: list[str] | None = None
+    num_rows = 0
+    for row, fields in delimited_rows(stream, source, delimiter):
+        num_rows += row >= 0
+        if isinstance(fields, ReadFailure):
+            yield fields
+        elif header is None:
+            header = fields
+            column = header.index(text_field) if text_field in header else None
+        elif column is None:
+            yield _no_column(header, text_field, source, row)
+        elif not fields:  # a blank line is an empty document, so that totals close
+            yield from documents(b"", source, row, max_bytes)
+        elif len(fields) <= column:
+            yield short_row(fields, header, source, row)
+        else:
+            yield from documents(fields[column].encode("utf-8", "surrogateescape"), source, row, max_bytes)
+    if header is not None and column is None and not num_rows:  # most likely not a CSV file at all
+        yield _no_column(header, text_field, source, 0)
+
+
+def delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator[tuple[int, list[str] | ReadFailure]]:
+    """The fields of every row, with its number; the first row without a failure is the header, number -1."""
     csv.field_size_limit(MAX_FIELD_BYTES)  # a limit of the whole process, in which no other code reads CSV
     feed = _Feed(stream)
     rows = csv.reader(feed, delimiter=delimiter)
-    column: int | None = None
-    header: list[str] | None = None
+    seen_header = False
     row = 0
     while True:
         feed.too_large = False
         try:
             fields = next(rows)
         except StopIteration:
-            if header is not None and column is None and row == 0:  # most likely not a CSV file at all
-                yield _no_column(header, text_field, source, row)
             return
         except READ_ERRORS as error:
-            yield unreadable(error, source, row)
+            yield row, unreadable(error, source, row)
             return
         except csv.Error as error:
             reason = "too_large" if "limit" in str(error) else "invalid_csv"
-            yield ReadFailure(reason=reason, source=source, offset=row, message=str(error))
+            yield row, ReadFailure(reason=reason, source=source, offset=row, message=str(error))
             row += 1
             continue
-        if header is None:
-            header = fields
-            column = header.index(text_field) if text_field in header else None
+        if not seen_header:
+            seen_header = True
+            yield -1, fields
             continue
         if feed.ended:
-            yield ReadFailure(reason="invalid_csv", source=source, offset=row, message="a quoted field is never closed")
+            message = "a quoted field is never closed"
+            yield row, ReadFailure(reason="invalid_csv", source=source, offset=row, message=message)
         elif feed.too_large:
             message = f"a line of more than {MAX_FIELD_BYTES // MIB} MiB"
-            yield ReadFailure(reason="too_large", source=source, offset=row, message=message)
-        elif column is None:
-            yield _no_column(header or [], text_field, source, row)
-        elif not fields:  # a blank line is an empty document, so that totals close
-            yield from documents(b"", source, row, max_bytes)
-        elif len(fields) <= column:
-            message = f"the row has {len(fields)} of {len(header)} columns"
-            yield ReadFailure(reason="invalid_csv", source=source, offset=row, message=message)
+            yield row, ReadFailure(reason="too_large", source=source, offset=row, message=message)
         else:
-            yield from documents(fields[column].encode("utf-8", "surrogateescape"), source, row, max_bytes)
+            yield row, fields
         row += 1
+
+
+def short_row(fields: list[str], header: list[str], source: str, row: int) -> ReadFailure:
+    """The failure of a row without some of the columns."""
+    message = f"the row has {len(fields)} of {len(header)} columns"
+    return ReadFailure(reason="invalid_csv", source=source, offset=row, message=message)
 
 
 def _no_column(header: list[str], text_field: str, source: str, row: int) -> ReadFailure:

@@ -1,7 +1,7 @@
 """Format detection, by content and name, and the records of one file or member of an archive."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -9,6 +9,13 @@ from pipeline.readers.archives import Member, is_tar, members
 from pipeline.readers.corpus import END, MIB, FilesCorpus, Format, HubCorpus, ReadFailure, Record
 from pipeline.readers.delimited import read_delimited
 from pipeline.readers.encodings import as_utf8, encoding_of
+from pipeline.readers.fields import (
+    FIELD_FORMATS,
+    Keys,
+    read_delimited_fields,
+    read_json_fields,
+    read_parquet_fields,
+)
 from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable
 from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix, is_hidden
 from pipeline.readers.streams import (
@@ -38,13 +45,18 @@ class Rules:
     text_field: str
     max_bytes: int
     """Largest document."""
+    keys: Keys = field(default_factory=dict)
+    """Keys of several values to read instead of a text; none for texts."""
+    max_file_bytes: int | None = None
+    """Largest file, uncompressed; None: any."""
 
 
-def rules_of(corpus: FilesCorpus | HubCorpus) -> Rules:
+def rules_of(corpus: FilesCorpus | HubCorpus, keys: Keys | None = None, max_file_bytes: int | None = None) -> Rules:
     """The rules of a corpus."""
     fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
     # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
-    return Rules(fixed, corpus.text_field, max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB)))
+    max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
+    return Rules(fixed, corpus.text_field, max_bytes, keys or {}, max_file_bytes)
 
 
 def format_of(head: bytes, name: str, *, inside: bool) -> Format | None:
@@ -128,7 +140,16 @@ def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: by
     """The records of uncompressed content of a known format."""
     if known not in ("parquet", "arrow") and (encoding := encoding_of(head)):
         stream = as_utf8(stream, encoding)
+    if rules.keys and known not in FIELD_FORMATS:
+        message = f"{known} has no columns; premises and hypotheses are read from {', '.join(FIELD_FORMATS)}"
+        yield ReadFailure(reason="unknown_format", source=source, offset=0, message=message)
+        return
     match known:
+        case "jsonl" if rules.keys:
+            yield from read_json_fields(stream, source, rules.keys, rules.max_bytes)
+        case "csv" | "tsv" if rules.keys:
+            delimiter = "," if known == "csv" else "\t"
+            yield from read_delimited_fields(stream, source, rules.keys, rules.max_bytes, delimiter)
         case "jsonl":
             yield from read_jsonl(stream, source, rules.text_field, rules.max_bytes)
         case "text":
@@ -161,4 +182,7 @@ def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterato
         yield ReadFailure(reason="too_large", source=source, offset=0, message=message)
     else:
         file = pa.BufferReader(pa.py_buffer(held))
-        yield from read_parquet(file, source, rules.text_field, rules.max_bytes, None, Rows())
+        if rules.keys:
+            yield from read_parquet_fields(file, source, rules.keys, rules.max_bytes, Rows())
+        else:
+            yield from read_parquet(file, source, rules.text_field, rules.max_bytes, None, Rows())

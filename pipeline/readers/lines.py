@@ -146,20 +146,14 @@ def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record
 
     A blank line is an empty document, so that totals close.
     """
-    record = decode(line, source, offset)
-    if isinstance(record, ReadFailure) or not record.text.strip():
+    record, value = explained_object(line, source, offset, text_field)
+    if value is None:
         return record
-    try:
-        value = json.loads(record.text, parse_int=float)  # Python would refuse a number of 5,000 digits
-    except (ValueError, RecursionError) as error:
-        return ReadFailure(reason="invalid_json", source=source, offset=offset, message=str(error))
-    if not isinstance(value, dict):
-        return _no_text(source, offset, text_field, f"the line is {_kind(record.text.strip()[:1])}, not an object")
     if text_field not in value:
         return _no_text(source, offset, text_field, f"found {sorted(value)}")
     text = value[text_field]
     if not isinstance(text, str):
-        return _no_text(source, offset, text_field, f"it is {_kind(json.dumps(text)[:1])}")
+        return _no_text(source, offset, text_field, f"it is {json_kind(json.dumps(text)[:1])}")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # an escaped lone surrogate is valid JSON, but not Unicode text
@@ -167,7 +161,22 @@ def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record
     return Document(text, source, offset)
 
 
-def _kind(start: str) -> str:
+def explained_object(line: bytes, source: str, offset: int, text_field: str) -> tuple[Record, dict[str, Any] | None]:
+    """The JSON object of a line, read with Python's json; None, and the failure or blank document, if it is none."""
+    record = decode(line, source, offset)
+    if isinstance(record, ReadFailure) or not record.text.strip():
+        return record, None
+    try:
+        value = json.loads(record.text, parse_int=float)  # Python would refuse a number of 5,000 digits
+    except (ValueError, RecursionError) as error:
+        return ReadFailure(reason="invalid_json", source=source, offset=offset, message=str(error)), None
+    if not isinstance(value, dict):
+        found = f"the line is {json_kind(record.text.strip()[:1])}, not an object"
+        return _no_text(source, offset, text_field, found), None
+    return record, value
+
+
+def json_kind(start: str) -> str:
     """The kind of JSON value that starts with this character."""
     return {"n": "null", "t": "true", "f": "false", "[": "a list", "{": "an object", '"': "a string"}.get(
         start, "a number"
@@ -194,7 +203,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_by
         return
     string = memoryview(raw)
     if string[:1].tobytes() != b'"':
-        yield _no_text(source, offset, text_field, f"it is {_kind(string[:1].tobytes().decode('latin-1'))}")
+        yield _no_text(source, offset, text_field, f"it is {json_kind(string[:1].tobytes().decode('latin-1'))}")
         return
     string = string[1:-1]
     first = _address(string) - _address(line)

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from common.stores.address import is_remote
 from pipeline.readers.corpus import END, Part, ReadFailure, Record
+from pipeline.readers.fields import read_json_fields, read_parquet_fields
 from pipeline.readers.files import Rules, read_archive, read_stream
 from pipeline.readers.lines import read_jsonl, read_text, unreadable
 from pipeline.readers.places import open_input, stream_of
@@ -65,7 +66,9 @@ def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
     rows = Rows()
     meter.measure = lambda: part.num_bytes * rows.share
     pieces = range(part.start, part.stop)
-    if part.format == "parquet":
+    if rules.keys:
+        yield from read_parquet_fields(file, part.source, rules.keys, rules.max_bytes, rows)
+    elif part.format == "parquet":
         groups = None if part.stop == END else pieces
         yield from read_parquet(file, part.source, rules.text_field, rules.max_bytes, groups, rows)
     elif is_remote(part.path):
@@ -108,7 +111,9 @@ def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
         yield unreadable(error, part.source, part.start)
         return
     meter.measure = lambda: stream.position - part.start
-    if part.format == "jsonl":
+    if part.format == "jsonl" and rules.keys:
+        records = read_json_fields(stream, part.source, rules.keys, rules.max_bytes, part.stop)
+    elif part.format == "jsonl":
         records = read_jsonl(stream, part.source, rules.text_field, rules.max_bytes, part.stop)
     else:
         records = read_text(stream, part.source, rules.max_bytes, part.stop)

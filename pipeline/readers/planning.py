@@ -7,12 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import BinaryIO
 
+import pyarrow.parquet as pq
+
 from common.paths import expand
 from common.stores.address import is_remote
 from pipeline.readers.archives import is_tar
-from pipeline.readers.corpus import FilesCorpus, HubCorpus, Input, Part
+from pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
 from pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_parquet, cut_ranges, make_part
 from pipeline.readers.encodings import encoding_of
+from pipeline.readers.fields import FIELD_FORMATS, fields_problem
 from pipeline.readers.files import Rules, format_of, rules_of
 from pipeline.readers.hub import hub_inputs
 from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix
@@ -27,6 +30,7 @@ from pipeline.readers.streams import (
     compression_of,
     decompressed,
 )
+from pipeline.readers.tables import TABLE_ERRORS
 
 COMPRESSION_RATIO = 3
 """Assumed ratio of English text to its compressed size, by which parts of compressed files are weighted."""
@@ -39,7 +43,7 @@ _SHOWN_PROBLEMS = 20
 
 
 def file_parts(
-    corpus: FilesCorpus | HubCorpus, part_bytes: int, skipped: Skipped | None = None
+    corpus: FilesCorpus | HubCorpus, part_bytes: int, skipped: Skipped | None = None, rules: Rules | None = None
 ) -> tuple[list[Part], list[str]]:
     """Cuts the corpus into parts of about `part_bytes` bytes of text, in an order that depends only on names.
 
@@ -47,7 +51,7 @@ def file_parts(
     each.
     """
     skipped = Skipped() if skipped is None else skipped
-    rules = rules_of(corpus)
+    rules = rules or rules_of(corpus)
     if isinstance(corpus, HubCorpus):
         found, problems = hub_inputs(corpus)
     else:
@@ -151,6 +155,8 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             known = rules.format or format_of(head, file.source, inside=False)
             if known is None or (file.searched and rules.format is None and bare_suffix(file.source) == JSON_SUFFIX):
                 return _unknown(file)
+            if rules.keys:
+                return _cut_fields(file, opened, head, known, rules, part_bytes)
             if known in ("jsonl", "text") and encoding_of(head) is None:
                 return Cut(cut_ranges(file, known, part_bytes))
             if known == "parquet":
@@ -162,6 +168,37 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))
         return Cut([], f"corpus.paths: {file.path} cannot be read: {error}")
+
+
+def _cut_fields(file: Input, opened: BinaryIO, head: bytes, known: str, rules: Rules, part_bytes: int) -> Cut:
+    """The part of a file whose rows have several values. A file is one part if its size is limited.
+
+    Then its rows belong together, such as the pairs of a premise.
+    """
+    if known not in FIELD_FORMATS:
+        if file.searched:
+            return Cut([], skipped=True)
+        return Cut(
+            [], f"corpus.paths: {file.path} is {known}; pairs and triples are read from {', '.join(FIELD_FORMATS)}"
+        )
+    if rules.max_file_bytes is not None and file.num_bytes > rules.max_file_bytes:
+        return Cut(
+            [],
+            f"corpus.paths: {file.path} has {file.num_bytes / MIB:,.0f} MiB, at most {rules.max_file_bytes / MIB:,.0f} "
+            "MiB are possible, because the pairs of a file are held in memory; split it into files with different "
+            "premises",
+        )
+    if known == "parquet":
+        part = make_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)
+        try:
+            with pq.ParquetFile(opened) as table:
+                problem = fields_problem(table.schema_arrow, rules.keys)
+        except TABLE_ERRORS:
+            problem = None  # damage is found when the file is read
+        return Cut([part], problem and f"corpus.paths: {file.path}: {problem}")
+    if known == "jsonl" and rules.max_file_bytes is None and encoding_of(head) is None:
+        return Cut(cut_ranges(file, known, part_bytes))
+    return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
 
 
 def _lost(file: Input, why: str) -> Cut:

@@ -4,8 +4,11 @@ A row of `documents` is a long text with windows for spans. A row of the other k
 sentence; or a premise and its labelled hypotheses.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from common.config import Strict
@@ -16,6 +19,21 @@ LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
 """Labels of hypotheses; a shard holds their places in this tuple."""
 NO_LABEL = -1
 """Label of a text that is no hypothesis."""
+TRIPLE_LABELS = (NO_LABEL, LABELS.index("entailment"), LABELS.index("contradiction"))
+"""Labels of the texts of a triple."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The texts of one row.
+
+    Attributes:
+        starts: `(num_texts,)` int32 start of each text in the row's tokens; ascending, the first is 0.
+        labels: `(num_texts,)` int8 label of each text; NO_LABEL for the first.
+    """
+
+    starts: NDArray[np.int32]
+    labels: NDArray[np.int8]
 
 
 class DocumentsContent(Strict):
@@ -30,6 +48,9 @@ class SentencesContent(Strict):
     kind: Literal["sentences"]
     split: bool = False
     """Split documents into sentences. false: every text of the corpus is one row."""
+    language: str = Field(default="en", pattern="^[a-z]{2,3}$")
+    """Language by whose rules and abbreviations documents are split, ISO 639. A language without rules in `sentencex`
+    is split by those of a related language or of English."""
 
 
 class PairsContent(Strict):
@@ -66,6 +87,15 @@ class TriplesContent(Strict):
 def _with_kind(value: object) -> object:
     """Accepts a section that is a kind alone, such as `content: sentences`."""
     return {"kind": value} if isinstance(value, str) else value
+
+
+def keys_of(content: "AnyContent") -> dict[str, str]:
+    """Keys of the values that a row of the input has, by setting; none if it has one text."""
+    names: dict[str, tuple[str, ...]] = {
+        "pairs": ("premise", "hypothesis", "label"),
+        "triples": ("premise", "entailment", "contradiction"),
+    }
+    return {f"content.{name}": getattr(content, name) for name in names.get(content.kind, ())}
 
 
 AnyContent = Annotated[

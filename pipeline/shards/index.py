@@ -7,7 +7,8 @@ import msgspec
 import pyarrow as pa
 from pydantic import ValidationError
 
-from pipeline.shards.manifest import MANIFEST, load_manifest
+from pipeline.shards.content import ContentKind
+from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
 from pipeline.shards.schema import SCHEMA_VERSION
 from pipeline.shards.soundness import content_problem
 from pipeline.shards.windows import Geometry, ShortDocuments
@@ -26,8 +27,13 @@ class _Tokenizer(msgspec.Struct, frozen=True):
     vocab_size: int
 
 
+class _Content(msgspec.Struct, frozen=True):
+    kind: ContentKind = "documents"
+
+
 class _Settings(msgspec.Struct, frozen=True):
     short_documents: ShortDocuments = "drop"
+    content: _Content = _Content()
 
 
 class ManifestIndex(msgspec.Struct, frozen=True):
@@ -42,7 +48,12 @@ class ManifestIndex(msgspec.Struct, frozen=True):
     def problem(self, rows: pa.RecordBatch) -> tuple[int, str] | None:
         """Like `content_problem`, with this manifest's geometry and vocabulary."""
         geometry = Geometry.model_validate(self.geometry)
-        return content_problem(rows, geometry, self.config.short_documents, self.tokenizer.vocab_size)
+        return content_problem(rows, geometry, self.config.short_documents, self.tokenizer.vocab_size, self.kind)
+
+    @property
+    def kind(self) -> ContentKind:
+        """Kind of the rows."""
+        return self.config.content.kind
 
 
 def load_index(folder: Path) -> ManifestIndex:
@@ -59,4 +70,7 @@ def load_index(folder: Path) -> ManifestIndex:
     if index is not None and index.schema_version == SCHEMA_VERSION:
         return index
     manifest = load_manifest(folder)
-    return msgspec.json.decode(manifest.model_dump_json(), type=ManifestIndex)
+    try:
+        return msgspec.json.decode(manifest.model_dump_json(), type=ManifestIndex)
+    except msgspec.DecodeError as error:
+        raise ShardError(f"{folder / MANIFEST} is not a manifest of this version: {error}") from error

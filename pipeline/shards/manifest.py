@@ -58,6 +58,8 @@ class Counts(Strict):
     """UTF-8 bytes of the readable documents, whitespace-normalised."""
     longest_tokens: int
     """Tokens of the longest document, kept or not."""
+    labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
+    """Kept hypotheses by label; left out of the file if there are none."""
 
     def check(self, what: str) -> None:
         """Checks that the counts balance.
@@ -108,6 +110,8 @@ class Manifest(Strict):
     versions: dict[str, str]
     skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
     """Files that a search of folders skipped, by kind; left out of the file if there are none."""
+    labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
+    """Kept hypotheses of pairs and triples by label; left out of the file if there are none."""
 
     @property
     def short_documents(self) -> ShortDocuments:
@@ -120,6 +124,11 @@ class Manifest(Strict):
         """Kind of the rows."""
         return _CONTENT.validate_python(self.config.get("content", "documents"))
 
+    @property
+    def noun(self) -> str:
+        """Word for its rows in messages."""
+        return "documents" if self.content.kind == "documents" else "rows"
+
     def of_split(self, split: str) -> list[Shard]:
         """Shards of a split, in the order by which documents are numbered."""
         return sorted((shard for shard in self.shards if shard.split == split), key=lambda shard: shard.name)
@@ -127,10 +136,11 @@ class Manifest(Strict):
 
 def sum_counts(counts: list[Counts]) -> Counts:
     """Sums counts over units."""
-    dropped, failed = Counter[str](), Counter[str]()
+    dropped, failed, labels = Counter[str](), Counter[str](), Counter[str]()
     for count in counts:
         dropped.update(count.dropped)
         failed.update(count.failed)
+        labels.update(count.labels)
     return Counts(
         read=sum(count.read for count in counts),
         kept=sum(count.kept for count in counts),
@@ -138,6 +148,7 @@ def sum_counts(counts: list[Counts]) -> Counts:
         failed=dict(sorted(failed.items())),
         text_bytes=sum(count.text_bytes for count in counts),
         longest_tokens=max((count.longest_tokens for count in counts), default=0),
+        labels=dict(sorted(labels.items())),
     )
 
 
@@ -187,6 +198,7 @@ def build_manifest(
         config_hash=config_hash,
         versions={name: version(name) for name in ("pyarrow", "ray", "tokenizers")},
         skipped=skipped or {},
+        labels=counts.labels,
     )
 
 
@@ -205,6 +217,10 @@ def load_manifest(folder: Path) -> Manifest:
         raise ShardError(f"{path} is not a manifest of this version: {describe(error, Manifest)[0]}") from error
     if manifest.schema_version != SCHEMA_VERSION:
         raise ShardError(f"{path} has schema version {manifest.schema_version}; this code reads {SCHEMA_VERSION}")
+    try:
+        _CONTENT.validate_python(manifest.config.get("content", "documents"))
+    except ValidationError as error:
+        raise ShardError(f"{path}: content is not of this version: {describe(error, Manifest)[0]}") from error
     return manifest
 
 

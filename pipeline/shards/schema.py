@@ -1,5 +1,7 @@
 """Schema of a shard: an Arrow IPC file with one row a document, in record batches of bounded size.
 
+Rows of documents have these columns:
+
 | column     | type                      | meaning                                                              |
 |------------|---------------------------|----------------------------------------------------------------------|
 | id         | fixed_size_binary(16)     | hash of the normalised text (docs/decisions/0002-document-id.md)      |
@@ -16,6 +18,17 @@ The `source` of a document inside an archive joins archive and member with "!", 
 For JSONL and text, `offset` is a byte position in the innermost uncompressed file: the start of the line, or of the
 piece if a document longer than `corpus.max_document_mib` was cut. For Parquet, Arrow and CSV it is the row number, the
 same for all pieces of a row. It is 0 for a Python module, and the ordinal of the topic for `pydoc_data.topics`.
+
+Rows of sentences, pairs and triples are groups of short texts. They have two other columns instead of `windows`:
+
+| column | type        | meaning                                                                                 |
+|--------|-------------|-----------------------------------------------------------------------------------------|
+| starts | list<int32> | start of each text in `tokens`, ascending; every text has at least one token            |
+| labels | list<int8>  | label of each text: -1 for the sentence or premise, which is the first; of a hypothesis |
+|        |             | its place in LABELS (pipeline/shards/content.py)                                        |
+
+`tokens` holds the texts one after the other. `id` is a hash of all texts and labels. A sentence split from a document
+has the `offset` of the document. A premise has the `offset` of its first pair.
 """
 
 from typing import cast
@@ -23,6 +36,7 @@ from typing import cast
 import pyarrow as pa
 
 from pipeline.readers.corpus import ID_BYTES
+from pipeline.shards.content import ContentKind
 from pipeline.shards.windows import Geometry, ShortDocuments
 
 SCHEMA_VERSION = 1
@@ -30,29 +44,36 @@ UINT16_VOCABULARY = 2**16
 
 
 def shard_schema(
-    vocab_size: int, geometry: Geometry, fingerprint: str, short_documents: ShortDocuments = "drop"
+    vocab_size: int,
+    geometry: Geometry,
+    fingerprint: str,
+    short_documents: ShortDocuments = "drop",
+    kind: ContentKind = "documents",
 ) -> pa.Schema:
     """Schema of a shard; its metadata names the tokenizer and the geometry of the tokens and windows."""
-    drop = short_documents == "drop"
     token_type = pa.uint16() if vocab_size <= UINT16_VOCABULARY else pa.uint32()
+    inner = {"windows": pa.int32()} if kind == "documents" else {"starts": pa.int32(), "labels": pa.int8()}
+    metadata = {
+        "schema_version": str(SCHEMA_VERSION),
+        "tokenizer_fingerprint": fingerprint,
+        "vocab_size": str(vocab_size),
+    }
+    if kind == "documents":
+        metadata |= {"num_anchors": str(geometry.num_anchors), "max_tokens": str(geometry.max_tokens)}
+        if short_documents != "drop":  # without effect if short documents are dropped, and then left out
+            metadata |= {"min_tokens": str(geometry.min_tokens), "short_documents": short_documents}
+    else:
+        metadata["content"] = kind
     return pa.schema(
         [
             pa.field("id", pa.binary(ID_BYTES), nullable=False),
             pa.field("tokens", pa.list_(token_type), nullable=False),
-            pa.field("windows", pa.list_(pa.int32()), nullable=False),
+            *(pa.field(name, pa.list_(inner_type), nullable=False) for name, inner_type in inner.items()),
             pa.field("num_tokens", pa.int64(), nullable=False),
             pa.field("source", pa.string(), nullable=False),
             pa.field("offset", pa.int64(), nullable=False),
         ],
-        metadata={
-            "schema_version": str(SCHEMA_VERSION),
-            "tokenizer_fingerprint": fingerprint,
-            "vocab_size": str(vocab_size),
-            "num_anchors": str(geometry.num_anchors),
-            "max_tokens": str(geometry.max_tokens),
-        }
-        # These two keys have no effect if short documents are dropped, and are then left out.
-        | ({} if drop else {"min_tokens": str(geometry.min_tokens), "short_documents": short_documents}),
+        metadata=metadata,
     )
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from common.storage import hash_file
+from pipeline.shards.content import ContentKind
 from pipeline.shards.index import ListedShard, ManifestIndex, load_index
 from pipeline.shards.ledger import LedgerFile
 from pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
@@ -100,7 +101,7 @@ class ShardSet:
             shard = self._shards[number]
             if problems := _size_problems(self.folder, shard):
                 raise ShardError("\n".join(problems))
-            self._open[number] = _OpenShard(self.folder, shard)
+            self._open[number] = _OpenShard(self.folder, shard, self._index.kind)
             if len(self._open) > self._most_open:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
@@ -113,12 +114,12 @@ class ShardSet:
 class _OpenShard:
     """One mapped shard: its record batches and the first row of each."""
 
-    def __init__(self, folder: Path, shard: Shard | ListedShard) -> None:
+    def __init__(self, folder: Path, shard: Shard | ListedShard, kind: ContentKind) -> None:
         path = folder / shard.name
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-            if problem := schema_problem(reader.schema):
+            if problem := schema_problem(reader.schema, kind):
                 raise ShardError(f"{path} is not a shard: {problem}; prepare the folder again")
         except (pa.ArrowException, OSError) as error:
             raise ShardError(f"{path} is not an Arrow file: {error}; prepare the folder again") from error
@@ -165,8 +166,8 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
 
     Args:
         folder: output folder of `prepare`.
-        full: reads every byte, compares checksums, and checks all offsets, windows and token ids. Otherwise only sizes
-            and Arrow footers are checked, and the contents of shards that were modified after the manifest.
+        full: reads every byte, compares checksums, and checks all offsets, windows, texts and token ids. Otherwise only
+            sizes and Arrow footers are checked, and the contents of shards that were modified after the manifest.
 
     Raises:
         ShardError: the manifest is missing.
@@ -178,7 +179,7 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
         found = _size_problems(folder, shard)
         if not found:
             try:
-                opened = _OpenShard(folder, shard)
+                opened = _OpenShard(folder, shard, index.kind)
             except ShardError as error:
                 found = [str(error)]
             else:

@@ -1,4 +1,4 @@
-"""Checks of a shard's documents: offsets inside the data, windows inside the document, ids inside the vocabulary.
+"""Checks of a shard's rows: offsets inside the data, windows and texts inside the row, ids inside the vocabulary.
 
 A shard may come from someone else, and Arrow reads wherever a file's offsets point.
 """
@@ -7,23 +7,26 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind
 from pipeline.shards.windows import Geometry, ShortDocuments
 
-_TYPES = {
-    "id": (pa.binary(16),),
-    "tokens": (pa.list_(pa.uint16()), pa.list_(pa.uint32())),
-    "windows": (pa.list_(pa.int32()),),
-    "num_tokens": (pa.int64(),),
-    "source": (pa.string(),),
-    "offset": (pa.int64(),),
-}
+_WINDOWS = {"windows": (pa.list_(pa.int32()),)}
+_TEXTS = {"starts": (pa.list_(pa.int32()),), "labels": (pa.list_(pa.int8()),)}
 
 
-def schema_problem(schema: pa.Schema) -> str | None:
-    """A problem of the columns; None if they are those of a shard."""
-    if sorted(schema.names) != sorted(_TYPES):
-        return f"its columns are {', '.join(schema.names)}, not {', '.join(_TYPES)}"
-    for name, types in _TYPES.items():
+def schema_problem(schema: pa.Schema, kind: ContentKind = "documents") -> str | None:
+    """A problem of the columns; None if they are those of a shard with this kind of rows."""
+    wanted = {
+        "id": (pa.binary(16),),
+        "tokens": (pa.list_(pa.uint16()), pa.list_(pa.uint32())),
+        **(_WINDOWS if kind == "documents" else _TEXTS),
+        "num_tokens": (pa.int64(),),
+        "source": (pa.string(),),
+        "offset": (pa.int64(),),
+    }
+    if sorted(schema.names) != sorted(wanted):
+        return f"its columns are {', '.join(schema.names)}, not {', '.join(wanted)}"
+    for name, types in wanted.items():
         if (found := schema.field(name).type) not in types:
             return f"its column {name} holds {found}, not {' or '.join(map(str, types))}"
     return None
@@ -45,7 +48,11 @@ def _nulls(column: pa.Array) -> int:
 
 
 def content_problem(
-    batch: pa.RecordBatch, geometry: Geometry, short_documents: ShortDocuments, vocab_size: int
+    batch: pa.RecordBatch,
+    geometry: Geometry,
+    short_documents: ShortDocuments,
+    vocab_size: int,
+    kind: ContentKind = "documents",
 ) -> tuple[int, str] | None:
     """The first row with contradictory numbers, and its problem; None if all rows agree.
 
@@ -54,13 +61,31 @@ def content_problem(
         geometry: geometry of the manifest.
         short_documents: setting of the manifest.
         vocab_size: vocabulary size of the manifest's tokenizer; all ids are below it.
+        kind: kind of rows in the manifest.
     """
     if not len(batch):
         return None
-    (tokens, lengths), (windows, counts) = _lists(batch, "tokens"), _lists(batch, "windows")
+    tokens, lengths = _lists(batch, "tokens")
     said = batch.column("num_tokens").to_numpy()
     if row := _first(said != lengths):
         return row[0], f"num_tokens = {said[row[0]]}, but it has {lengths[row[0]]} tokens"
+    if kind == "documents":
+        found = _windows_problem(batch, geometry, short_documents, said)
+    else:
+        found = _texts_problem(batch, kind, said)
+    if found:
+        return found
+    if row := _first(tokens >= vocab_size):
+        at = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
+        return at, f"token id {tokens[row[0]]} is beyond the vocabulary of {vocab_size} tokens"
+    return None
+
+
+def _windows_problem(
+    batch: pa.RecordBatch, geometry: Geometry, short_documents: ShortDocuments, said: NDArray[np.int64]
+) -> tuple[int, str] | None:
+    """The first document whose windows are not those of its length."""
+    windows, counts = _lists(batch, "windows")
     longest = np.full(len(said), geometry.max_tokens)
     if short_documents == "shrink_spans":
         longest = np.maximum(1, np.minimum(longest, said // (2 * geometry.num_anchors)))
@@ -71,9 +96,27 @@ def content_problem(
     if row := _first(windows != starts):
         at = int(np.searchsorted(np.cumsum(counts), row[0], side="right"))
         return at, f"a window starts at {windows[row[0]]}, not at {starts[row[0]]}"
-    if row := _first(tokens >= vocab_size):
-        at = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
-        return at, f"token id {tokens[row[0]]} is beyond the vocabulary of {vocab_size} tokens"
+    return None
+
+
+def _texts_problem(batch: pa.RecordBatch, kind: ContentKind, said: NDArray[np.int64]) -> tuple[int, str] | None:
+    """The first row whose texts or labels are not those of this kind."""
+    (starts, counts), (labels, labelled) = _lists(batch, "starts"), _lists(batch, "labels")
+    if row := _first(counts != labelled):
+        return row[0], f"{counts[row[0]]} starts of texts, but {labelled[row[0]]} labels"
+    wrong = {"sentences": counts != 1, "pairs": counts < 2, "triples": counts != len(TRIPLE_LABELS)}[kind]
+    if row := _first(wrong):
+        return row[0], f"{counts[row[0]]} texts, which a row of {kind} never has"
+    places, owners = _ordinals(counts), np.repeat(np.arange(len(counts)), counts)
+    first = places == 0
+    before = np.where(first, -1, np.roll(starts, 1))
+    if row := _first((first & (starts != 0)) | (starts <= before) | (starts >= said[owners])):
+        at, place = int(owners[row[0]]), int(places[row[0]])
+        after = f", the text before it at {before[row[0]]}" if place else ""
+        return at, f"text {place} starts at {starts[row[0]]}{after}; the row has {said[at]} tokens"
+    wanted = np.array(TRIPLE_LABELS)[places] if kind == "triples" else np.where(first, NO_LABEL, labels)
+    if row := _first((labels != wanted) | (~first & ((labels < 0) | (labels >= len(LABELS))))):
+        return int(owners[row[0]]), f"text {places[row[0]]} has the label {labels[row[0]]}"
     return None
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from common.storage import hash_file, write_aside
+from pipeline.shards.content import Layout
 from pipeline.shards.manifest import Shard, ShardError, Split
 from pipeline.shards.schema import geometry_of
 from pipeline.shards.windows import document_windows
@@ -28,12 +29,16 @@ class ShardWriter(ExitStack):
         self._path = folder / f"{split}-{unit}.arrow"
         self._split: Split = split
         self._schema, self._block_documents = schema, block_documents
-        self._rows: list[tuple[bytes, NDArray[np.uint32], str, int]] = []
+        self._rows: list[tuple[bytes, NDArray[np.uint32], str, int, Layout | None]] = []
         self._held_tokens = self._num_documents = self._num_tokens = 0
         self._stream: Any = None
 
-    def add(self, identity: bytes, tokens: NDArray[np.uint32], source: str, offset: int) -> int:
+    def add(
+        self, identity: bytes, tokens: NDArray[np.uint32], source: str, offset: int, layout: Layout | None = None
+    ) -> int:
         """Adds a document: its id, `(num_tokens,)` token ids, and its source. Returns its row in the shard.
+
+        A row of short texts also has their layout.
 
         Raises:
             ShardError: a token id is beyond the vocabulary.
@@ -44,7 +49,7 @@ class ShardWriter(ExitStack):
                 f"{source} at {offset}: token id {int(tokens.max())} is beyond the vocabulary of {vocab_size} tokens"
             )
         row = self._num_documents + len(self._rows)
-        self._rows.append((identity, tokens, source, offset))
+        self._rows.append((identity, tokens, source, offset, layout))
         self._held_tokens += len(tokens)
         if len(self._rows) >= self._block_documents or self._held_tokens >= _BLOCK_TOKENS:
             self._flush()
@@ -57,15 +62,16 @@ class ShardWriter(ExitStack):
         if self._stream is None:
             aside = self.enter_context(write_aside(self._path))
             self._stream = self.enter_context(pa.ipc.new_file(str(aside), self._schema))
-        geometry, short_documents = geometry_of(self._schema)
-        ids, tokens, sources, offsets = zip(*self._rows, strict=True)
+        ids, tokens, sources, offsets, layouts = zip(*self._rows, strict=True)
+        if "windows" in self._schema.names:
+            geometry, short_documents = geometry_of(self._schema)
+            inner = {"windows": [document_windows(len(row), geometry, short_documents) for row in tokens]}
+        else:
+            inner = {"starts": [one.starts for one in layouts], "labels": [one.labels for one in layouts]}
         columns = {
             "id": pa.array(ids, self._schema.field("id").type),
             "tokens": _lists(tokens, self._schema.field("tokens").type),
-            "windows": _lists(
-                [document_windows(len(row), geometry, short_documents) for row in tokens],
-                self._schema.field("windows").type,
-            ),
+            **{name: _lists(rows, self._schema.field(name).type) for name, rows in inner.items()},
             "num_tokens": pa.array([len(row) for row in tokens], pa.int64()),
             "source": pa.array(sources, pa.string()),
             "offset": pa.array(offsets, pa.int64()),

@@ -74,5 +74,9 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
                 raise ShardError(f"{rank_plan.address} holds other shards than at the start of the run")
         _shards[rank_plan.folder] = ShardSet(folder, "train", look=False)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
-    table = _shards[rank_plan.folder].take(documents).select(["id", "tokens", "windows", "num_tokens"])
-    return table.append_column("epoch", pa.array(epochs))
+    return with_epochs(_shards[rank_plan.folder].take(documents), epochs)
+
+
+def with_epochs(table: pa.Table, epochs: np.ndarray) -> pa.Table:
+    """Rows of shards as a feed reads them: without the columns of their origin, and with the epoch."""
+    return table.drop_columns(["source", "offset"]).append_column("epoch", pa.array(epochs, pa.int64()))

@@ -23,7 +23,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from common.console.logs import get_logger
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
-from trainer.data.chunks import RankPlan, read_chunk
+from trainer.data.chunks import RankPlan, read_chunk, with_epochs
 from trainer.data.feed import Feed
 
 _MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before it returns the first block
@@ -100,8 +100,7 @@ def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
 
 def _no_documents(rank_plan: RankPlan) -> pa.Table:
     shards = ShardSet(Path(rank_plan.folder), "train")
-    table = shards.take(np.empty(0, np.int64)).select(["id", "tokens", "windows", "num_tokens"])
-    return table.append_column("epoch", pa.array([], pa.int64()))
+    return with_epochs(shards.take(np.empty(0, np.int64)), np.empty(0, np.int64))
 
 
 def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[RankBatch]:

@@ -165,8 +165,23 @@ def _objective_problems(config: TrainConfig) -> list[str]:
     return []
 
 
+def _kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
+    """The problem of shards whose rows the objective cannot read."""
+    objective, kind = config.objective, manifest.content.kind
+    if kind in objective.reads:
+        return None
+    *others, last = objective.reads
+    kinds = f"{', '.join(others)} or {last}" if others else last
+    return (
+        f"objective.kind = {objective.kind} reads {kinds}; data = {config.data} holds {kind}: prepare it with "
+        f"content.kind={objective.reads[0]}"
+    )
+
+
 def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     found = _objective_problems(config)
+    if other_kind := _kind_problem(config, manifest):
+        return [*found, other_kind]
     found += config.objective.problems(config.context(manifest.short_documents), manifest)
     if config.batch_documents > manifest.totals["kept_train"]:
         found.append(

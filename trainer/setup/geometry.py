@@ -51,6 +51,9 @@ def _started_with(run: Path) -> dict[str, Any]:
 
 def _of_shards(config: TrainConfig) -> dict[str, Any]:
     try:
-        return load_manifest(data_folder(config.data, config.cache)).geometry.model_dump()
+        manifest = load_manifest(data_folder(config.data, config.cache))
+        # Rows of short texts have no spans: the defaults stay.
+        found = manifest.geometry if manifest.content.kind == "documents" else config.spans
+        return {key: getattr(found, key) for key in _KEYS}
     except (ShardError, OSError):  # the checks report it
         return {}

@@ -1,0 +1,1 @@
+"""Rows of short texts: sentences, premises with their hypotheses, triples."""

@@ -1,0 +1,152 @@
+"""Rows of pairs and triples. The pairs of a file are grouped by premise in memory, so a file is never cut."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from pipeline.choosing.whitespace import normalise
+from pipeline.readers.corpus import MIB, Fields, ReadFailure, Record, Value
+from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, Label
+from pipeline.shards.windows import EMPTY
+from pipeline.texts.rows import LeftOut, make_row
+
+MAX_FILE_BYTES = 1024 * MIB
+"""Largest file of pairs, and most characters of the pairs of a file that are held."""
+REPEATED = "repeated_pair"
+NO_GOLD_LABEL = "no_gold_label"
+UNKNOWN_LABEL = "unknown_label"
+LACKS = "lacks_"
+_UNLABELLED = ("-", str(NO_LABEL))
+_SHOWN_CHARACTERS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    premise: str
+    hypothesis: str
+    label: int
+    offset: int
+
+
+@dataclass(slots=True)
+class _Premise:
+    """A premise with its hypotheses, from the first pair on."""
+
+    text: str
+    offset: int
+    hypotheses: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Hypotheses as written, by normalised text and label."""
+
+
+def pair_rows(records: Iterator[Record], needs: Sequence[Label]) -> Iterator[Record]:
+    """The failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence.
+
+    Args:
+        records: failures, and `Fields` of premise, hypothesis and label.
+        needs: labels of which a premise must have a hypothesis each.
+
+    Raises:
+        OSError: the pairs of a file have too many characters.
+    """
+    for source, some in groupby(records, key=lambda record: record.source):
+        premises: dict[str, _Premise] = {}
+        held = 0
+        for record in some:
+            pair = _pair(record)
+            if not isinstance(pair, _Pair):
+                yield pair
+                continue
+            premise = premises.setdefault(normalise(pair.premise), _Premise(pair.premise, pair.offset))
+            key = (normalise(pair.hypothesis), pair.label)
+            if key in premise.hypotheses:
+                yield _left_out((pair.premise, pair.hypothesis), source, pair.offset, REPEATED)
+                continue
+            premise.hypotheses[key] = pair.hypothesis
+            held += len(pair.premise) + len(pair.hypothesis)
+            if held > MAX_FILE_BYTES:
+                raise OSError(
+                    f"{source}: its pairs have more than {MAX_FILE_BYTES // MIB:,} Mi characters, and the pairs of a "
+                    "file are held in memory; split it into files with different premises"
+                )
+        yield from _grouped(source, premises, needs)
+
+
+def _grouped(source: str, premises: dict[str, _Premise], needs: Sequence[Label]) -> Iterator[Record]:
+    """The row of each premise, or the premise as left out because it lacks a needed label."""
+    for premise in premises.values():
+        labels = tuple(label for _, label in premise.hypotheses)
+        texts = (premise.text, *premise.hypotheses.values())
+        lacking = [label for label in needs if LABELS.index(label) not in labels]
+        if lacking:
+            yield _left_out(texts, source, premise.offset, LACKS + lacking[0])
+        else:
+            yield make_row(texts, (NO_LABEL, *labels), source, premise.offset)
+
+
+def triple_rows(records: Iterator[Record]) -> Iterator[Record]:
+    """A row for each `Fields` of sentence, entailed and contradicting sentence; failures stay."""
+    for record in records:
+        if not isinstance(record, Fields):
+            yield record
+            continue
+        texts = _texts(record, ("premise", "entailment", "contradiction"))
+        if isinstance(texts, tuple):
+            yield make_row(texts, TRIPLE_LABELS, record.source, record.offset)
+        else:
+            yield texts
+
+
+def _pair(record: Record) -> _Pair | Record:
+    """The pair of a record, or the reason why it is none."""
+    if not isinstance(record, Fields):
+        return record
+    if not record.values:
+        return _left_out(("",), record.source, record.offset, EMPTY)
+    given = record.values[-1]
+    label = _label(given)
+    if label is None:
+        known = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
+        message = f"label {_shown(given)} is unknown; known are {known}"
+        return ReadFailure(reason=UNKNOWN_LABEL, source=record.source, offset=record.offset, message=message)
+    texts = _texts(record, ("premise", "hypothesis"))
+    if not isinstance(texts, tuple):
+        return texts
+    if label == NO_LABEL:
+        return _left_out(texts, record.source, record.offset, NO_GOLD_LABEL)
+    premise, hypothesis = texts
+    return _Pair(premise, hypothesis, label, record.offset)
+
+
+def _label(given: Value) -> int | None:
+    """Place of a label in LABELS; NO_LABEL if annotators did not agree; None if it is unknown."""
+    written = str(given).strip().lower()
+    if written in _UNLABELLED:
+        return NO_LABEL
+    if written in LABELS:
+        return LABELS.index(written)
+    return next((place for place in range(len(LABELS)) if written == str(place)), None)
+
+
+def _texts(record: Fields, names: Sequence[str]) -> tuple[str, ...] | Record:
+    """The texts of a record; its failure if one is a number, and the left-out row if one is empty or null."""
+    if not record.values:
+        return _left_out(("",), record.source, record.offset, EMPTY)
+    texts = record.values[: len(names)]
+    for name, text in zip(names, texts, strict=True):
+        if isinstance(text, int):
+            message = f"the {name} is the number {text}, not text"
+            return ReadFailure(reason="not_text", source=record.source, offset=record.offset, message=message)
+    written = tuple(str(text or "") for text in texts)
+    for name, text in zip(names, written, strict=True):
+        if not text.strip():
+            return _left_out(written, record.source, record.offset, f"empty_{name}")
+    return written
+
+
+def _left_out(texts: tuple[str, ...], source: str, offset: int, reason: str) -> LeftOut:
+    return LeftOut("\n".join(map(normalise, texts)), source, offset, reason)
+
+
+def _shown(value: Value) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

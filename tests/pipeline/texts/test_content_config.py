@@ -1,0 +1,87 @@
+"""Settings of `content`: what is refused, and what stays the same for documents."""
+
+import textwrap
+
+import pytest
+from pydantic import ValidationError
+
+from common.config import ConfigError, load_config
+from pipeline.config import PipelineConfig, config_hash, identity
+from pipeline.prepare import main
+from pipeline.shards.content import DocumentsContent
+
+BASE = {
+    "output": "out",
+    "corpus": {"kind": "files", "paths": ["a.jsonl"]},
+    "tokenizer": {"kind": "train", "vocab_size": 300},
+}
+
+
+def test_documents_are_the_default_and_leave_no_trace():
+    plain = PipelineConfig.model_validate(BASE)
+    assert plain.content == DocumentsContent()
+    assert "content" not in identity(plain)
+    for content in ("documents", {"kind": "documents"}):
+        named = PipelineConfig.model_validate(BASE | {"content": content})
+        assert identity(named) == identity(plain)
+    # Of the version before `content`.
+    assert config_hash(plain) == "72e906298a59643f4bdcdbda6e575cc65a34754022b1b1d5b7d5541bdc4bbe76"
+
+
+def test_a_kind_alone_is_a_section():
+    short, long = (PipelineConfig.model_validate(BASE | {"content": c}) for c in ("pairs", {"kind": "pairs"}))
+    assert short == long
+    assert config_hash(short) == config_hash(long)
+    assert identity(short)["content"]["premise"] == "premise"
+    assert not {"geometry", "short_documents"} & identity(short).keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"content": "sentences", "geometry": {"max_tokens": 64}}, "geometry: has no effect with content.kind = sent"),
+        ({"content": "pairs", "short_documents": "shrink_spans"}, "short_documents: has no effect with content.kind"),
+        ({"content": "pairs", "choosing": {"gopher": {}}}, "choosing.gopher: its rules are for long documents"),
+        ({"content": "triples", "choosing": {"c4": {}}}, "choosing.c4: its rules are for long documents"),
+        ({"content": "triples", "choosing": {"repetition": {}}}, "choosing.repetition"),
+        ({"content": "pairs", "choosing": {"boilerplate": {}}}, "choosing.boilerplate"),
+        ({"content": "pairs", "corpus": {"kind": "python_docs"}}, "corpus.kind = python_docs: has no pairs"),
+        ({"content": "pairs", "corpus": BASE["corpus"] | {"text_field": "x"}}, "set content.premise, content.hypoth"),
+        ({"content": "triples", "corpus": BASE["corpus"] | {"format": "text"}}, "corpus.format = text: has no columns"),
+        ({"content": {"kind": "pairs", "premise": "label"}}, "two of them name the same key"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, told):
+    with pytest.raises(ValidationError, match=told.replace(".", r"\.")):
+        PipelineConfig.model_validate(BASE | changes)
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}}"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(str(path), "prepare", PipelineConfig, ["content=pairs", "geometry.num_anchors=3", "choosing.c4={}"])
+    assert len(error.value.problems) == 2
+    with pytest.raises(ConfigError, match="must be one of documents, sentences, pairs, triples"):
+        load_config(str(path), "prepare", PipelineConfig, ["content=sentence"])
+    with pytest.raises(ConfigError, match=r"content\.needs"):
+        load_config(str(path), "prepare", PipelineConfig, ["content={kind: pairs, needs: [entails]}"])
+    with pytest.raises(ConfigError, match=r"content\.language"):
+        load_config(str(path), "prepare", PipelineConfig, ["content={kind: sentences, language: English}"])
+    found = load_config(str(path), "prepare", PipelineConfig, ["content.kind=pairs", "content.premise=sentence1"])
+    assert found.content.premise == "sentence1"
+
+
+def test_a_printed_config_can_be_used_again(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}, "
+        "content: {kind: pairs, needs: [entailment]}}"
+    )
+    assert main([str(path), "--print-config"]) == 0
+    again = tmp_path / "again.yaml"
+    again.write_text("prepare:\n" + textwrap.indent(capsys.readouterr().out, "  "))
+    before, after = (load_config(str(one), "prepare", PipelineConfig) for one in (path, again))
+    assert before == after

@@ -1,0 +1,349 @@
+"""Pairs and triples: one row a premise, every record accounted for."""
+
+import csv
+import gzip
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sentevaldata import SHARED
+
+from pipeline.job.outcome import nothing_kept
+from pipeline.job.units import plan_units
+from pipeline.readers.corpus import ReadFailure
+from pipeline.shards.manifest import sum_counts
+from pipeline.texts import pairs
+from pipeline.texts.rows import LeftOut, TextRow, row_id
+
+NLI = SHARED / "nli"
+
+
+def test_pairs_of_a_premise_become_one_row(tmp_path, make_texts, prepare_units, decode, write_jsonl, make_pair):
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        make_pair("A man  sleeps.", "He rests.", "entailment"),
+        make_pair("A dog runs.", "It moves.", 0),
+        make_pair("A man\tsleeps. ", "He runs.", "2"),
+        make_pair("A man sleeps.", "He is old.", "neutral"),
+        make_pair("A man sleeps.", "He  rests.", 0),  # the first hypothesis again
+        make_pair("A man sleeps.", "He rests.", "neutral"),  # the same text with another label stays
+        make_pair("A man sleeps.", "He waits.", "-"),
+        make_pair("A man sleeps.", "He waits.", -1),
+    )
+    manifest, ledger, folder = prepare_units(make_texts("pairs", path))
+    assert decode(folder) == [
+        [
+            ("A man sleeps.", None),
+            ("He rests.", "entailment"),
+            ("He runs.", "contradiction"),
+            ("He is old.", "neutral"),
+            ("He rests.", "neutral"),
+        ],
+        [("A dog runs.", None), ("It moves.", "entailment")],
+    ]
+    assert manifest.labels == {"contradiction": 1, "entailment": 2, "neutral": 2}
+    assert manifest.dropped == {"no_gold_label": 2, "repeated_pair": 1}
+    assert manifest.totals["read"] == 5
+    offsets = [len(b"\n".join(path.read_bytes().split(b"\n")[:n])) + (n > 0) for n in range(8)]
+    assert [(entry.fate, entry.offset) for entry in ledger] == [
+        ("repeated_pair", offsets[4]),
+        ("no_gold_label", offsets[6]),
+        ("no_gold_label", offsets[7]),
+        ("train", offsets[0]),
+        ("train", offsets[1]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "outcome"),
+    [
+        (("", "b", 0), "empty_premise"),
+        ((" \n", "b", 0), "empty_premise"),
+        (("a", None, 0), "empty_hypothesis"),
+        (("a", "b", "maybe"), "unknown_label"),
+        (("a", "b", 3), "unknown_label"),
+        (("a", "b", None), "unknown_label"),
+        (("a", "b", 0.5), "not_text"),
+        (("a", "b", True), "not_text"),
+        (("a", "b", ["entailment"]), "not_text"),
+        (("a", {"text": "b"}, 0), "not_text"),
+        ((12, "b", 0), "not_text"),
+        (("a", "b", " Entailment "), None),
+        (("a", "12", "1"), None),
+        (("a", "b", 1.0), None),
+        (("a\0\0\0", "b", 0), "nul_bytes"),
+        (("x" * 2**21, "b", 0), "too_large"),
+    ],
+)
+def test_every_kind_of_value_has_its_outcome(row, outcome, tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+    path = write_jsonl(tmp_path / "a.jsonl", make_pair(*row))
+    config = make_texts("pairs", path, corpus={"kind": "files", "paths": [str(path)], "max_document_mib": 1})
+    (found,) = rows_of(config)
+    assert getattr(found, "reason", None) == outcome
+    assert isinstance(found, TextRow) == (outcome is None)
+    if outcome == "unknown_label":
+        assert repr(row[2]) in found.message
+        assert "entailment, neutral, contradiction, 0, 1, 2" in found.message
+
+
+BROKEN = {
+    "no object": (b"[1, 2]", "no_text_field"),
+    "no JSON": (b'{"premise": "a", ', "invalid_json"),
+    "no UTF-8": (b'{"premise": "\xff", "hypothesis": "b", "label": 0}', "invalid_utf8"),
+    "a lone surrogate": (rb'{"premise": "\ud800", "hypothesis": "b", "label": 0}', "invalid_utf8"),
+    "a blank line": (b"  ", "empty"),
+    "too deep": (b'{"premise": ' + b"[" * 100_000, "invalid_json"),
+    "another key": (b'{"sentence1": "a", "hypothesis": "b", "label": 0}', "missing_key"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_line_affects_only_itself(name, tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+    line, reason = BROKEN[name]
+    path = write_jsonl(tmp_path / "a.jsonl", make_pair("a", "b", 0), line, make_pair("a", "c", 2))
+    left, row = rows_of(make_texts("pairs", path))
+    assert left.reason == reason
+    assert left.offset == path.read_bytes().index(b"\n") + 1
+    assert row.texts == ("a", "b", "c")
+
+
+def test_a_missing_key_is_named_with_the_found_ones_and_the_setting(tmp_path, make_texts, rows_of, write_jsonl):
+    path = write_jsonl(tmp_path / "a.jsonl", {"sentence1": "a", "sentence2": "b", "gold_label": "neutral"})
+    (failure,) = rows_of(make_texts("pairs", path))
+    assert failure.reason == "missing_key"
+    assert "'premise'" in failure.message
+    assert "['gold_label', 'sentence1', 'sentence2']" in failure.message
+    assert "content.premise" in failure.message
+    keys = {"kind": "pairs", "premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
+    (row,) = rows_of(make_texts(keys, path))
+    assert (row.texts, row.labels) == (("a", "b"), (-1, 1))
+
+
+@pytest.mark.parametrize("line", [b'{"premise":"a","premise":"b","hypothesis":"h","label":0}'])
+def test_of_a_key_given_twice_the_last_value_counts(line, tmp_path, make_texts, rows_of, write_jsonl):
+    (row,) = rows_of(make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", line)))
+    assert row.texts == (json.loads(line)["premise"], "h")
+
+
+def test_bom_and_crlf_are_no_part_of_the_texts(tmp_path, make_texts, rows_of):
+    lines = [b'{"premise":"a","hypothesis":"b","label":0}', b'{"premise":"a","hypothesis":"c","label":1}']
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbfpremise,hypothesis,label\r\na,b,0\r\na,c,1\r\n")
+    (tmp_path / "c.jsonl").write_text("\n".join(line.decode() for line in lines), encoding="utf-16")
+    found = rows_of(make_texts("pairs", tmp_path))
+    assert [row.texts for row in found] == [("a", "b", "c")] * 3
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "csv.gz", "jsonl", "jsonl.gz", "parquet", "tar"])
+def test_every_format_gives_the_same_rows(suffix, tmp_path, make_texts, rows_of, write_jsonl):
+    given = [("A, b", 'He said "no"', 0), ("A, b", "Two\nlines", 2), ("C", "d", 1), ("C", "e", -1)]
+    path = tmp_path / f"a.{suffix}"
+    columns = ("premise", "hypothesis", "label")
+    table = [dict(zip(columns, row, strict=True)) for row in given]
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(table), path, row_group_size=1)
+    elif "jsonl" in suffix:
+        raw = write_jsonl(tmp_path / "raw", *table).read_bytes()
+        path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
+    elif suffix == "tar":
+        from corpora import tar
+
+        path.write_bytes(tar([("x/a.jsonl", write_jsonl(tmp_path / "raw", *table).read_bytes())]))
+    else:
+        with (tmp_path / "raw").open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, delimiter="\t" if suffix.startswith("tsv") else ",")
+            writer.writeheader()
+            writer.writerows(table)
+        raw = (tmp_path / "raw").read_bytes()
+        path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
+    left, *rows = rows_of(make_texts("pairs", path))
+    assert (type(left), left.reason) == (LeftOut, "no_gold_label")
+    assert [(row.texts, row.labels) for row in rows] == [
+        (("A, b", 'He said "no"', "Two\nlines"), (-1, 0, 2)),
+        (("C", "d"), (-1, 1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasons"),
+    [
+        ('premise,hypothesis,label\na,b,0\n"a,c,2\n', ["invalid_csv"]),
+        ("premise,hypothesis,label\na,b,0\na\na,c,2,extra\n", ["invalid_csv", "invalid_csv"]),
+        ("premise,hypothesis,label\n\na,b,0\n", ["empty"]),
+        ("premise,hypothesis,label\na\0,b,0\na,b,0\n", ["nul_bytes"]),
+        ("premise,premise,hypothesis,label\na,x,b,0\n", ["missing_key"]),
+        ("premise,hypothesis\na,b\n", ["missing_key"]),
+        ("premise,hypothesis", ["missing_key"]),
+        (f"premise,hypothesis,label\n{'a' * (2**26 + 1)},b,0\na,b,0\n", ["too_large"]),
+    ],
+)
+def test_damaged_csv_is_counted_row_by_row(text, reasons, tmp_path, make_texts, rows_of):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    found = rows_of(make_texts("pairs", path))
+    assert [record.reason for record in found if not isinstance(record, TextRow)] == reasons
+    assert all(record.texts == ("a", "b") for record in found if isinstance(record, TextRow))
+
+
+def test_parquet_with_damaged_text_and_with_other_columns(tmp_path, make_texts, rows_of):
+    texts = pa.array([b"a", b"\xff", None, b"a"], pa.binary()).view(pa.string())
+    table = pa.table({"premise": texts, "hypothesis": ["b", "b", "b", "c"], "label": pa.array([0, 0, 0, 2], pa.int8())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    wrong, empty, row = rows_of(make_texts("pairs", tmp_path / "a.parquet"))
+    assert (wrong.reason, wrong.offset, empty.reason, row.texts) == (
+        "invalid_utf8",
+        1,
+        "empty_premise",
+        ("a", "b", "c"),
+    )
+    config = make_texts({"kind": "pairs", "premise": "sentence1"}, tmp_path / "a.parquet")
+    (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
+    assert "content.premise" in problem
+    assert "'sentence1'" in problem
+
+
+def test_a_premise_of_two_files_gives_two_rows_and_stays_in_one_split(
+    tmp_path, make_texts, prepare_units, decode, write_jsonl, make_pair
+):
+    for name in "ab":
+        rows = [make_pair(f"Premise {n}.{' ' * (name == 'b')}", f"Hypothesis {name}.", 0) for n in range(60)]
+        write_jsonl(tmp_path / f"{name}.jsonl", *rows)
+    config = make_texts("pairs", tmp_path / "a.jsonl", tmp_path / "b.jsonl", held_out_share=0.4)
+    manifest, _, folder = prepare_units(config)
+    assert manifest.totals["kept"] == 120
+    train, held = (Counter(row[0][0] for row in decode(folder, split)) for split in ("train", "held-out"))
+    assert set(train.values()) == set(held.values()) == {2}
+    assert not train.keys() & held.keys()
+
+
+def test_the_id_depends_on_every_text_and_label():
+    ids = {row_id(*row) for row in ((("a", "b"), (-1, 0)), (("a", "b"), (-1, 1)), (("a", "c"), (-1, 0)))}
+    ids |= {row_id(("a", "b\nc"), (-1, 0)), row_id(("a\nb", "c"), (-1, 0))}
+    assert len(ids) == 5
+
+
+def test_needs_drops_premises_that_lack_a_label(tmp_path, make_texts, prepare_units, write_jsonl, make_pair):
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        make_pair("a", "x", 0),
+        make_pair("b", "x", 2),
+        make_pair("c", "x", 0),
+        make_pair("c", "y", 2),
+        make_pair("d", "x", 1),
+    )
+    config = make_texts({"kind": "pairs", "needs": ["entailment", "contradiction"]}, path)
+    manifest, _, _ = prepare_units(config)
+    assert manifest.totals["kept"] == 1
+    assert manifest.dropped == {"lacks_contradiction": 1, "lacks_entailment": 2}
+    assert manifest.labels == {"contradiction": 1, "entailment": 1}
+
+
+def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output, write_jsonl, make_pair):
+    from pipeline.job.worker import write_unit
+
+    def message(content, *rows):
+        config = make_texts(content, write_jsonl(tmp_path / "a.jsonl", *rows))
+        (unit,), _ = plan_units(config.corpus, 1, None, config.content)
+        sidecar = write_unit(unit, output[0], config, output[1])
+        return nothing_kept(sum_counts([sidecar.counts]), config, sidecar.failures)
+
+    needs = {"kind": "pairs", "needs": ["entailment", "contradiction"]}
+    told = message(needs, make_pair("a", "x", 0), make_pair("b", "x", 0))
+    assert "2 lacks_contradiction" in told
+    assert "content.needs = [entailment, contradiction]" in told
+    told = message("pairs", {"sentence1": "a"})
+    assert "1 missing_key" in told
+    assert "content.premise=premise" in told
+    assert "found ['sentence1']" in told
+    assert "empty" in message("sentences", {"text": ""})
+
+
+def test_too_large_files_are_refused(tmp_path, make_texts, rows_of, write_jsonl, make_pair, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", *(make_pair(f"premise {n}", "h" * 100, 0) for n in range(20)))
+    monkeypatch.setattr(pairs, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(OSError, match=r"a\.jsonl: its pairs have more than"):
+        rows_of(make_texts("pairs", path))
+    monkeypatch.setattr("pipeline.job.units.MAX_FILE_BYTES", 1000)
+    config = make_texts("pairs", path)
+    (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
+    assert "split it into files with different premises" in problem
+
+
+def test_files_of_other_formats(tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "a.jsonl", make_pair("a", "b", 0))
+    (tmp_path / "in" / "README.md").write_text("about")
+    assert [row.texts for row in rows_of(make_texts("pairs", tmp_path / "in"))] == [("a", "b")]
+    config = make_texts("pairs", tmp_path / "in" / "README.md")
+    (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
+    assert "pairs and triples are read from jsonl, csv, tsv, parquet" in problem
+
+
+def test_a_file_of_pairs_is_never_cut(tmp_path, make_texts, write_jsonl, make_pair):
+    path = write_jsonl(tmp_path / "a.jsonl", *(make_pair("one premise", f"hypothesis {n}", 0) for n in range(500)))
+    for content, parts in (("pairs", 1), ("triples", 10)):
+        config = make_texts(content, path)
+        units, _ = plan_units(config.corpus, path.stat().st_size / 9.5 / 2**20, None, config.content)
+        assert len(units) == parts
+
+
+def test_triples_are_rows_of_the_file(tmp_path, make_texts, prepare_units, decode):
+    path = tmp_path / "nli_for_simcse.csv"
+    path.write_text('sent0,sent1,hard_neg\n"A, b.",B.,C.\nD.,E.,\nD.,E.,F.\n,E.,F.\nD.,,F.\nD.,E.,F.\n')
+    manifest, _, folder = prepare_units(make_texts("triples", path))
+    row = [("D.", None), ("E.", "entailment"), ("F.", "contradiction")]
+    assert decode(folder) == [[("A, b.", None), ("B.", "entailment"), ("C.", "contradiction")], row, row]
+    assert manifest.dropped == {"empty_contradiction": 1, "empty_entailment": 1, "empty_premise": 1}
+    assert manifest.labels == {"contradiction": 3, "entailment": 3}
+
+
+def test_triples_of_jsonl_with_other_keys_and_cut_into_parts(tmp_path, make_texts, rows_of, write_jsonl):
+    path = write_jsonl(tmp_path / "a.jsonl", *({"q": f"q{n}", "pos": "p", "neg": "n"} for n in range(100)))
+    content = {"kind": "triples", "premise": "q", "entailment": "pos", "contradiction": "neg"}
+    rows = rows_of(make_texts(content, path, unit_mib=0.001))
+    assert [row.texts for row in rows] == [(f"q{n}", "p", "n") for n in range(100)]
+
+
+def test_a_text_without_tokens_drops_its_row(tmp_path, make_texts, write_jsonl, make_pair):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from pipeline.job.worker import write_unit
+    from pipeline.tokenizer.tokenization import describe_tokenizer
+
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, "[UNK]"))
+    backend.normalizer = normalizers.Replace("?", "")
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    made.save_pretrained(str(tmp_path / "o" / "tokenizer"))
+    path = write_jsonl(tmp_path / "a.jsonl", make_pair("a", "?", 0), make_pair("b", "a", 0))
+    config = make_texts("pairs", path)
+    (unit,), _ = plan_units(config.corpus, 1, None, config.content)
+    sidecar = write_unit(unit, tmp_path / "o", config, describe_tokenizer(made, "pretrained"))
+    assert (sidecar.counts.kept, sidecar.counts.dropped) == (1, {"empty": 1})
+
+
+@pytest.mark.skipif(not NLI.is_dir(), reason="needs the NLI files next to the project")
+@pytest.mark.parametrize("needs", [[], ["entailment", "contradiction"]])
+@pytest.mark.parametrize("name", ["snli_train18k", "snli_dev", "cad_nli_train"])
+def test_counts_of_real_files_are_those_of_a_plain_reading(name, needs, make_texts, rows_of):
+    path = NLI / f"{name}.jsonl"
+    premises: dict[str, dict] = {}
+    repeated = 0
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        mine = premises.setdefault(" ".join(row["premise"].split()), {})
+        key = (" ".join(row["hypothesis"].split()), row["label"])
+        repeated += key in mine
+        mine[key] = None
+    kept = [p for p, h in premises.items() if set(needs) <= {label for _, label in h}]
+    found = rows_of(make_texts({"kind": "pairs", "needs": needs}, path))
+    rows = [record for record in found if isinstance(record, TextRow)]
+    left = Counter(record.reason.partition("_")[0] for record in found if isinstance(record, LeftOut))
+    assert not any(isinstance(record, ReadFailure) for record in found)
+    assert [" ".join(row.texts[0].split()) for row in rows] == kept
+    assert left == Counter({"repeated": repeated, "lacks": len(premises) - len(kept)})
+    labels = Counter(("entailment", "neutral", "contradiction")[label] for row in rows for label in row.labels[1:])
+    assert labels == Counter(label for premise in kept for _, label in premises[premise])

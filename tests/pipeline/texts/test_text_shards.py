@@ -1,0 +1,197 @@
+"""Shards of short texts: written, chosen, deduplicated, and never followed where their numbers lie."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from common.storage import hash_file
+from pipeline.config import config_hash, identity
+from pipeline.duplicates.search import find_duplicates
+from pipeline.duplicates.table import DUPLICATES
+from pipeline.job.selection import write_selected
+from pipeline.job.units import plan_units
+from pipeline.job.worker import CANDIDATES, write_unit
+from pipeline.shards.index import load_index
+from pipeline.shards.manifest import MANIFEST, ShardError, build_manifest, load_manifest
+from pipeline.shards.shards import ShardSet, check_shards
+from pipeline.shards.soundness import content_problem, schema_problem
+from pipeline.shards.windows import Geometry
+
+
+@pytest.fixture
+def prepared(tmp_path, make_texts, prepare_units, write_jsonl, make_pair):
+    """30 premises with up to three hypotheses in one shard of record batches of 4 rows."""
+    rows = [make_pair(f"Premise {n} is here.", f"Hypothesis {k}.", k) for n in range(30) for k in range(1 + n % 3)]
+    config = make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", *rows), block_documents=4)
+    manifest, ledger, folder = prepare_units(config)
+    return manifest, ledger, folder
+
+
+def test_the_columns_are_those_of_the_kind_and_in_any_order(prepared):
+    manifest, ledger, folder = prepared
+    shards = ShardSet(folder, "train")
+    table = shards.take(np.array([29, 0, 29]))
+    assert table.schema.names == ["id", "tokens", "starts", "labels", "num_tokens", "source", "offset"]
+    assert table.schema.field("labels").type == pa.list_(pa.int8())
+    assert table.column("labels").to_pylist() == [[-1, 0, 1, 2], [-1, 0], [-1, 0, 1, 2]]
+    assert table.column("id")[1].as_py() == ledger[0].id
+    assert shards.take(np.empty(0, np.int64)).schema.equals(table.schema)
+    assert check_shards(folder, full=True) == []
+    assert manifest.content.kind == "pairs"
+    assert b"num_anchors" not in table.schema.metadata
+    assert table.schema.metadata[b"content"] == b"pairs"
+
+
+def table_of(tokens, starts, labels, num_tokens=None):
+    columns = {
+        "tokens": pa.array(tokens, pa.list_(pa.uint16())),
+        "starts": pa.array(starts, pa.list_(pa.int32())),
+        "labels": pa.array(labels, pa.list_(pa.int8())),
+        "num_tokens": pa.array(num_tokens or list(map(len, tokens)), pa.int64()),
+    }
+    return pa.record_batch(columns)
+
+
+GOOD = [[1, 2, 3, 4], [5, 6, 7]], [[0, 2, 3], [0, 1, 2]], [[-1, 0, 2], [-1, 0, 2]]
+WRONG = {
+    "the first text starts late": ("pairs", 1, {"starts": [[0, 2, 3], [1, 2]], "labels": [[-1, 0, 2], [-1, 0]]}),
+    "starts before the row": ("pairs", 0, {"starts": [[-5, 2, 3], [0, 1, 2]]}),
+    "an empty text": ("pairs", 0, {"starts": [[0, 2, 2], [0, 1, 2]]}),
+    "descending starts": ("pairs", 1, {"starts": [[0, 2, 3], [0, 2, 1]]}),
+    "a text at the end": ("pairs", 1, {"starts": [[0, 2, 3], [0, 1, 3]]}),
+    "a text far beyond the row": ("triples", 1, {"starts": [[0, 2, 3], [0, 1, 2**30]]}),
+    "fewer labels than texts": ("pairs", 1, {"labels": [[-1, 0, 2], [-1, 0]]}),
+    "no text": ("pairs", 0, {"starts": [[], [0, 1, 2]], "labels": [[], [-1, 0, 2]]}),
+    "a premise alone": ("pairs", 0, {"starts": [[0], [0, 1, 2]], "labels": [[-1], [-1, 0, 2]]}),
+    "two texts in a triple": ("triples", 1, {"starts": [[0, 2, 3], [0, 1]], "labels": [[-1, 0, 2], [-1, 0]]}),
+    "two sentences": ("sentences", 0, {}),
+    "a labelled sentence": ("sentences", 0, {"starts": [[0], [0]], "labels": [[0], [-1]]}),
+    "a labelled premise": ("pairs", 1, {"labels": [[-1, 0, 2], [0, 0, 2]]}),
+    "an unlabelled hypothesis": ("pairs", 1, {"labels": [[-1, 0, 2], [-1, -1, 2]]}),
+    "a label beyond the known ones": ("pairs", 0, {"labels": [[-1, 3, 2], [-1, 0, 2]]}),
+    "a triple in another order": ("triples", 1, {"labels": [[-1, 0, 2], [-1, 2, 0]]}),
+    "another number of tokens": ("pairs", 1, {"num_tokens": [4, 9]}),
+    "a token beyond the vocabulary": ("pairs", 1, {"tokens": [[1, 2, 3, 4], [5, 6, 99]]}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_contradictory_numbers_are_found_before_anything_follows_them(name):
+    kind, row, changes = WRONG[name]
+    good = dict(zip(("tokens", "starts", "labels"), GOOD, strict=True))
+    found = content_problem(table_of(**(good | changes)), Geometry(), "drop", 50, kind)
+    assert found is not None
+    assert found[0] == row
+    assert content_problem(table_of(*GOOD), Geometry(), "drop", 50, "triples") is None
+
+
+def test_a_shard_of_another_kind_is_refused(prepared):
+    folder = prepared[2]
+    schema = ShardSet(folder, "train").take(np.arange(1)).schema
+    assert schema_problem(schema, "pairs") is None
+    assert "not id, tokens, windows" in schema_problem(schema, "documents")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["config"]["content"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ShardError, match="its columns are"):
+        ShardSet(folder, "train").take(np.arange(1))
+    for content in ({"kind": "songs"}, "songs", 3, {"kind": "pairs", "premise": []}):
+        manifest["config"]["content"] = content
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(ShardError, match=r"manifest\.json"):
+            load_manifest(folder)
+        if content != {"kind": "pairs", "premise": []}:  # the index reads the kind alone
+            with pytest.raises(ShardError, match=r"manifest\.json"):
+                load_index(folder)
+
+
+@pytest.mark.parametrize(("column", "changes"), [("starts", {4: 2**30}), ("starts", {1: -7}), ("labels", {1: 77})])
+def test_numbers_poked_into_a_file_are_named_by_the_check_and_the_reader(prepared, column, changes):
+    folder = prepared[2]
+    path = folder / "train-00000.arrow"
+    raw = bytearray(path.read_bytes())
+    whole = pa.py_buffer(raw)
+    values = pa.ipc.open_file(whole).get_batch(0).column(column).values
+    numbers = np.frombuffer(
+        raw, values.type.to_pandas_dtype(), len(values), values.buffers()[1].address - whole.address
+    )
+    for at, number in changes.items():
+        numbers[at] = number
+    path.write_bytes(raw)
+    manifest = load_manifest(folder)
+    shards = [shard.model_copy(update={"sha256": hash_file(path)}) for shard in manifest.shards]
+    (folder / MANIFEST).write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
+    (problem,) = check_shards(folder, full=True)
+    assert "train-00000.arrow: document" in problem
+    with pytest.raises(ShardError, match=r"train-00000\.arrow: document"):
+        ShardSet(folder, "train").take(np.arange(30))
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("session")
+def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_inspection(
+    tmp_path, make_texts, output, decode, write_jsonl, make_pair
+):
+    long = [f"Premise about topic {n} " + " ".join(f"word{n}x{k}" for k in range(60)) for n in range(6)]
+    rows = [make_pair(premise, "It follows.", 0) for premise in long]
+    near = make_pair(long[2] + " indeed", "It follows.", 0)
+    write_jsonl(tmp_path / "a.jsonl", *rows)
+    write_jsonl(tmp_path / "b.jsonl", rows[1], near, make_pair(long[3], "It follows.", 2))
+    config = make_texts(
+        "pairs",
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+        duplicates={"exact": True, "near": {"similarity": 0.8}},
+        write_rejected=True,
+        unit_mib=0.0001,
+    )
+    folder, tokenizer = output
+    units, _ = plan_units(config.corpus, config.unit_mib, None, config.content)
+    assert len(units) == 2
+    for unit in units:
+        write_unit(unit, folder, config, tokenizer)
+    names = [unit.name for unit in units]
+    find_duplicates(folder / CANDIDATES, names, config.duplicates, config.session).replace(folder / DUPLICATES)
+    sidecars = [write_selected(unit, folder, config, tokenizer) for unit in units]
+    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config))
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    assert manifest.dropped["duplicate"] == 1
+    assert 1 <= manifest.dropped["near_duplicate"] <= 2
+    assert manifest.totals["kept"] == 9 - sum(manifest.dropped.values())
+    assert sum(manifest.labels.values()) == manifest.totals["kept"]
+    kept = decode(folder)
+    assert [row[0][0] for row in kept[:6]] == long
+    assert all(row[1] == ("It follows.", "entailment") for row in kept[:6])
+    with gzip.open(folder / "rejected" / "00001.jsonl.gz") as file:
+        rejected = [json.loads(line) for line in file]
+    assert rejected[0]["text"] == f"{long[1]}\nIt follows."
+    assert check_shards(folder, full=True) == []
+
+
+def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_texts, output, write_jsonl, make_pair):
+    from pipeline.choosing.evaluation_sets import INDEX, build_index
+
+    planted = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+    (tmp_path / "questions.txt").write_text(planted + "\n")
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        make_pair("A premise in English stands here.", "It is a sentence.", 0),
+        make_pair("Another premise in English.", planted, 2),
+        make_pair("Dieser Satz steht hier auf Deutsch geschrieben.", "Er ist ein deutscher Satz, den man liest.", 0),
+    )
+    choosing = {
+        "language": {"keep": ["en"]},
+        "contamination": {"paths": [str(tmp_path / "questions.txt")], "action": "drop"},
+    }
+    config = make_texts("pairs", path, choosing=choosing, write_rejected=True)
+    folder, tokenizer = output
+    build_index(config.choosing.contamination, folder / INDEX)
+    (unit,), _ = plan_units(config.corpus, 1, None, config.content)
+    sidecar = write_unit(unit, folder, config, tokenizer)
+    assert sidecar.counts.dropped == {"contaminated": 1, "language_other": 1}
+    with gzip.open(folder / "rejected" / "00000.jsonl.gz") as file:
+        texts = {json.loads(line)["reason"]: json.loads(line)["text"] for line in file}
+    assert texts["contaminated"] == f"Another premise in English.\n{planted}"
