@@ -5,6 +5,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
+from torch import nn
 from transformers import AutoTokenizer
 
 from common.paths import expand
@@ -12,16 +13,17 @@ from common.storage import read_json
 from common.stores.address import child, is_remote
 from common.stores.copies import pull_all
 from common.yamlfile import read_yaml_file
-from evaluation.encoders.modules import Pooling
+from evaluation.encoders.modules import Pooling, Recipe
 from evaluation.encoders.pretrained import Loaded
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE, explain
 from pipeline.shards.manifest import TOKENIZER
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.checkpoints.weights import load_parameters
+from trainer.checkpoints.weights import load_objective, load_parameters
 from trainer.driver.export import EXPORT, SETTINGS
-from trainer.setup.build import build_encoder
+from trainer.model.encoder import Encoder
+from trainer.setup.build import build_encoder, new_objective
 from trainer.setup.config import TrainConfig
 
 _STORES = ("s3://", "gs://", "gcs://", "file://")
@@ -53,13 +55,32 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
         encoder = build_encoder(config, tokenizer)
         checkpoint.read_state(path)
         load_parameters(path, encoder)
+        recipe = _layers_behind(config, path, encoder)
     except EncoderError:
         raise
     except (*DAMAGE, ValidationError) as error:
         raise EncoderError(
             f"{path} cannot be loaded; it needs its run's config.yaml and shards: {explain(error)}"
         ) from error
-    return encoder.eval(), tokenizer, None, ()
+    return encoder.eval(), tokenizer, recipe, ()
+
+
+def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe | None:
+    """The layers of the objective that an export of this checkpoint contains, such as supervised SimCSE's head."""
+    objective = new_objective(config, encoder, "drop")
+    if not (layers := objective.exported()):
+        return None
+    load_objective(path, objective)
+    steps = [module for layer in layers for module in (layer.linear, layer.activation)]
+    return Recipe(
+        subfolder="",
+        pooling=config.encoder.pooling,
+        after=nn.Sequential(*steps),
+        size=layers[-1].linear.out_features,
+        max_tokens=None,
+        lower_case=False,
+        prompt="",
+    )
 
 
 def start_of(path: Path) -> str:

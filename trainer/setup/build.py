@@ -9,6 +9,7 @@ from common import seeding
 from common.paths import expand
 from pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, load_manifest
 from pipeline.shards.shards import ShardSet
+from pipeline.shards.windows import ShortDocuments
 from pipeline.tokenizer.tokenization import fingerprint
 from trainer.data.feed import Feed
 from trainer.data.plan import Plan
@@ -75,12 +76,17 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
 
 
 def build_objective(config: TrainConfig, encoder: Encoder, manifest: Manifest) -> Objective[Any]:
+    """The objective for the shards of a manifest; see `new_objective`."""
+    return new_objective(config, encoder, manifest.short_documents)
+
+
+def new_objective(config: TrainConfig, encoder: Encoder, short_documents: ShortDocuments) -> Objective[Any]:
     """The objective, with the encoder's device and precision; its weights are the same on every worker.
 
     Raises:
         ObjectiveError: its class cannot be loaded, or its constructor raised an error.
     """
-    run = config.context(manifest.short_documents)
+    run = config.context(short_documents)
     kind = implementation_of(config.objective)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(config.seed, "objective"))
