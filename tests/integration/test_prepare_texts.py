@@ -38,7 +38,7 @@ def pairs_of(first, last):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Four files of pairs, one compressed; a line with another label, one without a gold label, another kind of file."""
+    """Four files of pairs, one compressed; a line with another label, one without a label, another kind of file."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(4):
         lines = [json.dumps(pair) for pair in pairs_of(100 * number, 100 * (number + 1))]
