@@ -73,7 +73,7 @@ class PairsContent(Strict):
 
 
 class TriplesContent(Strict):
-    """Rows of the shards: a sentence, one that it entails and one that contradicts it, from CSV, TSV, JSONL, Parquet."""
+    """Rows of the shards: a sentence, an entailed and a contradicting one, from CSV, TSV, JSONL or Parquet."""
 
     kind: Literal["triples"]
     premise: str = "sent0"
