@@ -12,7 +12,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("path", type=path_argument)
     parser.add_argument("--documents", type=int, default=3, help="documents of shards to show with their spans (3)")
     parser.add_argument("--document", help="show one document of shards, by id, source or SOURCE:OFFSET")
-    parser.add_argument("--config", help="YAML file with a `train` section: show its run's spans")
+    parser.add_argument("--config", help="YAML file with a `train` section: show its run's spans, views")
     parser.add_argument("--seed", type=int, help="seed of the spans shown (the config's, else 0)")
     parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")
     given = parser.parse_args(arguments)
@@ -27,16 +27,17 @@ def run(arguments: list[str]) -> int:
     from inspection.whereabouts import whereabouts
     from pipeline.shards.shards import ShardError, load_manifest
     from trainer.checkpoints.checkpoint import CheckpointError
+    from trainer.objectives.base import ObjectiveError
 
     try:
         seed = given.seed if given.seed is not None else run.seed if run else 0
         if given.document:
             spans = run.spans if run else default_spans(load_manifest(given.path))
-            lines = whereabouts(given.path, given.document, spans, seed, given.epoch)
+            lines = whereabouts(given.path, given.document, spans, seed, given.epoch, run)
         else:
-            lines = describe(given.path, given.documents, seed, given.epoch)
+            lines = describe(given.path, given.documents, seed, given.epoch, run)
         for line in lines:
             print(line)
-    except (DescribeError, ShardError, CheckpointError) as error:
+    except (DescribeError, ShardError, CheckpointError, ObjectiveError) as error:
         return refused(error)
     return 0

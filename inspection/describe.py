@@ -10,16 +10,19 @@ from common.excerpt import shorten
 from common.records import DamagedError
 from common.scores import comparable, read_scores
 from inspection.texts import text_lines
+from inspection.views import view_lines
 from pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
 from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, ShortDocuments
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.data.rows import document_keys, ragged
+from trainer.driver.checks import kind_problem
 from trainer.driver.export import EXPORT, SETTINGS, read_settings
 from trainer.metrics.metrics import read_metrics
 from trainer.objectives.declutr.spans import draw, place
 from trainer.objectives.span_settings import SpanConfig
+from trainer.setup.config import TrainConfig
 
 _SHOWN_CHARACTERS = 160
 
@@ -28,16 +31,21 @@ class DescribeError(ValueError):
     """A path without shards, run, checkpoint or exported encoder."""
 
 
-def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) -> Iterator[str]:
+def describe(
+    path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0, run: TrainConfig | None = None
+) -> Iterator[str]:
     """Describe shards (with the spans of some documents), a run, a checkpoint or an exported encoder, in lines.
 
+    With a run, its views of rows of short texts are shown.
+
     Raises:
-        DescribeError: `path` holds none of these.
+        DescribeError: `path` holds none of these, or the run's objective cannot read its rows.
+        ObjectiveError: the run's objective cannot be loaded.
         ShardError: a manifest that cannot be read.
         CheckpointError: a checkpoint that is incomplete or altered.
     """
     if (path / MANIFEST).is_file():
-        yield from _shards(path, num_documents, seed, epoch)
+        yield from _shards(path, num_documents, seed, epoch, run)
     elif (path / "state.json").is_file():
         yield from _checkpoint(path)
     elif (path / SETTINGS).is_file():
@@ -53,7 +61,7 @@ def describe(path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0) 
         raise DescribeError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder")
 
 
-def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[str]:
+def _shards(path: Path, num_documents: int, seed: int, epoch: int, run: TrainConfig | None) -> Iterator[str]:
     manifest = load_manifest(path)
     totals = manifest.totals
     yield f"Shards, schema version {manifest.schema_version}: {len(manifest.shards)} files in {path}"
@@ -80,7 +88,7 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int) -> Iterator[s
     shards = ShardSet(path, "train")
     rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(np.int64)
     if kind != "documents":
-        yield from text_lines(path, shards, rows.tolist())
+        yield from row_lines(path, shards, rows.tolist(), seed, epoch, run)
         return
     yield f"Spans as epoch {epoch} of seed {seed} draws them, lengths {config.min_tokens} to {config.max_tokens}:"
     yield from span_lines(path, shards, config, rows.tolist(), seed, epoch)
@@ -93,6 +101,25 @@ def default_spans(manifest: Manifest) -> SpanConfig:
     if manifest.short_documents == "shrink_spans":
         shortest = min(shortest, geometry.min_tokens)
     return SpanConfig(num_anchors=geometry.num_anchors, max_tokens=geometry.max_tokens, min_tokens=shortest)
+
+
+def row_lines(
+    path: Path, shards: ShardSet, rows: Sequence[int], seed: int, epoch: int, run: TrainConfig | None
+) -> Iterator[str]:
+    """Show rows of short texts by number: their texts, or with a run the spans and views that it makes of them.
+
+    Raises:
+        DescribeError: the run's objective cannot read such rows.
+        ObjectiveError: the run's objective cannot be loaded.
+    """
+    if run is None:
+        yield from text_lines(path, shards, rows)
+        return
+    run = run.model_copy(update={"data": str(path), "seed": seed})
+    if problem := kind_problem(run, shards.manifest):
+        raise DescribeError(problem)
+    yield f"Spans and views that objective.kind = {run.objective.kind} makes in epoch {epoch} of seed {seed}:"
+    yield from view_lines(path, run, rows, epoch)
 
 
 def _texts(manifest: Manifest) -> str:

@@ -6,19 +6,21 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.report.examples import entries_at
-from inspection.describe import DescribeError, span_lines
-from inspection.texts import text_lines
+from inspection.describe import DescribeError, row_lines, span_lines
 from pipeline.duplicates.table import removed
 from pipeline.job.selection import REASONS
 from pipeline.shards.ledger import find_entries
 from pipeline.shards.manifest import SPLITS, load_manifest
 from pipeline.shards.shards import ShardSet
 from trainer.objectives.span_settings import SpanConfig
+from trainer.setup.config import TrainConfig
 
 _SHOWN = 20
 
 
-def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch: int) -> Iterator[str]:
+def whereabouts(
+    folder: Path, wanted: str, config: SpanConfig, seed: int, epoch: int, run: TrainConfig | None = None
+) -> Iterator[str]:
     """Describe every document of prepared shards that `wanted` names.
 
     `wanted` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
@@ -55,7 +57,8 @@ def whereabouts(folder: Path, wanted: str, config: SpanConfig, seed: int, epoch:
         if entry.detail:
             yield f"  note: {entry.detail}"
         if manifest.content.kind != "documents":
-            yield from text_lines(folder, ShardSet(folder, entry.fate), [number])
+            of_run = run if entry.fate == "train" else None
+            yield from row_lines(folder, ShardSet(folder, entry.fate), [number], seed, epoch, of_run)
         elif entry.fate == "train":
             yield f"  spans that epoch {epoch} of seed {seed} draws, {config.min_tokens} to {config.max_tokens} tokens:"
             yield from span_lines(folder, ShardSet(folder, entry.fate), config, [number], seed, epoch)

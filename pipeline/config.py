@@ -30,7 +30,6 @@ class PipelineConfig(Strict):
     corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
     tokenizer: TokenizerConfig
     content: AnyContent = DocumentsContent()
-    """Rows of the shards: long documents for spans, or short texts for the objectives that read them."""
     geometry: Geometry = Geometry()
     short_documents: ShortDocuments = "drop"
     """Treatment of documents under 2 * num_anchors * max_tokens tokens. drop: drop them, as in the paper.

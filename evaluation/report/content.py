@@ -126,7 +126,7 @@ def bar_charts(content: Content) -> list[Bars]:
         Bar(reason, tally.read, role, f"{tally.read:,} ({share(tally.read, totals['read'])})")
         for reason, role, tally in content.reasons()
     ]
-    charts = [Bars("reasons", "Documents that are not kept, by reason", reasons)]
+    charts = [Bars("reasons", f"{content.manifest.noun.capitalize()} that are not kept, by reason", reasons)]
     for name, title, rows in (
         ("sources", "Kept tokens by source", content.sources()),
         ("languages", "Kept tokens by language", content.languages()),
@@ -141,7 +141,8 @@ def bar_charts(content: Content) -> list[Bars]:
             for label, tally in rows
         ]
         charts.append(Bars(name, title, bars))
-    sizes = [Bar(f"{size} documents", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()]
+    noun = content.manifest.noun
+    sizes = [Bar(f"{size} {noun}", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()]
     charts.append(Bars("clusters", "Clusters of duplicates by size", sizes))
     if content.texts is not None:
         charts += text_bars(content.texts, content.manifest.labels)

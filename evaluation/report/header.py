@@ -40,7 +40,7 @@ def _equation(content: Content) -> Html:
     for sign, name in (("", "read"), ("=", "kept"), ("+", "dropped"), ("+", "failed")):
         if sign:
             parts.append(tag("span", sign, class_="sign"))
-        told = share(totals[name], totals["read"]) if name != "read" else "documents"
+        told = share(totals[name], totals["read"]) if name != "read" else content.manifest.noun
         number = tag("strong", totals[name], id=f"total-{name}")
         parts.append(tag("span", number, tag("span", name), tag("small", told), class_=f"term {name}"))
     return tag("p", *parts, class_="equation")
@@ -59,7 +59,7 @@ def _facts(content: Content) -> Html:
         ("Input", in_mib(totals["num_bytes"]), "as stored, compressed or not"),
         ("For training", totals["kept_train"], f"and {totals['kept_held_out']:,} held out"),
         ("Shards", len(manifest.shards), in_mib(shard_bytes)),
-        ("Longest document", totals["longest_tokens"], "tokens, kept or not"),
+        (f"Longest {manifest.noun.removesuffix('s')}", totals["longest_tokens"], "tokens, kept or not"),
         ("Tokenizer", vocabulary, f"fingerprint {tokenizer.fingerprint[:_PREVIEW]}"),
         _content_fact(content),
     ]
@@ -87,20 +87,21 @@ def _glance(content: Content) -> list[str]:
     """Findings that matter before training starts."""
     totals, kept = content.manifest.totals, content.kept_tally
     lines = [
-        f"{share(totals['kept'], totals['read'])} of the documents and "
+        f"{share(totals['kept'], totals['read'])} of the {content.manifest.noun} and "
         f"{share(kept.text_bytes, totals['text_bytes'])} of the text are kept."
     ]
     if totals["kept"]:
         mean = totals["num_tokens"] / totals["kept"]
+        noun = content.manifest.noun.removesuffix("s")
         lines.append(
-            f"A kept document has {mean:,.0f} tokens on average, about {content.median_tokens():,} in the median; a "
+            f"A kept {noun} has {mean:,.0f} tokens on average, about {content.median_tokens():,} in the median; a "
             f"token stands for {kept.text_bytes / max(1, totals['num_tokens']):.2f} bytes of text."
         )
     reasons = content.reasons()
     if reasons:
         reason, _, tally = reasons[0]
         lines.append(
-            f"Most losses: {reason}, {tally.read:,} documents ({share(tally.read, totals['read'])}) with "
+            f"Most losses: {reason}, {tally.read:,} {content.manifest.noun} ({share(tally.read, totals['read'])}) with "
             f"{share(tally.text_bytes, totals['text_bytes'])} of the text."
         )
     sources = content.sources()
@@ -110,7 +111,9 @@ def _glance(content: Content) -> list[str]:
             f"The largest source, {name}, gives {share(top.kept_tokens, totals['num_tokens'])} of the kept tokens."
         )
     if totals["failed"]:
-        lines.append(f"{totals['failed']:,} documents could not be read: see the places below before training.")
+        lines.append(
+            f"{totals['failed']:,} {content.manifest.noun} could not be read: see the places below before training."
+        )
     if hint := lines_hint(
         totals["read"], content.manifest.dropped, content.manifest.config, content.found.sources.all()
     ):

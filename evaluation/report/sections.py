@@ -70,7 +70,7 @@ def reasons(content: Content) -> Html:
     """Reasons for which documents were dropped or failed, and their places."""
     told = content.reasons()
     if not told:
-        return tag("p", "Every document that was read is kept.")
+        return tag("p", f"Every {content.manifest.noun.removesuffix('s')} that was read is kept.")
     totals = content.manifest.totals
     most = told[0][2].read
     rows: list[list[object]] = [
@@ -83,7 +83,8 @@ def reasons(content: Content) -> Html:
         ]
         for reason, role, tally in told
     ]
-    parts = [table("Documents that are not kept", ["reason", "kind", "documents", "of documents", "of text"], rows)]
+    noun = content.manifest.noun
+    parts = [table(f"{noun.capitalize()} that are not kept", ["reason", "kind", noun, f"of {noun}", "of text"], rows)]
     if failures := content.manifest.failures:
         shown = [
             tag("li", _place(one.source, one.offset), f" {one.reason}: {one.message}")
@@ -103,7 +104,10 @@ def duplicates(content: Content) -> Html:
     by_size = content.clusters.by_size()
     most = max(number for _, number in by_size)
     rows: list[list[object]] = [
-        [join(tag("span", f"{size} documents", class_="label"), draw_bar(number, most, "dropped")), number]
+        [
+            join(tag("span", f"{size} {content.manifest.noun}", class_="label"), draw_bar(number, most, "dropped")),
+            number,
+        ]
         for size, number in by_size
     ]
     removed = int(sizes.sum()) - len(sizes)
@@ -115,14 +119,17 @@ def duplicates(content: Content) -> Html:
         shown.append(
             details(
                 join(
-                    f"{cluster.size:,} documents, kept: ",
+                    f"{cluster.size:,} {content.manifest.noun}, kept: ",
                     _entry(cluster.kept) if cluster.kept else "not in the ledgers",
                 ),
                 tag("ul", *copies, *more, class_="places"),
             )
         )
     return join(
-        tag("p", f"{removed:,} copies were removed; they belong to {len(sizes):,} documents that are kept."),
+        tag(
+            "p",
+            f"{removed:,} copies were removed; they belong to {len(sizes):,} {content.manifest.noun} that are kept.",
+        ),
         table("Clusters by size", ["size", "clusters"], rows),
         tag("h3", "The largest clusters"),
         *shown,
@@ -144,12 +151,13 @@ def contamination(content: Content) -> Html:
         ]
         for one in matches[:_SHOWN_SETS]
     ]
-    heads = ["evaluation set", "documents kept", "documents dropped", "most n-grams in one"]
+    noun = content.manifest.noun
+    heads = ["evaluation set", f"{noun} kept", f"{noun} dropped", "most n-grams in one"]
     return join(
         tag(
             "p",
-            f"{kept + dropped:,} documents share text with an evaluation set: {dropped:,} were dropped, "
-            f"{kept:,} are kept. A document counts for the set of its first match.",
+            f"{kept + dropped:,} {noun} share text with an evaluation set: {dropped:,} were dropped, "
+            f"{kept:,} are kept. A {noun.removesuffix('s')} counts for the set of its first match.",
         ),
         table("Matches by evaluation set", heads, rows),
     )
@@ -180,7 +188,9 @@ def _tallies(content: Content, caption: str, head: str, tallies: list[tuple[str,
         ]
         for name, tally in tallies
     ]
-    return table(caption, [head, "tokens kept", "of tokens", "documents read", "kept", "text read"], rows)
+    return table(
+        caption, [head, "tokens kept", "of tokens", f"{content.manifest.noun} read", "kept", "text read"], rows
+    )
 
 
 def examples(content: Content) -> Html:
@@ -201,7 +211,7 @@ def examples(content: Content) -> Html:
         parts.append(
             tag(
                 "p",
-                "Texts of dropped documents are there when prepared with ",
+                f"Texts of dropped {content.manifest.noun} are there when prepared with ",
                 tag("code", "write_rejected: true"),
                 ".",
                 class_="note",

@@ -15,7 +15,7 @@ from pipeline.readers.delimited import delimited_rows, short_row
 from pipeline.readers.lines import MAX_HELD_BYTES, explained_object, json_kind, lines, unreadable
 from pipeline.readers.pieces import decode, is_wide, nul_bytes
 from pipeline.readers.streams import READ_ERRORS, ByteStream
-from pipeline.readers.tables import TABLE_ERRORS, Rows, lost_rows
+from pipeline.readers.tables import TABLE_ERRORS, Rows, as_bytes, lost_rows
 
 FIELD_FORMATS = ("jsonl", "csv", "tsv", "parquet")
 """Formats of files whose rows have several values."""
@@ -130,11 +130,14 @@ def missing_key(keys: Keys, found: Any, source: str, offset: int) -> ReadFailure
 
 
 def _readable(column: pa.Array) -> pa.Array:
-    """A column whose texts are bytes, so that one text that is not UTF-8 does not affect the others."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    for text, raw in ((pa.string(), pa.binary()), (pa.large_string(), pa.large_binary())):
-        column = column.view(raw) if column.type == text else column
+    """A column whose texts are bytes.
+
+    Raises:
+        pa.ArrowException: its offsets or indices point outside its data.
+    """
+    if not pa.types.is_dictionary(column.type):
+        return as_bytes(column)
+    column = pa.DictionaryArray.from_arrays(column.indices, as_bytes(column.dictionary), safe=False)
     column.validate(full=True)
     return column
 

@@ -195,7 +195,7 @@ def _cut_fields(file: Input, opened: BinaryIO, head: bytes, known: str, rules: R
                 problem = fields_problem(table.schema_arrow, rules.keys)
         except TABLE_ERRORS:
             problem = None  # damage is found when the file is read
-        return Cut([part], problem and f"corpus.paths: {file.path}: {problem}")
+        return Cut([part], problem and f"content: {file.path}: {problem}")
     if known == "jsonl" and rules.max_file_bytes is None and encoding_of(head) is None:
         return Cut(cut_ranges(file, known, part_bytes))
     return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])

@@ -140,12 +140,12 @@ def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int
     """
     if pa.types.is_dictionary(column.type):
         # Never decoded as a whole, because a few large texts of a dictionary may stand for any number of rows.
-        texts = _as_bytes(column.dictionary)
+        texts = as_bytes(column.dictionary)
         pa.DictionaryArray.from_arrays(column.indices, texts, safe=False).validate(full=True)
         places = column.indices.to_pylist()
         values = (None if place is None else texts[place] for place in places)
     else:
-        values = iter(_as_bytes(column))
+        values = iter(as_bytes(column))
     for row, value in enumerate(values, first_row):
         if value is not None and value.is_valid:
             yield from documents(value.as_buffer(), source, row, max_bytes)
@@ -153,7 +153,7 @@ def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int
             yield ReadFailure(reason="no_text_field", source=source, offset=row, message="the text is null")
 
 
-def _as_bytes(column: pa.Array) -> pa.Array:
+def as_bytes(column: pa.Array) -> pa.Array:
     """Texts as bytes, so that one text that is not UTF-8 does not affect the others.
 
     Raises:

@@ -37,13 +37,13 @@ class Layout:
 
 
 class DocumentsContent(Strict):
-    """Long documents, each with windows for spans (geometry, short_documents)."""
+    """Rows of the shards: long documents, each with windows for spans (geometry, short_documents)."""
 
     kind: Literal["documents"] = "documents"
 
 
 class SentencesContent(Strict):
-    """Sentences, one a row."""
+    """Rows of the shards: sentences, one a row."""
 
     kind: Literal["sentences"]
     split: bool = False
@@ -54,9 +54,9 @@ class SentencesContent(Strict):
 
 
 class PairsContent(Strict):
-    """Premises with labelled hypotheses (natural language inference), from JSONL, CSV or TSV with a header.
+    """Rows of the shards: premises with labelled hypotheses, from JSONL, CSV, TSV or Parquet.
 
-    The pairs of a file that have the same premise make one row.
+    The pairs of a file that have the same premise make one row. They are held in memory, so a file has at most 1 GiB.
     """
 
     kind: Literal["pairs"]
@@ -73,7 +73,7 @@ class PairsContent(Strict):
 
 
 class TriplesContent(Strict):
-    """A sentence, one that it entails and one that it contradicts, from CSV, TSV or JSONL (SimCSE's file)."""
+    """Rows of the shards: a sentence, an entailed and a contradicting one, from CSV, TSV, JSONL or Parquet."""
 
     kind: Literal["triples"]
     premise: str = "sent0"

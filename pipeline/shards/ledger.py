@@ -13,6 +13,10 @@
 | detail     | string                | message of a failure, deciding figure or matched text; null if there is none  |
 
 Rows are in reading order; a document's row number is its ordinal in the unit.
+
+Of pairs, the ledger has one row for each premise, with the offset of its first pair and the bytes and tokens of all its
+texts, and one for each single pair that was left out. The premises of a file follow its other rows. Of documents split
+into sentences, it has one row for each sentence, with the offset of the document.
 """
 
 import gzip

@@ -84,8 +84,9 @@ def test_a_manifest_of_a_search_that_read_everything_is_as_it_was(made):
 )
 def test_advice_where_lines_are_most_likely_no_documents(fixed, sources, dropped, told):
     corpus = files("x", format=fixed).model_dump(mode="json")
-    hint = lines_hint(100, dropped, corpus, sources)
+    hint = lines_hint(100, dropped, {"corpus": corpus}, sources)
     assert bool(hint) == told
+    assert lines_hint(100, dropped, {"corpus": corpus, "content": {"kind": "sentences"}}, sources) is None
     assert not told or "set corpus.format=text_file" in hint
 
 

@@ -165,7 +165,7 @@ def _objective_problems(config: TrainConfig) -> list[str]:
     return []
 
 
-def _kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
+def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
     """The problem of shards whose rows the objective cannot read."""
     objective, kind = config.objective, manifest.content.kind
     if kind in objective.reads:
@@ -180,7 +180,7 @@ def _kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
 
 def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     found = _objective_problems(config)
-    if other_kind := _kind_problem(config, manifest):
+    if other_kind := kind_problem(config, manifest):
         return [*found, other_kind]
     found += config.objective.problems(config.context(manifest.short_documents), manifest)
     if config.batch_documents > manifest.totals["kept_train"]:

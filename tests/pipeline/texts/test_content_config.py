@@ -1,5 +1,6 @@
 """Settings of `content`: what is refused, and what stays the same for documents."""
 
+import json
 import textwrap
 
 import pytest
@@ -9,6 +10,7 @@ from common.config import ConfigError, load_config
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.prepare import main
 from pipeline.shards.content import DocumentsContent
+from pipeline.shards.shards import ShardSet
 
 BASE = {
     "output": "out",
@@ -85,3 +87,17 @@ def test_a_printed_config_can_be_used_again(tmp_path, capsys):
     again.write_text("prepare:\n" + textwrap.indent(capsys.readouterr().out, "  "))
     before, after = (load_config(str(one), "prepare", PipelineConfig) for one in (path, again))
     assert before == after
+
+
+def test_files_of_documents_have_nothing_new(tmp_path, make_texts, prepare_units, write_jsonl):
+    """Names of columns, metadata and keys as in the version before `content`."""
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"number {n} " * 40} for n in range(5)))
+    config = make_texts("documents", path, geometry={"num_anchors": 1, "max_tokens": 8})
+    manifest, _, folder = prepare_units(config)
+    assert "labels" not in json.loads(manifest.model_dump_json())
+    sidecar = json.loads((folder / "units" / "00000.json").read_text())
+    assert sorted(sidecar["counts"]) == ["dropped", "failed", "kept", "longest_tokens", "read", "text_bytes"]
+    schema = ShardSet(folder, "train").take([0]).schema
+    assert schema.names == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
+    keys = {b"schema_version", b"tokenizer_fingerprint", b"vocab_size", b"num_anchors", b"max_tokens"}
+    assert schema.metadata.keys() == keys

@@ -289,6 +289,21 @@ def test_a_file_of_pairs_is_never_cut(tmp_path, make_texts, write_jsonl, make_pa
         assert len(units) == parts
 
 
+def test_files_in_a_store_give_the_same_rows(tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+    import fsspec
+
+    table = [make_pair(f"premise {n // 3}", f"hypothesis {n}", n % 3) for n in range(30)]
+    raw = write_jsonl(tmp_path / "a.jsonl", *table).read_bytes()
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "b.parquet")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/texts/a.jsonl", raw)
+    memory.pipe("/texts/b.parquet", (tmp_path / "b.parquet").read_bytes())
+    there = rows_of(make_texts("pairs", corpus={"kind": "files", "paths": ["memory://texts"]}))
+    here = rows_of(make_texts("pairs", tmp_path))
+    assert [(row.texts, row.offset) for row in there] == [(row.texts, row.offset) for row in here]
+    assert len(there) == 20
+
+
 def test_triples_are_rows_of_the_file(tmp_path, make_texts, prepare_units, decode):
     path = tmp_path / "nli_for_simcse.csv"
     path.write_text('sent0,sent1,hard_neg\n"A, b.",B.,C.\nD.,E.,\nD.,E.,F.\n,E.,F.\nD.,,F.\nD.,E.,F.\n')

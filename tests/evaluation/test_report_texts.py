@@ -1,0 +1,142 @@
+"""What a report and `declutr inspect` say of rows of short texts, against the shards."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from cli.main import main
+from evaluation.report.content import bar_charts, gather
+from evaluation.report.page import write_report
+from evaluation.report.texts import TextLengths
+from pipeline.config import PipelineConfig, config_hash, identity
+from pipeline.job.units import plan_units
+from pipeline.job.worker import write_unit
+from pipeline.shards.content import LABELS
+from pipeline.shards.manifest import MANIFEST, build_manifest
+from pipeline.shards.shards import ShardSet
+from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
+
+
+def prepared(folder, content, rows):
+    """A folder of shards of these rows, without Ray."""
+    folder.mkdir()
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = PipelineConfig.model_validate(
+        {
+            "output": str(folder / "out"),
+            "corpus": {"kind": "files", "paths": [str(folder / "in.jsonl")]},
+            "tokenizer": {"kind": "train", "vocab_size": 400},
+            "content": content,
+            "held_out_share": 0.2,
+            "duplicates": {"exact": False},
+        }
+    )
+    tokenizer = train_tokenizer((value for row in rows for value in row.values() if isinstance(value, str)), 400)
+    tokenizer.save_pretrained(str(folder / "out" / "tokenizer"))
+    info = describe_tokenizer(tokenizer, "train")
+    (unit,), _ = plan_units(config.corpus, config.unit_mib, None, config.content)
+    sidecar = write_unit(unit, folder / "out", config, info)
+    manifest = build_manifest([sidecar], info, config.geometry, identity(config), config_hash(config))
+    (folder / "out" / MANIFEST).write_text(manifest.model_dump_json())
+    return folder / "out", manifest
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """60 premises with one to four hypotheses of growing length; some pairs are dropped."""
+    rows = [
+        {"premise": f"Premise {n} " + "word " * (n % 40), "hypothesis": f"{'It is so. ' * k} {k}", "label": k % 3}
+        for n in range(60)
+        for k in range(1 + n % 4)
+    ]
+    rows += [{"premise": "x", "hypothesis": "<script>alert(1)</script>", "label": "-"}] * 3
+    rows += [{"premise": "<script>alert(2)</script>", "hypothesis": "y", "label": 0}]
+    return prepared(tmp_path_factory.mktemp("report") / "pairs", "pairs", rows)
+
+
+def expected(folder):
+    lengths, numbers = {}, Counter()
+    for split in ("train", "held-out"):
+        shards = ShardSet(folder, split)
+        for row in shards.take(np.arange(shards.num_documents)).to_pylist():
+            sizes = np.diff([*row["starts"], row["num_tokens"]]).tolist()
+            for size, label in zip(sizes, row["labels"], strict=True):
+                lengths.setdefault("premise" if label < 0 else LABELS[label], Counter())[size] += 1
+            numbers[len(sizes) - 1] += 1
+    return lengths, numbers
+
+
+def test_lengths_labels_and_numbers_are_those_of_the_shards(pairs):
+    folder, manifest = pairs
+    content = gather(folder)
+    lengths, numbers = expected(folder)
+    assert {role: found.counts for role, found in content.texts.lengths.items()} == lengths
+    assert content.texts.hypotheses == numbers
+    charts = {chart.name: chart for chart in bar_charts(content)}
+    assert {bar.label: bar.value for bar in charts["labels"].bars} == manifest.labels
+    assert {bar.label: bar.value for bar in charts["hypotheses"].bars} == {
+        f"{number} hypotheses": count for number, count in numbers.items()
+    }
+    assert sum(bar.value for bar in charts["texts"].bars) == sum(map(Counter.total, lengths.values()))
+    assert [bar.label for bar in charts["reasons"].bars] == ["no_gold_label"]
+
+
+@pytest.mark.parametrize("lengths", [[3], [1, 2], [5] * 99 + [70], list(range(1, 1001))])
+def test_quantiles_are_those_of_numpy(lengths):
+    found = TextLengths(Counter(lengths))
+    for part in (0.5, 0.95, 0.99, 1.0):
+        assert found.quantile(part) == np.quantile(lengths, part, method="inverted_cdf")
+    assert found.mean == np.mean(lengths)
+
+
+def test_the_page_shows_texts_and_no_windows(pairs, tmp_path):
+    folder, manifest = pairs
+    page = write_report(folder, tmp_path).read_text()
+    for told in ("Lengths of texts in tokens", "Premises by number of hypotheses", "Kept hypotheses by label"):
+        assert told in page
+    assert "no_gold_label" in page
+    assert "<script" not in page
+    assert "spans up to" not in page
+    assert "entailment: " in page
+    assert f"{manifest.labels['neutral']:,} neutral" in page
+    charts = {path.name for path in (tmp_path / "charts").iterdir()}
+    assert {"texts.png", "hypotheses.png", "labels.png", "reasons.png"} <= charts
+    assert "lengths.png" not in charts
+
+
+def test_inspect_shows_rows_or_the_views_of_a_run(pairs, tmp_path, capsys):
+    folder, _ = pairs
+    assert main(["inspect", str(folder), "--documents", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "rows of pairs, hypotheses: " in told
+    assert len(re.findall(r"^    premise +\d+ tokens  \S", told, re.MULTILINE)) == 2
+    config = tmp_path / "run.yaml"
+    for objective, status in (("scl", 0), ("declutr", 1), ("scd", 1)):
+        config.write_text(f"train: {{run: r, data: d, encoder: {{pretrained: x}}, objective: {{kind: {objective}}}}}")
+        assert main(["inspect", str(folder), "--config", str(config), "--documents", "1"]) == status
+        told = capsys.readouterr()
+        if status:
+            assert f"objective.kind = {objective} reads" in told.err
+            assert f"data = {folder} holds pairs" in told.err
+        else:
+            assert "views 0: spans 0 and 1, label 0" in told.out
+    entry = next(ShardSet(folder, "train").take(np.array([3]))["id"].to_pylist().__iter__()).hex()
+    assert main(["inspect", str(folder), "--document", entry]) == 0
+    assert "    entailment " in capsys.readouterr().out
+
+
+def test_sentences_have_lengths_but_no_labels(tmp_path, capsys):
+    folder, manifest = prepared(tmp_path / "s", "sentences", [{"text": f"Sentence {n}. " * (n % 5)} for n in range(40)])
+    assert manifest.dropped == {"empty": 8}
+    content = gather(folder)
+    assert content.texts.lengths.keys() == {"sentence"}
+    assert content.texts.lengths["sentence"].num_texts == 32
+    assert not {"hypotheses", "labels"} & {chart.name for chart in bar_charts(content)}
+    page = write_report(folder).read_text()
+    assert "one text a row" in page
+    assert "Premises by" not in page
+    assert main(["inspect", str(folder)]) == 0
+    assert "    sentence " in capsys.readouterr().out

@@ -1,0 +1,252 @@
+"""Sentences, pairs and triples prepared for real, on Ray: accounted for, continued after a kill, shown, refused."""
+
+import gzip
+import json
+import time
+
+import numpy as np
+import pytest
+import tinyruns as runs
+import yaml
+
+from cli.main import main as declutr
+from common.storage import hash_file
+from inspection.describe import describe
+from pipeline.config import PipelineConfig
+from pipeline.prepare import main, prepare
+from pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from trainer.data.chunks import read_chunk
+from trainer.driver.checks import problems
+from trainer.setup.geometry import unknown, with_geometry
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
+LABELS = ("entailment", "neutral", "contradiction")
+NEEDS = ["entailment", "contradiction"]
+
+
+def pairs_of(first, last):
+    """Three pairs a premise; every tenth premise lacks a contradiction, and its entailment is there twice."""
+    for number in range(first, last):
+        for place, label in enumerate(LABELS):
+            lacking = number % 10 == 9 and label == "contradiction"
+            yield {
+                "premise": f"The premise with the number {number} is {number * 31 % 97} words long.",
+                "hypothesis": f"Its hypothesis {0 if lacking else place} is about number {number * 7 % 89}.",
+                "label": "entailment" if lacking else label if number % 2 else place,
+            }
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Four files of pairs, one compressed; a line with another label, one without a label, another kind of file."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(4):
+        lines = [json.dumps(pair) for pair in pairs_of(100 * number, 100 * (number + 1))]
+        if number == 2:
+            lines.insert(7, json.dumps({"premise": "a", "hypothesis": "b", "label": "perhaps"}))
+            lines.append(json.dumps({"premise": "a", "hypothesis": "b", "label": "-"}))
+        raw = "\n".join(lines).encode()
+        path = folder / (f"{number}.jsonl.gz" if number == 3 else f"{number}.jsonl")
+        path.write_bytes(gzip.compress(raw) if number == 3 else raw)
+    (folder / "README.md").write_text("About these files.")
+    return folder
+
+
+def values_of(corpus, output, **changes):
+    values = {
+        "output": str(output),
+        "corpus": {"kind": "files", "paths": [str(corpus)]},
+        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
+        "content": {"kind": "pairs", "needs": NEEDS},
+        "held_out_share": 0.2,
+        "unit_mib": 0.02,
+        "block_documents": 16,
+    }
+    return values | changes
+
+
+def contents(folder):
+    """Checksums of everything but the log of how long it took."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
+    return {str(path.relative_to(folder)): hash_file(path) for path in files}
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "pairs"
+    return folder, prepare(PipelineConfig.model_validate(values_of(corpus, folder)))
+
+
+def test_every_pair_is_accounted_for(prepared):
+    folder, manifest = prepared
+    totals = manifest.totals
+    assert len(manifest.ledgers) == 4
+    assert manifest.dropped == {"lacks_contradiction": 40, "no_gold_label": 1, "repeated_pair": 40}
+    assert manifest.failed == {"unknown_label": 1}
+    assert totals["kept"] == 360
+    assert totals["read"] == 360 + 81 + 1
+    assert manifest.labels == dict.fromkeys(sorted(LABELS), 360)
+    assert "perhaps" in manifest.failures[0].message
+    assert manifest.skipped.keys() == {".md"} or sum(skip.files for skip in manifest.skipped.values()) == 1
+    assert load_manifest(folder) == manifest
+    assert check_shards(folder, full=True) == []
+    rows = [*ShardSet(folder, "train").take(range(totals["kept_train"])).to_pylist()]
+    assert all(row["labels"] == [-1, 0, 1, 2] for row in rows)
+    assert 0.1 < totals["kept_held_out"] / totals["kept"] < 0.3
+
+
+def test_the_command_plans_reports_and_inspects(corpus, prepared, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out")}))
+    assert main([str(config), "--plan"]) == 0
+    planned = capsys.readouterr().out
+    assert "documents   442, of which 360 kept" in planned
+    assert main([str(config)]) == 0
+    told = capsys.readouterr().out
+    assert "442 rows read, 360 kept" in told
+    assert "hypotheses: 360 contradiction, 360 entailment, 360 neutral" in told
+    assert "kept 360 (+0%)" in told
+    assert main([str(config), "--verify-inputs"]) == 0
+    assert contents(tmp_path / "out").keys() - {"estimate.json"} == contents(prepared[0]).keys()
+    shown = "\n".join(describe(tmp_path / "out"))
+    assert "rows of pairs, hypotheses: 360 contradiction" in shown
+    assert shown.count("    premise ") == shown.count("    neutral ") == 3
+    assert "Spans" not in shown
+    entry = next(line for line in shown.splitlines() if line.startswith("- row 0"))
+    capsys.readouterr()
+    assert declutr(["inspect", str(tmp_path / "out"), "--document", entry.split("(")[1].partition(",")[0]]) == 0
+    assert "    entailment " in capsys.readouterr().out
+
+
+def test_a_changed_input_is_found(corpus, tmp_path, capsys):
+    copy = tmp_path / "in"
+    copy.mkdir()
+    for path in corpus.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"prepare": values_of(copy, tmp_path / "out")}))
+    assert main([str(config)]) == 0
+    raw = (copy / "0.jsonl").read_bytes()
+    (copy / "0.jsonl").write_bytes(raw.replace(b"number 1 ", b"number 2 ", 1))
+    capsys.readouterr()
+    assert main([str(config), "--verify-inputs"]) == 1
+    assert "0.jsonl" in capsys.readouterr().err
+
+
+def test_lost_shards_are_made_again_to_the_byte(corpus, prepared, tmp_path):
+    folder = tmp_path / "out"
+    config = PipelineConfig.model_validate(values_of(corpus, folder))
+    prepare(config)
+    whole = contents(folder)
+    same = contents(prepared[0])
+    assert {n: h for n, h in whole.items() if n.endswith(".arrow")} == {
+        n: h for n, h in same.items() if n.endswith(".arrow")
+    }
+    (folder / "train-00001.arrow").unlink()
+    path = folder / "train-00002.arrow"
+    path.write_bytes(path.read_bytes()[:100])
+    prepare(config)
+    assert contents(folder) == whole
+
+
+@pytest.mark.slow
+def test_a_killed_command_continues_to_the_same_bytes(corpus, tmp_path):
+    """kill -9 of the driver while it prepares; the same command finishes."""
+    changes = {"duplicates": {"near": {}}, "write_rejected": True}
+    whole = tmp_path / "whole"
+    prepare(PipelineConfig.model_validate(values_of(corpus, whole, **changes)))
+    config = runs.write_config(tmp_path / "config.yaml", prepare=values_of(corpus, tmp_path / "killed", **changes))
+    process, _ = runs.start_command("pipeline.prepare", config, tmp_path)
+    deadline = time.monotonic() + 240
+    while not list((tmp_path / "killed").glob("candidates/units/*.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert not (tmp_path / "killed" / "manifest.json").exists()
+    prepare(PipelineConfig.model_validate(values_of(corpus, tmp_path / "killed", **changes)))
+    assert contents(tmp_path / "killed") == contents(whole)
+
+
+def test_a_file_without_contradictions_is_refused_with_the_counts(tmp_path, capsys):
+    rows = [pair for pair in pairs_of(1, 9) if pair["label"] in ("entailment", 0)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"prepare": values_of(tmp_path / "a.jsonl", tmp_path / "out")}))
+    assert main([str(config)]) == 1
+    told = capsys.readouterr().err
+    assert "none of 8 records became a row of pairs: 8 lacks_contradiction" in told
+    assert "content.needs = [entailment, contradiction]" in told
+
+
+def test_too_many_unknown_labels_end_with_an_error(tmp_path, capsys):
+    rows = [*pairs_of(1, 9), {"premise": "a", "hypothesis": "b", "label": "contradictory"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"prepare": values_of(tmp_path / "a.jsonl", tmp_path / "out")}))
+    assert main([str(config)]) == 1
+    told = capsys.readouterr().err
+    assert "1 unknown_label" in told
+    assert "'contradictory' is unknown; known are entailment, neutral, contradiction, 0, 1, 2" in told
+
+
+def test_an_objective_is_refused_on_rows_that_it_cannot_read(prepared, data):
+    config = runs.train_config(prepared[0], "unused")
+    (told,) = [problem for problem in problems(config) if "reads" in problem]
+    assert told == (
+        f"objective.kind = declutr reads documents; data = {prepared[0]} holds pairs: prepare it with "
+        "content.kind=documents"
+    )
+    config = runs.train_config(data, "unused", objective={"kind": "simcse"})
+    (told,) = [problem for problem in problems(config) if "reads" in problem]
+    assert told == (
+        f"objective.kind = simcse reads sentences, triples or pairs; data = {data} holds documents: prepare it with "
+        "content.kind=sentences"
+    )
+
+
+def test_shards_of_texts_leave_spans_at_their_defaults(prepared, tmp_path):
+    values = runs.train_values(prepared[0], tmp_path / "run")
+    del values["spans"]
+    before = runs.TrainConfig.model_validate(values)
+    after = with_geometry(before, tmp_path / "run")
+    assert after.spans == before.spans
+    assert unknown(after) == []
+
+
+def test_a_chunk_of_texts_has_their_columns(prepared):
+    from trainer.data.chunks import rank_plan
+    from trainer.data.plan import Plan
+
+    shards = ShardSet(prepared[0], "train")
+    plan = Plan(seed=0, num_documents=shards.num_documents, batch_documents=8)
+    chunk = read_chunk({"id": np.zeros(1, np.int64)}, rank_plan(plan, shards, 0, 1, 0, 2), 0)
+    assert chunk.schema.names == ["id", "tokens", "starts", "labels", "num_tokens", "epoch"]
+    assert len(chunk) == 16
+
+
+def test_documents_are_split_into_sentences(tmp_path):
+    texts = [
+        f"Document {n} has Dr. Smith in it. It costs $3.{n:02d} now.\n\nA heading\n\nThe end of {n}." for n in range(40)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    content = {"kind": "sentences", "split": True}
+    manifest = prepare(
+        PipelineConfig.model_validate(values_of(tmp_path / "a.jsonl", tmp_path / "out", content=content))
+    )
+    assert manifest.totals["read"] == 160
+    assert manifest.dropped == {"duplicate": 39}  # "A heading" is everywhere the same
+    assert manifest.totals["kept"] == 121
+    shown = "\n".join(describe(tmp_path / "out"))
+    assert "rows of sentences\n" in shown
+    assert shown.count("    sentence ") == 3
+
+
+def test_triples_with_simcses_names(tmp_path):
+    rows = [f"Sentence {n}.,It entails {n}.,{'' if n % 5 == 0 else f'It contradicts {n}.'}" for n in range(50)]
+    (tmp_path / "nli.csv").write_text("sent0,sent1,hard_neg\n" + "\n".join(rows))
+    values = values_of(tmp_path / "nli.csv", tmp_path / "out", content="triples")
+    manifest = prepare(PipelineConfig.model_validate(values))
+    assert manifest.dropped == {"empty_contradiction": 10}
+    assert manifest.labels == {"contradiction": 40, "entailment": 40}
