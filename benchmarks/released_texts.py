@@ -93,7 +93,7 @@ class ReleasedTextStep:
                 hidden = self.model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
                 encoded.append((hidden if hidden.dtype == torch.float64 else hidden.float(), mask))
         loss = self.loss(encoded, batch.facts)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
 

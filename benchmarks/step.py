@@ -174,6 +174,7 @@ def _options() -> argparse.ArgumentParser:
         help="dropout of all sides in timed steps; default: 0 for declutr, 0.1 for simcse and scl; scd has the two "
         "rates of its paper",
     )
+    options.add_argument("--projector", type=int, nargs="+", help="widths of scd's projector; default: 4096 4096 4096")
     options.add_argument("--compile", action="store_true", help="torch.compile all sides, with dynamic shapes")
     return options
 

@@ -102,6 +102,8 @@ def other_sentences(batch: RankBatch) -> RankBatch:
 def measure(given: argparse.Namespace, steps: int) -> dict[str, Any]:
     """Figures of one objective: equality, times without and with dropout of attention weights."""
     objective = texts.OBJECTIVES[given.objective]
+    if isinstance(objective, ScdConfig) and given.projector:
+        objective = objective.model_copy(update={"projector": given.projector})
     rows = given.documents or texts.ROWS[given.objective]
     device = torch.device(given.device)
     setting = TextSetting.of(
