@@ -55,7 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
     work = given.work.resolve() / _name_of_start(given)
     split_nli(data / "nli", work / "nli")
     source = None if given.start is None else _given_start(given, work)
-    for name, settings in prepare_settings(data, work, source).items():
+    needed = {
+        "pairs-dev",
+        *(METHODS[name].shards for name in given.methods),
+        *(["documents"] if source is None else []),
+    }
+    prepared = {name: each for name, each in prepare_settings(data, work, source).items() if name in needed}
+    for name, settings in prepared.items():
         _run(work, f"prepare-{name}", "prepare", settings)
     if source is None:
         _run(work, "mlm", "train", start_settings(work, stsb, given.mlm_steps))
@@ -79,10 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
         "seeds": given.seeds,
         "steps": given.steps,
         "lr": given.lr,
-        "rows": {
-            name: read_json(work / "shards" / name / "manifest.json")["totals"]
-            for name in ("documents", "sentences", "pairs", "pairs-dev")
-        },
+        "rows": {name: read_json(work / "shards" / name / "manifest.json")["totals"] for name in prepared},
         "runs": runs,
         **facts,
     }
