@@ -1,4 +1,4 @@
-"""Attention over packed spans: one row of tokens, in which no span attends to another; and over padded ones.
+"""Attention over packed spans: one row of tokens, in which no span attends to another.
 
 It is registered with transformers' attention interface, so encoder families work unchanged. Linear layers process each
 real token once and no padding; only attention groups spans of similar length.
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.model.dropout import DropoutKeys, TokenRates, drop_attention
+from trainer.model.dropout import DropoutKeys, TokenRates
+from trainer.model.keyed_attention import attend_with_dropout, drops_weights, padded_attention
 
 PACKED = "declutr_packed"
 PADDED = "declutr_padded"
@@ -136,7 +137,7 @@ def packed_attention(
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
     window = kwargs.get("sliding_window")
-    drop = _drops(module, dropout, packed_layout.rates)
+    drop = drops_weights(module, dropout, packed_layout.rates)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not drop:
         return _attend_by_kernel(query, key, value, packed_layout, scaling, window), None
     # not in training: some steps have one span, or spans of one length, and would cause a second compilation
@@ -159,7 +160,7 @@ def packed_attention(
             keys, rates = packed_layout.token_keys, packed_layout.rates
             keys = None if keys is None else keys[group.tokens]
             rates = None if rates is None else rates.rearranged(lambda each, places=group.tokens: each[places])  # type: ignore[misc]
-            attended = _attend_with_dropout(module, q, k, v, mask, scaling, dropout, keys, rates)
+            attended = attend_with_dropout(module, q, k, v, mask, scaling, dropout, keys, rates)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         attended = attended.transpose(1, 2)
@@ -190,84 +191,11 @@ def _attend_by_kernel(
     return attended[None]
 
 
-def padded_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Computes attention over padded spans in transformers' interface, with dropout keyed by token.
-
-    Args:
-        module: the attention layer, of a model that `prepare_modules` has prepared.
-        query: `(S, heads, longest, head_dim)`.
-        key: keys of the same shape.
-        value: values of the same shape.
-        attention_mask: boolean, True where a key may be attended to, or numbers that are added to the scores.
-        scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        dropout: probability of dropping an attention weight.
-        kwargs: arguments of torch's attention.
-    """
-    batch = module.declutr_keys
-    assert isinstance(batch, DropoutKeys)
-    if _drops(module, dropout, batch.attention):
-        attended = _attend_with_dropout(
-            module, query, key, value, attention_mask, scaling, dropout, batch.tokens, batch.attention
-        )
-        return attended.transpose(1, 2).contiguous(), None
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    found: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs
-    )
-    return found
-
-
-def _drops(module: torch.nn.Module, dropout: float, rates: TokenRates | None) -> bool:
-    """True if attention weights are dropped; a layer's own rate may be 0 where the batch has rates."""
-    return dropout > 0 if rates is None else module.training and rates.any
-
-
-def _attend_with_dropout(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    query_keys: Tensor | None,
-    rates: TokenRates | None,
-) -> Tensor:
-    """Computes attention with explicit weights, because their dropout is keyed by token and must be repeatable."""
-    if query_keys is None:
-        raise RuntimeError("attention dropout needs the keys of its tokens: SpanBatch.keys is missing")
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if mask is not None and mask.dtype == torch.bool:
-        # not -inf: a position beyond its span may attend to no key, and its NaN would spread to every gradient
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
-    return drop_attention(weights, query_keys, _layer_number(module), dropout, rates).to(value.dtype) @ value
-
-
 def prepare_modules(model: torch.nn.Module, keys: DropoutKeys) -> None:
     """Gives every module of an encoder a number, for attention layers without `layer_idx`, and its tokens' keys."""
     for number, module in enumerate(model.modules()):
         module.declutr_number = number  # type: ignore[assignment]
         module.declutr_keys = keys  # type: ignore[assignment]
-
-
-def _layer_number(module: torch.nn.Module) -> int:
-    number = getattr(module, "layer_idx", None)
-    number = module.declutr_number if number is None else number
-    assert isinstance(number, int)
-    return number
 
 
 def register() -> None:

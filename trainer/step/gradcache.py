@@ -6,7 +6,6 @@ each piece with its graph and the same dropout, and applies the gradient of the 
 Legend: M rows of views of the global batch, D embedding size.
 """
 
-import zlib
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -20,6 +19,7 @@ from trainer.data.batches import RankBatch, SpanBatch
 from trainer.model.encoder import Encoder
 from trainer.objectives.base import Gathered, Objective, ObjectiveError
 from trainer.parallel.world import World
+from trainer.step.contract import facts_code, facts_problem, keys_problem, terms_problem
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class GradCache:
         """
         size, rank = self.world.size, self.world.rank
         own = [0] * 2 * size
-        problem = _facts_problem(batch) or self._keys_problem(batch)
-        own[rank], own[size + rank] = batch.num_rows, -1 if problem else _facts_code(batch)
+        problem = facts_problem(batch) or keys_problem(self.objective, batch)
+        own[rank], own[size + rank] = batch.num_rows, -1 if problem else facts_code(batch)
         labels = batch.spans.labels
         selected, *found = self.world.sum(labels.new_tensor([len(labels), *own])).tolist()
         rows, codes = found[:size], found[size:]
@@ -96,17 +96,6 @@ class GradCache:
                 "Correct `feed`, which must give the same facts for any number of rows, also 0"
             )
         return Counts(selected, sum(rows[:rank]), sum(rows))
-
-    def _keys_problem(self, batch: RankBatch) -> str | None:
-        """The reason why views that must differ by dropout do not, or None."""
-        config = self.objective.config
-        if not (config.needs_dropout or config.sets_rates) or not batch.num_rows or batch.spans.keys is None:
-            return None
-        shape = batch.num_rows, self.objective.num_views
-        keys = batch.spans.keys[batch.views] if batch.views is not None else batch.spans.keys.view(shape)
-        if not bool((keys == keys[:, :1]).all()):
-            return None
-        return "all views of a row have the same dropout key, so their masks are not independent; number the spans"
 
     def embed(self, pieces: list[SpanBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
@@ -187,7 +176,7 @@ class GradCache:
             self.world.size,
         )
         terms = self.objective.loss(gathered)
-        if problem := _terms_problem(terms, self.objective.config.metrics, gathered.views):
+        if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
             raise ObjectiveError(f"objective {self.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.objective.remembers else None
 
@@ -206,39 +195,6 @@ class GradCache:
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
-
-
-def _facts_problem(batch: RankBatch) -> str | None:
-    """The reason why facts cannot be gathered with the rows of this rank, or None."""
-    for name, values in batch.facts.items():
-        if values.dtype != torch.int64 or values.shape != (batch.num_rows,):
-            return (
-                f"the fact {name!r} is {values.dtype} of shape {list(values.shape)}; it must be torch.int64 of shape "
-                f"[{batch.num_rows}], one number for each row"
-            )
-    return None
-
-
-def _facts_code(batch: RankBatch) -> int:
-    """A number of 31 bits for the names of a batch's facts and their order."""
-    return zlib.crc32(repr(list(batch.facts)).encode()) & 0x7FFF_FFFF
-
-
-def _terms_problem(terms: Any, metrics: tuple[str, ...], views: Tensor) -> str | None:
-    """The reason why an objective's terms cannot be trained or recorded, or None."""
-    if not isinstance(terms, dict) or not terms:
-        return f"returned {terms!r}; it must return a dict of one term or more"
-    for name, value in terms.items():
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-            shown = f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            return f"returned the term {name!r} as {shown}; it must be a scalar tensor of floats"
-    if unknown := set(terms) - set(metrics):
-        return f"has terms {sorted(unknown)}; add them to its config.metrics"
-    if "mlm" in terms:
-        return "has the term 'mlm', which the trainer computes; rename it"
-    if views.requires_grad and not any(value.requires_grad for value in terms.values()):
-        return f"has no gradient with respect to the views in any of its terms {sorted(terms)}; do not detach them"
-    return None
 
 
 def _total(terms: dict[str, Tensor], like: Tensor) -> Tensor:

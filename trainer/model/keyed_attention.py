@@ -1,0 +1,84 @@
+"""Attention with dropout keyed by token: explicit weights, and the attention of the padded layout.
+
+Dropout in fused kernels cannot be repeated in another microbatch, so weights are computed where some are dropped.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.model.dropout import DropoutKeys, TokenRates, drop_attention
+
+
+def padded_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes attention over padded spans in transformers' interface, with dropout keyed by token.
+
+    Args:
+        module: the attention layer, of a model that `prepare_modules` has prepared.
+        query: `(S, heads, longest, head_dim)`.
+        key: keys of the same shape.
+        value: values of the same shape.
+        attention_mask: boolean, True where a key may be attended to, or numbers that are added to the scores.
+        scaling: factor of the scores; None means 1 / sqrt(head_dim).
+        dropout: probability of dropping an attention weight.
+        kwargs: arguments of torch's attention.
+    """
+    batch = module.declutr_keys
+    assert isinstance(batch, DropoutKeys)
+    if drops_weights(module, dropout, batch.attention):
+        attended = attend_with_dropout(
+            module, query, key, value, attention_mask, scaling, dropout, batch.tokens, batch.attention
+        )
+        return attended.transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    found: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs
+    )
+    return found
+
+
+def drops_weights(module: torch.nn.Module, dropout: float, rates: TokenRates | None) -> bool:
+    """True if attention weights are dropped; a layer's own rate may be 0 where the batch has rates."""
+    return dropout > 0 if rates is None else module.training and rates.any
+
+
+def attend_with_dropout(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    query_keys: Tensor | None,
+    rates: TokenRates | None,
+) -> Tensor:
+    """Computes attention with explicit weights, because their dropout is keyed by token and must be repeatable."""
+    if query_keys is None:
+        raise RuntimeError("attention dropout needs the keys of its tokens: SpanBatch.keys is missing")
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if mask is not None and mask.dtype == torch.bool:
+        # not -inf: a position beyond its span may attend to no key, and its NaN would spread to every gradient
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
+    return drop_attention(weights, query_keys, _number_of(module), dropout, rates).to(value.dtype) @ value
+
+
+def _number_of(module: torch.nn.Module) -> int:
+    number = getattr(module, "layer_idx", None)
+    number = module.declutr_number if number is None else number
+    assert isinstance(number, int)
+    return number
