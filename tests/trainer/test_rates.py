@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from families import PACKED as SHARED
 from scipy.stats import chi2
 from tiny import random_spans, tiny_encoder
 
@@ -64,6 +65,17 @@ def test_attention_dropout_of_the_padded_layout_leaves_torchs_generator_alone():
         torch.manual_seed(seed)
         found.append(encoder.hidden(spans()))
     assert torch.equal(*found)
+
+
+def test_heads_that_share_keys_drop_in_the_padded_layout():
+    """EuroBERT with two query heads for one key head; at a rate of almost 0 it is the encoder without dropout."""
+    shape = {**SHARED["eurobert"], "model_type": "eurobert", "num_key_value_heads": 1}
+    settings = {"scratch": shape, "layout": "padded"}
+    encoder = tiny_encoder("roberta", dropout=0.0, attention_dropout=1e-9, **settings)
+    plain = tiny_encoder("roberta", dropout=0.0, attention_dropout=0.0, **settings)
+    torch.testing.assert_close(
+        encoder.hidden(spans()), plain.hidden(spans()), atol=1e-5, rtol=1e-5
+    )  # rotary in float32
 
 
 def test_shares_and_independence_of_two_views():

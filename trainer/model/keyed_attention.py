@@ -26,8 +26,8 @@ def padded_attention(
     Args:
         module: the attention layer, of a model that `prepare_modules` has prepared.
         query: `(S, heads, longest, head_dim)`.
-        key: keys of the same shape.
-        value: values of the same shape.
+        key: keys; it may have fewer heads.
+        value: values of the same shape as the keys.
         attention_mask: boolean, True where a key may be attended to, or numbers that are added to the scores.
         scaling: factor of the scores; None means 1 / sqrt(head_dim).
         dropout: probability of dropping an attention weight.
@@ -36,6 +36,8 @@ def padded_attention(
     batch = module.declutr_keys
     assert isinstance(batch, DropoutKeys)
     if drops_weights(module, dropout, batch.attention):
+        shared = query.shape[1] // key.shape[1]  # query heads that share a key head
+        key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
         attended = attend_with_dropout(
             module, query, key, value, attention_mask, scaling, dropout, batch.tokens, batch.attention
         )
