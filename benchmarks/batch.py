@@ -1,11 +1,12 @@
 """Peak memory of one step as the batch grows and the microbatch does not.
 
     python -m benchmarks.batch --json OUT [--sizes 16 64 256 1024 4096] [--model demo]
+    python -m benchmarks.batch --objective simcse --json OUT
 
 Each size runs in a separate process: first a small step, which creates the optimizer's state, then a step of that many
-documents. Its peak is reported above the memory that the process held after loading its libraries. It includes weights,
-gradients, optimizer state and the batch; tensors with a row per span or anchor are also counted separately. If the
-whole batch fits at once, its gradient without microbatches is compared with the one with them.
+documents or sentences. Its peak is reported above the memory that the process held after loading its libraries. It
+includes weights, gradients, optimizer state and the batch; tensors with a row per span or anchor are also counted
+separately. If the whole batch fits at once, its gradient without microbatches is compared with the one with them.
 """
 
 import argparse
@@ -18,11 +19,13 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks import memory, models, packed, record
+from benchmarks import memory, models, packed, record, texts
 from trainer.data.batches import RankBatch
 from trainer.step.step import Stepper
 
-SIZES = (16, 64, 256, 1024, 4096)
+SIZES = {"declutr": (16, 64, 256, 1024, 4096), "simcse": (64, 256, 1024, 4096, 16384)}
+# The smallest batch is cut, too: 64 documents have 13,000 tokens, 64 sentences in two views 2,900.
+_MICROBATCH_TOKENS = {"declutr": 8192, "simcse": 2048}
 _FIRST = 16  # documents of the step that creates the optimizer's state
 # glibc returns freed memory to the system, so that the peak is memory in use and not memory kept by its heap.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
@@ -31,7 +34,7 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     """Measure one size in this process."""
     device = torch.device(options.device)
-    workload = packed.Workload.of(options, options.device, options.precision, dropout=options.dropout)
+    workload = workload_of(options)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
     before = memory.reset_peak(device)
@@ -39,10 +42,10 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     stepper = workload.stepper(encoder, options.microbatch_tokens)
     stepper.step(workload.batch(0, min(_FIRST, count)), 1)
     measured = workload.batch(0, count)
-    anchors = count * workload.spans.num_anchors
     memory.reset_peak(device)
     begun = time.perf_counter()
-    with memory.EmbeddingState({measured.spans.num_spans, anchors, 2 * anchors}, encoder.embedding_size) as counted:
+    rows = {measured.spans.num_spans, measured.num_rows, 2 * measured.num_rows}
+    with memory.EmbeddingState(rows, encoder.embedding_size) as counted:
         stepper.step(measured, 2)
     figures: dict[str, Any] = {
         "peak_mib": round(memory.peak(device) - before, 1),
@@ -56,6 +59,14 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     if count <= options.direct_limit:
         figures["grad_rel_diff"] = difference(stepper, measured, options.microbatch_tokens)
     return figures
+
+
+def workload_of(options: argparse.Namespace) -> packed.Workload:
+    """Build the workload of the objective; SimCSE has the settings of its unsupervised run."""
+    if options.objective == "declutr":
+        return packed.Workload.of(options, options.device, options.precision, dropout=options.dropout)
+    settings = {"objective": texts.OBJECTIVES[options.objective], "dropout": options.dropout, "pooling": "cls"}
+    return texts.TextWorkload.of(options, options.device, options.precision, **settings)
 
 
 def difference(stepper: Stepper, batch: RankBatch, microbatch_tokens: int) -> float:
@@ -83,24 +94,28 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     options = record.parser("batch", __doc__)
     record.add_device(options)
-    options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="documents per step")
+    options.add_argument("--objective", choices=tuple(SIZES), default="declutr")
+    known = "; ".join(f"{name}: {' '.join(map(str, sizes))}" for name, sizes in SIZES.items())
+    options.add_argument("--sizes", type=int, nargs="+", help=f"documents or sentences per step; default: {known}")
     options.add_argument("--model", choices=models.SIZES, help="default: demo on cpu, distilroberta on cuda")
-    options.add_argument("--microbatch-tokens", type=int, help="default: 8192 on cpu, 65536 on cuda")
+    options.add_argument("--microbatch-tokens", type=int, help="default: 8192 on cpu (simcse 2048), 65536 on cuda")
     options.add_argument("--dropout", type=float, default=0.1)
     options.add_argument("--direct-limit", type=int, default=64, help="compare gradients up to this many documents")
     given = options.parse_args(arguments)
     small = given.device == "cpu"
     given.model = given.model or ("demo" if small else "distilroberta")
     given.spans = given.spans or ([8, 64] if small else [32, 512])
-    given.microbatch_tokens = given.microbatch_tokens or (8192 if small else 65536)
+    given.sizes = given.sizes or SIZES[given.objective]
+    given.microbatch_tokens = given.microbatch_tokens or (_MICROBATCH_TOKENS[given.objective] if small else 65536)
     found = {}
     for size in given.sizes:
         found[size] = in_own_process(given, size)
-        record.progress(f"{size} documents: {found[size]}")
+        record.progress(f"{size} rows: {found[size]}")
     peaks = {size: figures["peak_mib"] for size, figures in found.items()}
     differences = [figures["grad_rel_diff"] for figures in found.values() if "grad_rel_diff" in figures]
     figures = {
         "benchmark": "batch",
+        "objective": given.objective,
         "model": given.model,
         "device": given.device,
         "precision": "bf16" if record.autocast_type(given.precision, given.device) else "fp32",
@@ -108,12 +123,18 @@ def main(arguments: list[str] | None = None) -> None:
         "dropout": given.dropout,
         "microbatch_tokens": given.microbatch_tokens,
         "peak_mib": peaks,
-        "ratio_4096_to_64": round(peaks[4096] / peaks[64], 4) if {64, 4096} <= peaks.keys() else None,
+        "ratio_4096_to_64": _growth(peaks, 4096),
+        "ratio_16384_to_64": _growth(peaks, 16384),
         "grad_rel_diff": max(differences, default=None),
         "sizes": found,
         **record.facts("batch", given.commit),
     }
     record.publish(figures, given.json)
+
+
+def _growth(peaks: dict[int, float], size: int) -> float | None:
+    """The peak of this size over that of 64; None if one was not measured."""
+    return round(peaks[size] / peaks[64], 4) if {64, size} <= peaks.keys() else None
 
 
 if __name__ == "__main__":

@@ -96,14 +96,21 @@ def declutr(*arguments: Any) -> list[str]:
     return [sys.executable, "-m", "cli.main", *map(str, arguments)]
 
 
-def once(work: Path, name: str, command: list[str]) -> None:
+def once(work: Path, name: str, command: list[str], settings: Any = None) -> None:
     """Run a command, unless the same one has succeeded before; its output goes to `work/NAME.log`.
+
+    Args:
+        work: folder of marks and logs.
+        name: name of the work.
+        command: the command.
+        settings: content of the files that it reads, as JSON, if they are part of the same work.
 
     Raises:
         SystemExit: the command failed; the message names its log.
     """
     mark, log = work / f"{name}.done.json", work / f"{name}.log"
-    if mark.is_file() and read_json(mark) == hash_json(command):
+    done = hash_json(command if settings is None else [command, settings])
+    if mark.is_file() and read_json(mark) == done:
         return
     record.progress(f"{name}: running; {log}")
     work.mkdir(parents=True, exist_ok=True)
@@ -111,7 +118,7 @@ def once(work: Path, name: str, command: list[str]) -> None:
         ended = subprocess.run(command, stdout=output, stderr=output)
     if ended.returncode:
         raise SystemExit(f"{name} ended with status {ended.returncode}; see {log}")
-    write_json(mark, hash_json(command))
+    write_json(mark, done)
 
 
 def _untrained(config: TrainConfig, shards: Path, folder: Path) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks import documents, packed, record
+from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.span_settings import SpanConfig
 
 _TABLES = 8  # tables of documents, used in turns, so that they do not all stay in the processor's cache
@@ -23,6 +24,7 @@ def measure(spans: tuple[int, int], count: int, seconds: float, seed: int) -> di
     """Measure tokens per second of processor time with spans of these lengths."""
     setting = SpanConfig(min_tokens=spans[0], max_tokens=spans[1])
     feed = packed.Workload("distilroberta", setting, seed).feed()
+    assert isinstance(feed, SpanFeed)
     size = feed.vocabulary.size
     tables = [documents.documents(step * count, count, setting, size, seed) for step in range(_TABLES)]
     feed.batch(tables[0], np.zeros(count, np.int64))

@@ -1,6 +1,6 @@
 """Encoders of known sizes with weights drawn from a seed, so that nothing is downloaded."""
 
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -40,15 +40,22 @@ def vocabulary(size: str) -> Vocabulary:
     return Vocabulary(size=ids, bos=0, eos=2, mask=ids - 1, special=(0, 1, 2, 3, ids - 1))
 
 
-def encoder(size: str, dropout: float, seed: int) -> Encoder:
+def encoder(
+    size: str,
+    dropout: float,
+    seed: int,
+    attention_dropout: float | None = None,
+    pooling: Literal["mean", "cls"] = "mean",
+) -> Encoder:
     """Build the trainer's encoder: packed, in training mode, float32, on the CPU."""
-    config = EncoderConfig(scratch=SIZES[size], dropout=dropout)
+    config = EncoderConfig(scratch=SIZES[size], dropout=dropout, attention_dropout=attention_dropout, pooling=pooling)
     return Encoder(config, _model(size, config, seed), seed).train()
 
 
-def padded_model(size: str, dropout: float, seed: int) -> PreTrainedModel:
+def padded_model(size: str, dropout: float, seed: int, attention_dropout: float | None = None) -> PreTrainedModel:
     """Build transformers' model with the same weights, its own dropout layers, and torch's fused attention."""
-    model = _model(size, EncoderConfig(scratch=SIZES[size], dropout=dropout), seed)
+    config = EncoderConfig(scratch=SIZES[size], dropout=dropout, attention_dropout=attention_dropout)
+    model = _model(size, config, seed)
     model.set_attn_implementation("sdpa")
     model.train()
     return model

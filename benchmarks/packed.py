@@ -2,18 +2,19 @@
 
 import argparse
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from benchmarks import documents, models, record
 from trainer.data.batches import RankBatch
+from trainer.data.feed import Feed
 from trainer.model.encoder import Encoder
-from trainer.objectives.config import RunContext
+from trainer.objectives.base import Objective, implementation_of
+from trainer.objectives.config import ObjectiveConfig, RunContext
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.feed import SpanFeed
-from trainer.objectives.declutr.objective import Declutr
 from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import World
 from trainer.step.microbatch import Microbatch
@@ -31,14 +32,17 @@ class Workload:
 
     Attributes:
         size: one of `models.SIZES`.
+        attention_dropout: probability of dropping attention weights; None: the same as `dropout`.
         autocast: type of the matrix products, or None.
     """
 
     size: str
     spans: SpanConfig
     seed: int
-    objective: DeclutrConfig = field(default_factory=DeclutrConfig)
+    objective: ObjectiveConfig = field(default_factory=DeclutrConfig)
     dropout: float = 0.0
+    attention_dropout: float | None = None
+    pooling: Literal["mean", "cls"] = "mean"
     device: torch.device = _CPU
     autocast: torch.dtype | None = None
 
@@ -49,32 +53,34 @@ class Workload:
         autocast = record.autocast_type(precision, device)
         return cls(options.model, spans, options.seed, device=torch.device(device), autocast=autocast, **others)
 
-    def feed(self) -> SpanFeed:
+    def loss(self, embedding_size: int) -> Objective[Any]:
+        """Build the objective, with weights drawn from the seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            made = implementation_of(self.objective)(self.objective, RunContext(self.seed, self.spans), embedding_size)
+        return made.to(self.device).train()
+
+    def feed(self) -> Feed:
         """Build the feed; a span leaves room for its two special tokens."""
-        return SpanFeed(
-            spans=self.spans,
-            masking=self.objective.masking if self.objective.mlm else None,
-            unmasked_anchors=False,
-            include_positives=True,
-            max_content=models.POSITIONS - 4,
-            vocabulary=models.vocabulary(self.size),
-            seed=self.seed,
-        )
+        return self.loss(1).feed(models.vocabulary(self.size), models.POSITIONS - 4)
+
+    def rows(self, first: int, count: int) -> pa.Table:
+        """Rows [first, first + count) of the shards."""
+        return documents.documents(first, count, self.spans, models.vocabulary(self.size).size, self.seed)
 
     def batch(self, first: int, count: int) -> RankBatch:
-        """Build one worker's batch of a step from documents [first, first + count)."""
-        feed = self.feed()
-        table = documents.documents(first, count, self.spans, feed.vocabulary.size, self.seed)
-        return feed.feed(table, np.zeros(count, np.int64)).to(self.device)
+        """Build one worker's batch of a step from rows [first, first + count)."""
+        return self.feed().feed(self.rows(first, count), np.zeros(count, np.int64)).to(self.device)
 
     def encoder(self) -> Encoder:
         """Build the trainer's encoder: packed, in training mode, float32."""
-        return models.encoder(self.size, self.dropout, self.seed).to(self.device)
+        made = models.encoder(self.size, self.dropout, self.seed, self.attention_dropout, self.pooling)
+        return made.to(self.device)
 
     def stepper(self, encoder: Encoder, microbatch_tokens: int | None = None, world: World | None = None) -> Stepper:
         """Build a stepper with the trainer's default optimizer, for one worker by default."""
         optim = OptimConfig()
-        loss = Declutr(self.objective, RunContext(seed=self.seed, spans=self.spans), encoder.embedding_size)
+        loss = self.loss(encoder.embedding_size)
         return Stepper(
             encoder=encoder,
             objective=loss,

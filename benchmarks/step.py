@@ -1,25 +1,30 @@
 """Time of one step: the released layout against ours, and sentence-transformers against ours.
 
     python -m benchmarks.step --json OUT [--model distilroberta] [--documents 4] [--steps N]
+    python -m benchmarks.step --objective simcse|scd|scl --json OUT
 
 A step is the forward pass, the loss and the backward pass. The optimizer, equal on all sides, is left out. All sides
 have the same weights and read the same spans with the same masks. They take turns within one run, so that other
-programs on the machine affect all of them. Dropout is off unless --dropout is set; losses and gradients are always
-compared in float32 without it.
+programs on the machine affect all of them. Losses and gradients are always compared in float32 without dropout.
+
+DeCLUTR is timed without dropout unless --dropout is set. The other objectives are timed twice with the dropout of their
+papers, without and with dropout of attention weights, on made-up texts with the lengths of Wikipedia's sentences or of
+SNLI's pairs.
 """
 
+import argparse
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks import models, packed, record
+from benchmarks import models, packed, record, text_step, texts
 from benchmarks.neighbour import NeighbourStep
 from benchmarks.released import PaddedBatch, ReleasedStep, pad_batch
+from benchmarks.sides import Side, compare, equality
 from trainer.data.batches import RankBatch, SpanBatch
 from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from trainer.objectives.declutr.config import DeclutrConfig
@@ -28,28 +33,10 @@ TEMPERATURE = 0.05
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of the comparison.
-
-    Attributes:
-        name: name in the figures.
-        model: model whose gradients it computes.
-        prepare: lays out a batch; not timed.
-        gradients: computes loss and gradient of a laid-out batch.
-        places: token places that its forward passes compute, including padding.
-    """
-
-    name: str
-    model: nn.Module
-    prepare: Callable[[SpanBatch], Any]
-    gradients: Callable[[Any], Tensor]
-    places: Callable[[SpanBatch], int]
-
-
-@dataclass(frozen=True)
 class Setting(packed.Workload):
     """Settings shared by all sides of a comparison."""
 
+    objective: DeclutrConfig = field(default_factory=DeclutrConfig)
     documents: int = 4
     compile: bool = False
 
@@ -98,48 +85,6 @@ class Setting(packed.Workload):
             released = ReleasedStep(model, self.spans.num_positives, TEMPERATURE, self.autocast)
             return Side(name, model, prepare, released.gradients, places)
         return Side(name, model, prepare, NeighbourStep(model, TEMPERATURE, self.autocast).gradients, places)
-
-
-def run(side: Side, batch: SpanBatch, device: torch.device) -> tuple[float, float]:
-    """Run one step; return seconds and loss. The gradient stays in the side's model."""
-    side.model.zero_grad(set_to_none=True)
-    prepared = side.prepare(batch)
-    _finish(device)
-    begun = time.perf_counter()
-    loss = side.gradients(prepared)
-    _finish(device)
-    return time.perf_counter() - begun, float(loss)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def equality(ours: Side, other: Side, batch: SpanBatch, device: torch.device) -> tuple[float, float]:
-    """Difference of the losses, and the largest difference of a gradient's entries over the largest entry."""
-    loss_diff = abs(run(ours, batch, device)[1] - run(other, batch, device)[1])
-    theirs = dict(other.model.named_parameters())
-    diffs, largest = [0.0], [1e-30]
-    for name, parameter in ours.model.named_parameters():
-        expected = theirs[name].grad
-        if parameter.grad is None or expected is None:
-            continue
-        diffs.append(float((parameter.grad - expected).abs().max()))
-        largest.append(float(expected.abs().max()))
-    return loss_diff, max(diffs) / max(largest)
-
-
-def compare(ours: Side, other: Side, batches: list[SpanBatch], warm_up: int, device: torch.device) -> dict[str, Any]:
-    """Measure the steps of both sides in turns; return seconds and ratios."""
-    seconds: dict[str, list[float]] = {other.name: [], ours.name: []}
-    for number, batch in enumerate(batches):
-        for side in (other, ours):
-            taken, _ = run(side, batch, device)
-            if number >= warm_up:
-                seconds[side.name].append(round(taken, 6))
-            record.progress(f"{'warm-up' if number < warm_up else 'step'} {number} {side.name} {taken:.3f} s")
-    return {"times": seconds, **record.ratios(seconds[other.name], seconds[ours.name])}
 
 
 def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:
@@ -193,39 +138,61 @@ def against_sentence_transformers(setting: Setting, steps: int, warm_up: int) ->
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
-    options = record.parser("step", __doc__)
-    record.add_device(options)
-    options.add_argument("--model", choices=models.SIZES, default="distilroberta")
-    options.add_argument(
-        "--documents", type=int, default=4, help="documents per step; 4 is the released batch of a GPU"
-    )
-    options.add_argument("--steps", type=int, help="timed steps; default: 5 on cpu, 30 on cuda")
-    options.add_argument("--warm-up", type=int, default=2, help="untimed steps before the timed ones")
-    options.add_argument("--dropout", type=float, default=0.0, help="dropout of all sides in timed steps")
-    options.add_argument("--compile", action="store_true", help="torch.compile all sides, with dynamic shapes")
-    given = options.parse_args(arguments)
+    given = _options().parse_args(arguments)
     given.spans = given.spans or [32, 512]
-    objective = DeclutrConfig(loss={"kind": "ntxent", "temperature": TEMPERATURE})
-    settings = {"documents": given.documents, "compile": given.compile, "dropout": given.dropout}
-    setting = Setting.of(given, given.device, given.precision, objective=objective, **settings)
     steps = given.steps or (30 if given.device == "cuda" else 5)
-    found = against_released(setting, steps, given.warm_up)
-    other = against_sentence_transformers(setting, steps, given.warm_up)
+    if given.objective != "declutr":
+        given.dropout = 0.1 if given.dropout is None else given.dropout
+        found = text_step.measure(given, steps)
+    else:
+        found = _declutr(given, steps)
     figures = {
         "benchmark": "step",
+        "objective": given.objective,
         "model": given.model,
         "device": given.device,
-        "precision": "bf16" if setting.autocast else "fp32",
+        "precision": "bf16" if record.autocast_type(given.precision, given.device) else "fp32",
         "compile": given.compile,
-        "documents": given.documents,
-        "spans": given.spans,
-        "dropout": given.dropout,
         **found,
-        "ratio_vs_sentence_transformers": other["ratio_median"],
-        "sentence_transformers": other,
         **record.facts("step", given.commit),
     }
     record.publish(figures, given.json)
+
+
+def _options() -> argparse.ArgumentParser:
+    options = record.parser("step", __doc__)
+    record.add_device(options)
+    options.add_argument("--objective", choices=("declutr", *texts.OBJECTIVES), default="declutr")
+    options.add_argument("--model", choices=models.SIZES, default="distilroberta")
+    rows = "documents, sentences or premises per step; default: 4, the released batch of a GPU, for declutr; 64 for "
+    options.add_argument("--documents", type=int, help=f"{rows}simcse and scd, 21 for scl, which has three pairs each")
+    options.add_argument("--steps", type=int, help="timed steps; default: 5 on cpu, 30 on cuda")
+    options.add_argument("--warm-up", type=int, default=2, help="untimed steps before the timed ones")
+    options.add_argument(
+        "--dropout",
+        type=float,
+        help="dropout of all sides in timed steps; default: 0 for declutr, 0.1 for simcse and scl; scd has the two "
+        "rates of its paper",
+    )
+    options.add_argument("--projector", type=int, nargs="+", help="widths of scd's projector; default: 4096 4096 4096")
+    options.add_argument("--compile", action="store_true", help="torch.compile all sides, with dynamic shapes")
+    return options
+
+
+def _declutr(given: argparse.Namespace, steps: int) -> dict[str, Any]:
+    """Figures of DeCLUTR's step."""
+    objective = DeclutrConfig(loss={"kind": "ntxent", "temperature": TEMPERATURE})
+    settings = {"documents": given.documents or 4, "compile": given.compile, "dropout": given.dropout or 0.0}
+    setting = Setting.of(given, given.device, given.precision, objective=objective, **settings)
+    found = against_released(setting, steps, given.warm_up)
+    other = against_sentence_transformers(setting, steps, given.warm_up)
+    return {
+        "spans": given.spans,
+        **{name: settings[name] for name in ("documents", "dropout")},
+        **found,
+        "ratio_vs_sentence_transformers": other["ratio_median"],
+        "sentence_transformers": other,
+    }
 
 
 if __name__ == "__main__":

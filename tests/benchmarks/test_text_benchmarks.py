@@ -1,0 +1,86 @@
+"""Benchmarks of SimCSE, SCD and SCL run for real on tiny models: keys and equality, never times."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import batch, models, released_texts, step, texts
+from pipeline.shards.content import NO_LABEL
+from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.texts import Texts
+
+TINY = ["--model", "tiny", "--device", "cpu"]
+
+
+def figures(main, tmp_path, *arguments):
+    path = tmp_path / "figures.json"
+    main([*arguments, "--json", str(path)])
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("objective", texts.OBJECTIVES)
+def test_step(tmp_path, objective):
+    """Loss and gradient equal those of the released layout in float64, with sentences that differ between views."""
+    short = ("--documents", "5", "--steps", "2", "--warm-up", "0", "--projector", "24", "16")
+    found = figures(step.main, tmp_path, *TINY, "--objective", objective, *short)
+    assert (found["objective"], found["documents"]) == (objective, 5)
+    assert found["loss_abs_diff"] < 1e-4
+    assert found["grad_rel_diff"] < 0.1  # fresh weights give nearly equal embeddings: float32 loses most digits
+    assert found["grad_rel_diff_float64"] < 1e-9
+    assert (found["padding_share"], found["dropout"]) == (0, [0.05, 0.15] if objective == "scd" else [0.1, 0.1])
+    assert 0 < found["padding_share_released"] < 1
+    for part in (found, found["with_attention_dropout"]):
+        assert len(part["times"]["ours"]) == len(part["times"]["released"]) == len(part["ratios"]) == 2
+        assert part["ratio_range"][0] <= part["ratio_median"] <= part["ratio_range"][1]
+
+
+def test_batch_of_simcse(tmp_path):
+    sizes = ("--sizes", "4", "8", "--microbatch-tokens", "100")
+    found = figures(batch.main, tmp_path, *TINY, "--objective", "simcse", *sizes)
+    assert found["objective"] == "simcse"
+    assert found["sizes"]["8"]["microbatches"] > found["sizes"]["4"]["microbatches"] > 1
+    assert found["sizes"]["8"]["spans"] == 16
+    assert found["ratio_16384_to_64"] is None
+    assert found["grad_rel_diff"] < 1e-3
+
+
+@pytest.mark.parametrize(("pairs", "labels"), [(False, [NO_LABEL]), (True, [NO_LABEL, 0, 1, 2])])
+def test_rows_have_the_lengths_of_real_texts(pairs, labels):
+    rows = texts.text_rows(2, 400, pairs, 1000, seed=1)
+    assert rows.slice(5, 3).equals(texts.text_rows(7, 3, pairs, 1000, seed=1))
+    assert all(row == labels for row in rows.column("labels").to_pylist())
+    read = Texts(rows)
+    assert read.sizes.min() >= 1
+    assert read.tokens.min() >= 4
+    assert read.tokens.max() < 999
+    first = read.sizes[read.first]
+    known = texts._PREMISE if pairs else texts._SENTENCE
+    assert abs(np.median(first) - known[10]) <= 2
+    assert len({row["id"] for row in rows.to_pylist()}) == 400
+
+
+def test_released_views_drop_with_their_own_rates():
+    dropout = released_texts.AlternatingDropout((0.1, 0.6))
+    torch.manual_seed(0)
+    dropped = dropout(torch.ones(2, 100_000)) == 0
+    assert dropped.double().mean(dim=1).tolist() == pytest.approx([0.1, 0.6], abs=0.01)
+    model = models.padded_model("tiny", 0.0, 0, 0.0)
+    ids = torch.randint(4, 900, (1, 9)).expand(4, -1)
+    released_texts.alternate_dropout(model, (0.0, 0.0), (0.0, 0.5))
+    hidden = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+    torch.testing.assert_close(hidden[0], hidden[2])
+    assert not torch.allclose(hidden[1], hidden[3])
+    assert not torch.allclose(hidden[0], hidden[1])
+
+
+def test_a_premise_of_three_pairs_is_padded_three_times():
+    workload = texts.TextWorkload("tiny", SpanConfig(), 0, objective=texts.OBJECTIVES["scl"])
+    packed = workload.batch(0, 4)
+    padded = released_texts.pad_texts(packed, 1, torch.device("cpu"))
+    premises, hypotheses = padded.groups
+    assert len(premises[0]) == len(hypotheses[0]) == packed.num_rows == 12
+    lengths = packed.spans.lengths.view(4, 4)
+    assert padded.num_tokens == 3 * int(lengths[:, 0].sum()) + int(lengths[:, 1:].sum())
+    assert premises[0].shape[1] == int(lengths[:, 0].max())

@@ -1,0 +1,233 @@
+"""SimCSE, SCD and SCL as ordinary runs: prepare, train, kill, continue, other numbers of workers, export, checks."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import tinyruns as runs
+import torch
+from sentence_transformers import SentenceTransformer
+from waiting import until
+
+from common.config import ConfigError
+from common.storage import hash_file
+from evaluation.encoders.loading import load_encoder
+from trainer.driver.checks import problems
+from trainer.setup.config import TrainConfig
+from trainer.train import train
+
+pytestmark = [pytest.mark.ray]
+
+FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
+LABELS = ("entailment", "neutral", "contradiction")
+SCD = {"kind": "scd", "rates": [0.05, 0.2], "projector": [24, 16], "max_tokens": 16, "decorrelation_weight": 0.05}
+SCL = {"kind": "scl", "contrast_share": 0.3, "max_tokens": 16, "negatives": 5}
+SIMCSE = {"kind": "simcse", "max_tokens": 16}
+WITH_MLM = SIMCSE | {"mlm_loss_weight": 0.1}
+SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
+
+
+def write_texts(folder):
+    """Sentences, one a line; pairs of 60 premises; STS-B's file."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 6))) for _ in range(200)]
+
+    def sentence(most=14):
+        return " ".join(rng.choices(words, k=rng.randint(3, most)))
+
+    (folder / "sentences.txt").write_text("".join(f"{sentence()} {number}\n" for number in range(240)))
+    with (folder / "pairs.jsonl").open("w") as stream:
+        for number in range(60):
+            premise = f"{sentence()} {number}"
+            for label in (*LABELS, rng.choice(LABELS)):
+                stream.write(json.dumps({"premise": premise, "hypothesis": sentence(8), "label": label}) + "\n")
+    lines = [f"a\tb\tc\t{number}\t{rng.uniform(0, 5):.2f}\t{sentence()}\t{sentence()}" for number in range(30)]
+    (folder / "sts-dev.csv").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Folder with the shards `sentences` and `pairs`, made by the real command with one tokenizer."""
+
+    folder = tmp_path_factory.mktemp("texts")
+    write_texts(folder)
+    for name, file, content in (
+        ("sentences", "sentences.txt", "sentences"),
+        ("pairs", "pairs.jsonl", {"kind": "pairs", "needs": ["entailment", "contradiction"]}),
+    ):
+        values = runs.prepare_values(folder / file, folder / name) | {"content": content, "unit_mib": 32}
+        del values["geometry"]
+        if name == "pairs":
+            values["tokenizer"] = {"kind": "pretrained", "name": str(folder / "sentences" / "tokenizer")}
+        done = runs.run_command("pipeline.prepare", runs.write_config(folder / f"{name}.yaml", prepare=values))
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def values_of(texts, run, objective, **changes):
+    data = texts / ("pairs" if objective["kind"] == "scl" or objective.get("supervised") else "sentences")
+    changes = {"encoder": {"dropout": 0.1}, "steps": 6, "objective": objective, **changes}
+    values = runs.train_values(data, run, **changes)
+    del values["spans"]
+    return values
+
+
+def config_of(*arguments, **changes):
+    return TrainConfig.model_validate(values_of(*arguments, **changes))
+
+
+@pytest.mark.parametrize("objective", [SCD, SCL], ids=["scd", "scl"])
+def test_a_killed_run_continues_to_the_same_bits(texts, tmp_path, objective):
+    """Projector, classifier, their moments and BatchNorm's statistics are restored, on two workers."""
+    values = values_of(
+        texts, tmp_path / "whole", objective, steps=12, checkpoint={"every_steps": 4}, scaling={"workers": 2}
+    )
+    config = runs.write_config(tmp_path / "config.yaml", train=values)
+    done = runs.run_command("trainer.train", config)
+    assert done.returncode == 0, done.stderr[-2000:]
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(**runs.command("trainer.train", config, f"run={killed}"))
+    until((killed / "checkpoints" / "step-00000004" / "state.json").is_file, "the first checkpoint", 120)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = runs.run_command("trainer.train", config, f"run={killed}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert runs.steps_of(killed) == runs.steps_of(tmp_path / "whole")
+    last = [run / "checkpoints" / "step-00000012" for run in (tmp_path / "whole", killed)]
+    for name in FILES:
+        assert hash_file(last[0] / name) == hash_file(last[1] / name), name
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("objective", [SCD, SCL], ids=["scd", "scl"])
+def test_other_numbers_of_workers_read_the_same_batches(texts, tmp_path, objective):
+    """Two workers, then three, then one, in one run; compared with one worker throughout."""
+    alone = tmp_path / "alone"
+    train(config_of(texts, alone, objective, checkpoint={"every_steps": 2}))
+    changed = tmp_path / "changed"
+    for workers, steps in ((2, 2), (3, 4), (1, 6)):
+        config = config_of(
+            texts, changed, objective, checkpoint={"every_steps": 2}, scaling={"workers": workers}, batch_documents=8
+        )
+        stop_after(config, steps)
+    found, expected = runs.steps_of(changed), runs.steps_of(alone)
+    assert {step: line["batch_digest"] for step, line in found.items()} == {
+        step: line["batch_digest"] for step, line in expected.items()
+    }
+    for step, line in expected.items():
+        assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
+
+
+def stop_after(config, steps):
+    """Trains to this step: a run of all steps whose later part is removed again, as a kill would leave it."""
+    train(config)
+    run = config.run
+    if steps < config.steps:
+        for later in (run_path(run) / "checkpoints").glob("step-*"):
+            if int(later.name.split("-")[1]) > steps:
+                shutil.rmtree(later)
+        (run_path(run) / "summary.json").unlink()
+        shutil.rmtree(run_path(run) / "export")
+
+
+def run_path(run):
+    return Path(run)
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize(
+    ("objective", "pooling", "layers"),
+    [
+        (SIMCSE, "cls", 0),
+        (SIMCSE | {"mlm_loss_weight": 0.1}, "mean", 0),
+        (SUPERVISED, "cls", 1),
+        (SCD, "cls", 0),
+        (SCL, "mean", 0),
+    ],
+    ids=["simcse", "simcse with mlm", "simcse supervised", "scd", "scl"],
+)
+def test_exports_load_elsewhere_with_equal_embeddings(texts, tmp_path, objective, pooling, layers):
+    """In sentence-transformers, as the export and as the checkpoint; STS-B chooses the best checkpoint."""
+    config = config_of(
+        texts,
+        tmp_path / "run",
+        objective,
+        encoder={"dropout": 0.1, "pooling": pooling},
+        validation={"every_steps": 2, "stsb": str(texts)},
+        checkpoint={"every_steps": 2, "keep_last": 5},
+        export="best",
+    )
+    assert config.validation.score == "stsb_spearman"
+    train(config)
+    scores = runs.steps_of(tmp_path / "run", "validation")
+    assert all("stsb_spearman" in line and "uniformity" in line for line in scores.values())
+    assert all(("recall_at_1" in line) == (config.data.endswith("pairs")) for line in scores.values())
+    sentences = ["aba bab", "a longer text of more words than the others", "x"]
+    export = tmp_path / "run" / "export"
+    there = SentenceTransformer(str(export), device="cpu")
+    expected = torch.from_numpy(there.encode(sentences))
+    found = torch.from_numpy(load_encoder(str(export)).encode(sentences))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert len(list(export.glob("*_Dense"))) == layers
+    settings = json.loads((export / "declutr.json").read_text())
+    path = tmp_path / "run" / "checkpoints" / f"step-{settings['step']:08}"
+    from_checkpoint = torch.from_numpy(load_encoder(str(path)).encode(sentences))
+    torch.testing.assert_close(from_checkpoint, expected, atol=1e-6, rtol=1e-6)
+    best = max((line["stsb_spearman"], -step) for step, line in scores.items() if step)
+    assert settings["step"] == -best[1]
+    card = (export / "README.md").read_text()
+    assert config.objective.method in card
+    assert all(part in card for part in config.objective.dropped)
+
+
+WRONG = [
+    ("sentences", {"objective": SCL}, "scl reads pairs; data = .* holds sentences: prepare it with content.kind=pairs"),
+    ("pairs", {"objective": SCD}, "scd reads sentences; data = .* holds pairs"),
+    ("sentences", {"objective": SUPERVISED}, "objective.supervised = true: the shards hold sentences"),
+    ("pairs", {"objective": SIMCSE}, "objective.supervised = false: the shards hold pairs"),
+    (
+        "sentences",
+        {"objective": SIMCSE, "encoder": {"dropout": 0.0}},
+        "the two views of objective simcse would be equal",
+    ),
+    ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
+    (
+        "sentences",
+        {"objective": SIMCSE | {"max_tokens": 400}},
+        "objective.max_tokens = 400: the encoder has positions for",
+    ),
+    (
+        "sentences",
+        {"objective": SIMCSE, "validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2}, "export": "best"},
+        "validation.score = recall_at_1: sentences do not have this score; set validation.stsb",
+    ),
+    ("sentences", {"objective": {"kind": "declutr"}}, "declutr reads documents; data = .* holds sentences"),
+    ("sentences", {"objective": SIMCSE, "validation": {"every_steps": 2, "stsb": "nowhere"}}, "sts-dev.csv"),
+]
+
+
+@pytest.mark.parametrize(("data", "changes", "message"), WRONG)
+def test_problems_are_found_before_ray_starts(texts, tmp_path, data, changes, message):
+    objective = changes.pop("objective")
+    changes = {"encoder": {"dropout": 0.1}} | changes
+    config = config_of(texts, tmp_path / "run", objective, **changes).model_copy(update={"data": str(texts / data)})
+    found = problems(config)
+    assert any(re.search(message, line) for line in found), found
+    changes["objective"] = objective
+
+
+def test_rows_that_the_run_trains_on_are_no_validation_data(texts, tmp_path):
+    validation = {"every_steps": 2, "data": str(texts / "sentences")}
+    config = config_of(texts, tmp_path / "run", SIMCSE, validation=validation)
+    assert any("these are the rows that the run trains on" in line for line in problems(config))
+
+
+def test_unknown_kinds_are_listed(texts, tmp_path):
+    with pytest.raises((ConfigError, ValueError), match=r"declutr.*scd.*scl.*simcse|'declutr'.*'simcse'.*'scd'.*'scl'"):
+        config_of(texts, tmp_path / "run", {"kind": "simsce"})
