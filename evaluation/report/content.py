@@ -42,6 +42,11 @@ class Content:
     """Figures of short texts; None for documents."""
 
     @property
+    def noun(self) -> str:
+        """Word for its rows."""
+        return self.manifest.noun
+
+    @property
     def kept_tally(self) -> Tally:
         """All kept documents."""
         return total(self.fates.get(split, Tally()) for split in SPLITS)
@@ -126,7 +131,7 @@ def bar_charts(content: Content) -> list[Bars]:
         Bar(reason, tally.read, role, f"{tally.read:,} ({share(tally.read, totals['read'])})")
         for reason, role, tally in content.reasons()
     ]
-    charts = [Bars("reasons", f"{content.manifest.noun.capitalize()} that are not kept, by reason", reasons)]
+    charts = [Bars("reasons", f"{content.noun.capitalize()} that are not kept, by reason", reasons)]
     for name, title, rows in (
         ("sources", "Kept tokens by source", content.sources()),
         ("languages", "Kept tokens by language", content.languages()),
@@ -141,8 +146,9 @@ def bar_charts(content: Content) -> list[Bars]:
             for label, tally in rows
         ]
         charts.append(Bars(name, title, bars))
-    noun = content.manifest.noun
-    sizes = [Bar(f"{size} {noun}", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()]
+    sizes = [
+        Bar(f"{size} {content.noun}", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()
+    ]
     charts.append(Bars("clusters", "Clusters of duplicates by size", sizes))
     if content.texts is not None:
         charts += text_bars(content.texts, content.manifest.labels)

@@ -40,7 +40,7 @@ def _equation(content: Content) -> Html:
     for sign, name in (("", "read"), ("=", "kept"), ("+", "dropped"), ("+", "failed")):
         if sign:
             parts.append(tag("span", sign, class_="sign"))
-        told = share(totals[name], totals["read"]) if name != "read" else content.manifest.noun
+        told = share(totals[name], totals["read"]) if name != "read" else content.noun
         number = tag("strong", totals[name], id=f"total-{name}")
         parts.append(tag("span", number, tag("span", name), tag("small", told), class_=f"term {name}"))
     return tag("p", *parts, class_="equation")
@@ -87,12 +87,12 @@ def _glance(content: Content) -> list[str]:
     """Findings that matter before training starts."""
     totals, kept = content.manifest.totals, content.kept_tally
     lines = [
-        f"{share(totals['kept'], totals['read'])} of the {content.manifest.noun} and "
+        f"{share(totals['kept'], totals['read'])} of the {content.noun} and "
         f"{share(kept.text_bytes, totals['text_bytes'])} of the text are kept."
     ]
     if totals["kept"]:
         mean = totals["num_tokens"] / totals["kept"]
-        noun = content.manifest.noun.removesuffix("s")
+        noun = content.noun.removesuffix("s")
         lines.append(
             f"A kept {noun} has {mean:,.0f} tokens on average, about {content.median_tokens():,} in the median; a "
             f"token stands for {kept.text_bytes / max(1, totals['num_tokens']):.2f} bytes of text."
@@ -101,7 +101,7 @@ def _glance(content: Content) -> list[str]:
     if reasons:
         reason, _, tally = reasons[0]
         lines.append(
-            f"Most losses: {reason}, {tally.read:,} {content.manifest.noun} ({share(tally.read, totals['read'])}) with "
+            f"Most losses: {reason}, {tally.read:,} {content.noun} ({share(tally.read, totals['read'])}) with "
             f"{share(tally.text_bytes, totals['text_bytes'])} of the text."
         )
     sources = content.sources()
@@ -111,9 +111,7 @@ def _glance(content: Content) -> list[str]:
             f"The largest source, {name}, gives {share(top.kept_tokens, totals['num_tokens'])} of the kept tokens."
         )
     if totals["failed"]:
-        lines.append(
-            f"{totals['failed']:,} {content.manifest.noun} could not be read: see the places below before training."
-        )
+        lines.append(f"{totals['failed']:,} {content.noun} could not be read: see the places below before training.")
     if hint := lines_hint(
         totals["read"], content.manifest.dropped, content.manifest.config, content.found.sources.all()
     ):

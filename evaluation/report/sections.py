@@ -70,7 +70,7 @@ def reasons(content: Content) -> Html:
     """Reasons for which documents were dropped or failed, and their places."""
     told = content.reasons()
     if not told:
-        return tag("p", f"Every {content.manifest.noun.removesuffix('s')} that was read is kept.")
+        return tag("p", f"Every {content.noun.removesuffix('s')} that was read is kept.")
     totals = content.manifest.totals
     most = told[0][2].read
     rows: list[list[object]] = [
@@ -83,7 +83,7 @@ def reasons(content: Content) -> Html:
         ]
         for reason, role, tally in told
     ]
-    noun = content.manifest.noun
+    noun = content.noun
     parts = [table(f"{noun.capitalize()} that are not kept", ["reason", "kind", noun, f"of {noun}", "of text"], rows)]
     if failures := content.manifest.failures:
         shown = [
@@ -104,10 +104,7 @@ def duplicates(content: Content) -> Html:
     by_size = content.clusters.by_size()
     most = max(number for _, number in by_size)
     rows: list[list[object]] = [
-        [
-            join(tag("span", f"{size} {content.manifest.noun}", class_="label"), draw_bar(number, most, "dropped")),
-            number,
-        ]
+        [join(tag("span", f"{size} {content.noun}", class_="label"), draw_bar(number, most, "dropped")), number]
         for size, number in by_size
     ]
     removed = int(sizes.sum()) - len(sizes)
@@ -119,17 +116,14 @@ def duplicates(content: Content) -> Html:
         shown.append(
             details(
                 join(
-                    f"{cluster.size:,} {content.manifest.noun}, kept: ",
+                    f"{cluster.size:,} {content.noun}, kept: ",
                     _entry(cluster.kept) if cluster.kept else "not in the ledgers",
                 ),
                 tag("ul", *copies, *more, class_="places"),
             )
         )
     return join(
-        tag(
-            "p",
-            f"{removed:,} copies were removed; they belong to {len(sizes):,} {content.manifest.noun} that are kept.",
-        ),
+        tag("p", f"{removed:,} copies were removed; they belong to {len(sizes):,} {content.noun} that are kept."),
         table("Clusters by size", ["size", "clusters"], rows),
         tag("h3", "The largest clusters"),
         *shown,
@@ -151,7 +145,7 @@ def contamination(content: Content) -> Html:
         ]
         for one in matches[:_SHOWN_SETS]
     ]
-    noun = content.manifest.noun
+    noun = content.noun
     heads = ["evaluation set", f"{noun} kept", f"{noun} dropped", "most n-grams in one"]
     return join(
         tag(
@@ -188,9 +182,7 @@ def _tallies(content: Content, caption: str, head: str, tallies: list[tuple[str,
         ]
         for name, tally in tallies
     ]
-    return table(
-        caption, [head, "tokens kept", "of tokens", f"{content.manifest.noun} read", "kept", "text read"], rows
-    )
+    return table(caption, [head, "tokens kept", "of tokens", f"{content.noun} read", "kept", "text read"], rows)
 
 
 def examples(content: Content) -> Html:
@@ -211,7 +203,7 @@ def examples(content: Content) -> Html:
         parts.append(
             tag(
                 "p",
-                f"Texts of dropped {content.manifest.noun} are there when prepared with ",
+                f"Texts of dropped {content.noun} are there when prepared with ",
                 tag("code", "write_rejected: true"),
                 ".",
                 class_="note",

@@ -87,7 +87,7 @@ def test_every_pair_is_accounted_for(prepared):
     assert totals["read"] == 360 + 81 + 1
     assert manifest.labels == dict.fromkeys(sorted(LABELS), 360)
     assert "perhaps" in manifest.failures[0].message
-    assert manifest.skipped.keys() == {".md"} or sum(skip.files for skip in manifest.skipped.values()) == 1
+    assert sum(skip.files for skip in manifest.skipped.values()) == 1  # README.md
     assert load_manifest(folder) == manifest
     assert check_shards(folder, full=True) == []
     rows = [*ShardSet(folder, "train").take(range(totals["kept_train"])).to_pylist()]
@@ -138,10 +138,7 @@ def test_lost_shards_are_made_again_to_the_byte(corpus, prepared, tmp_path):
     config = PipelineConfig.model_validate(values_of(corpus, folder))
     prepare(config)
     whole = contents(folder)
-    same = contents(prepared[0])
-    assert {n: h for n, h in whole.items() if n.endswith(".arrow")} == {
-        n: h for n, h in same.items() if n.endswith(".arrow")
-    }
+    assert whole == contents(prepared[0])
     (folder / "train-00001.arrow").unlink()
     path = folder / "train-00002.arrow"
     path.write_bytes(path.read_bytes()[:100])
