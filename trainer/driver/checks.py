@@ -47,7 +47,7 @@ def problems(config: TrainConfig) -> list[str]:
     from_scratch = began_before and config.encoder.pretrained is None
     if from_scratch or any(line.startswith("encoder.pretrained = ") for line in found):
         return found
-    return [*found, *encoder_problems(config, manifest)]
+    return list(dict.fromkeys([*found, *encoder_problems(config, manifest)]))  # both parts load the objective
 
 
 def refuse(found: list[str]) -> None:
