@@ -11,7 +11,7 @@ from measures import deviation
 from textrows import sentences, text_rows
 from tiny import VOCABULARY, tiny_encoder, tiny_stepper
 
-from trainer.checkpoints import checkpoint
+from trainer.checkpoints.weights import trained_parameters
 from trainer.data.plan import Plan
 from trainer.objectives.base import Gathered, ObjectiveError
 from trainer.objectives.config import RunContext
@@ -71,7 +71,7 @@ def gradients(name, **how):
     """Gradients by name, and the terms."""
     stepper, batch = setup(name, **how)
     found = stepper.gradients(batch, 1)
-    parameters = checkpoint.trained_parameters(stepper.encoder, stepper.objective)
+    parameters = trained_parameters(stepper.encoder, stepper.objective)
     stepper.world.sum_gradients(list(parameters.values()))
     terms = {name: value.item() for name, value in found.terms.items()}
     return {name: whole(p.grad).clone() for name, p in parameters.items()}, terms
