@@ -38,7 +38,7 @@ class TextWorkload(packed.Workload):
 
     def rows(self, first: int, count: int) -> pa.Table:
         """Rows [first, first + count) of sentences, or of premises with their hypotheses."""
-        pairs = "pairs" in self.objective.reads
+        pairs = "sentences" not in self.objective.reads
         return text_rows(first, count, pairs, models.vocabulary(self.size).size, self.seed)
 
 

@@ -75,6 +75,12 @@ def test_released_views_drop_with_their_own_rates():
     assert not torch.allclose(hidden[0], hidden[1])
 
 
+@pytest.mark.parametrize(("objective", "of_a_row"), [("simcse", 1), ("scd", 1), ("scl", 4)])
+def test_rows_fit_the_objective(objective, of_a_row):
+    workload = texts.TextWorkload("tiny", SpanConfig(), 0, objective=texts.OBJECTIVES[objective])
+    assert [len(labels) for labels in workload.rows(0, 2).column("labels").to_pylist()] == [of_a_row] * 2
+
+
 def test_a_premise_of_three_pairs_is_padded_three_times():
     workload = texts.TextWorkload("tiny", SpanConfig(), 0, objective=texts.OBJECTIVES["scl"])
     packed = workload.batch(0, 4)
