@@ -43,7 +43,7 @@ class Content:
 
     @property
     def noun(self) -> str:
-        """Word for its rows."""
+        """Noun for its rows."""
         return self.manifest.noun
 
     @property

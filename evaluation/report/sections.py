@@ -203,7 +203,7 @@ def examples(content: Content) -> Html:
         parts.append(
             tag(
                 "p",
-                f"Texts of dropped {content.noun} are there when prepared with ",
+                f"Texts of dropped {content.noun} exist only if prepared with ",
                 tag("code", "write_rejected: true"),
                 ".",
                 class_="note",

@@ -126,7 +126,7 @@ class Manifest(Strict):
 
     @property
     def noun(self) -> str:
-        """Word for its rows in messages."""
+        """Noun for its rows in messages."""
         return "documents" if self.content.kind == "documents" else "rows"
 
     def of_split(self, split: str) -> list[Shard]:
