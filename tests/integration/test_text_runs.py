@@ -228,6 +228,18 @@ def test_rows_that_the_run_trains_on_are_no_validation_data(texts, tmp_path):
     assert any("these are the rows that the run trains on" in line for line in problems(config))
 
 
+def test_rows_of_another_schema_are_no_validation_data(texts, tmp_path, data):
+    """Documents for an objective over texts, which had failed in the first validation; sentences for pairs are fine."""
+    for objective, scored, problem in (
+        (SIMCSE, data, "holds documents, which objective simcse cannot score"),
+        (SCL, texts / "sentences", None),
+    ):
+        config = config_of(texts, tmp_path / "run", objective, validation={"every_steps": 2, "data": str(scored)})
+        found = [line for line in problems(config) if "cannot score" in line]
+        assert bool(found) == bool(problem), found
+        assert problem is None or problem in found[0]
+
+
 def test_unknown_kinds_are_listed(texts, tmp_path):
     with pytest.raises((ConfigError, ValueError), match=r"declutr.*scd.*scl.*simcse|'declutr'.*'simcse'.*'scd'.*'scl'"):
         config_of(texts, tmp_path / "run", {"kind": "simsce"})
