@@ -198,6 +198,16 @@ WRONG = [
     ),
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
     (
+        "pairs",
+        {"objective": SUPERVISED, "encoder": {"dropout": 0.1, "projection": {"kind": "mlp", "size": 16}}},
+        "encoder.projection.kind = mlp: the layers that objective simcse exports would follow a projection",
+    ),
+    (
+        "sentences",
+        {"objective": SCD | {"repulsion_weight": 0, "decorrelation_weight": 0}},
+        "repulsion_weight and decorrelation_weight are 0",
+    ),
+    (
         "sentences",
         {"objective": SIMCSE | {"max_tokens": 400}},
         "objective.max_tokens = 400: the encoder has positions for",

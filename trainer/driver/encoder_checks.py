@@ -96,9 +96,14 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
     except _UNLOADABLE as error:
         return [_unloadable(encoder, error)]
     try:
-        build_objective(config, built, manifest)
+        objective = build_objective(config, built, manifest)
     except ObjectiveError as error:
         return [str(error)]
+    if encoder.projection.kind != "none" and objective.exported():
+        return [
+            f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {config.objective.kind} "
+            "exports would follow a projection that is not exported; set it to none"
+        ]
     if remark := built.unloaded.remark(encoder.pretrained):
         get_logger().warning("%s", remark)
     if remark := left_out(encoder.pretrained, encoder.pooling):
