@@ -204,6 +204,14 @@ WRONG = [
     ),
     (
         "sentences",
+        {
+            "objective": SCD,
+            "encoder": {"scratch": runs.SCRATCH | {"model_type": "longformer", "attention_window": [8, 8]}},
+        },
+        "model type longformer drops attention weights by a rate of the whole model",
+    ),
+    (
+        "sentences",
         {"objective": SCD | {"repulsion_weight": 0, "decorrelation_weight": 0}},
         "repulsion_weight and decorrelation_weight are 0",
     ),

@@ -23,6 +23,9 @@ from trainer.setup.config import TrainConfig
 # Errors of transformers when a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
+_UNKEYED = ("longformer",)
+"""Model types whose attention weights are dropped by torch's function, which knows no rates of spans."""
+
 
 def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     """Problems of the encoder, its vocabulary, positions and weights, one line each.
@@ -74,6 +77,11 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
         found.append(
             f"encoder: it drops nothing, so the two views of objective {config.objective.kind} would be equal; set "
             "encoder.dropout=0.1"
+        )
+    if config.objective.sets_rates and hf.model_type in _UNKEYED:
+        found.append(
+            f"encoder: model type {hf.model_type} drops attention weights by a rate of the whole model, and objective "
+            f"{config.objective.kind} has rates for each view; use another encoder"
         )
     positions = max_span_tokens(model)
     texts = config.objective.text_tokens
