@@ -198,6 +198,24 @@ WRONG = [
     ),
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
     (
+        "pairs",
+        {"objective": SUPERVISED, "encoder": {"dropout": 0.1, "projection": {"kind": "mlp", "size": 16}}},
+        "encoder.projection.kind = mlp: the layers that objective simcse exports would follow a projection",
+    ),
+    (
+        "sentences",
+        {
+            "objective": SCD,
+            "encoder": {"scratch": runs.SCRATCH | {"model_type": "longformer", "attention_window": [8, 8]}},
+        },
+        "model type longformer drops attention weights by a rate of the whole model",
+    ),
+    (
+        "sentences",
+        {"objective": SCD | {"repulsion_weight": 0, "decorrelation_weight": 0}},
+        "repulsion_weight and decorrelation_weight are 0",
+    ),
+    (
         "sentences",
         {"objective": SIMCSE | {"max_tokens": 400}},
         "objective.max_tokens = 400: the encoder has positions for",
@@ -226,6 +244,18 @@ def test_rows_that_the_run_trains_on_are_no_validation_data(texts, tmp_path):
     validation = {"every_steps": 2, "data": str(texts / "sentences")}
     config = config_of(texts, tmp_path / "run", SIMCSE, validation=validation)
     assert any("these are the rows that the run trains on" in line for line in problems(config))
+
+
+def test_rows_of_another_schema_are_no_validation_data(texts, tmp_path, data):
+    """Documents for an objective over texts, which had failed in the first validation; sentences for pairs are fine."""
+    for objective, scored, problem in (
+        (SIMCSE, data, "holds documents, which objective simcse cannot score"),
+        (SCL, texts / "sentences", None),
+    ):
+        config = config_of(texts, tmp_path / "run", objective, validation={"every_steps": 2, "data": str(scored)})
+        found = [line for line in problems(config) if "cannot score" in line]
+        assert bool(found) == bool(problem), found
+        assert problem is None or problem in found[0]
 
 
 def test_unknown_kinds_are_listed(texts, tmp_path):

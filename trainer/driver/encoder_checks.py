@@ -23,6 +23,9 @@ from trainer.setup.config import TrainConfig
 # Errors of transformers when a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
+_UNKEYED = ("longformer",)
+"""Model types whose attention weights are dropped by torch's function, which knows no rates of spans."""
+
 
 def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     """Problems of the encoder, its vocabulary, positions and weights, one line each.
@@ -75,6 +78,11 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"encoder: it drops nothing, so the two views of objective {config.objective.kind} would be equal; set "
             "encoder.dropout=0.1"
         )
+    if config.objective.sets_rates and hf.model_type in _UNKEYED:
+        found.append(
+            f"encoder: model type {hf.model_type} drops attention weights by a rate of the whole model, and objective "
+            f"{config.objective.kind} has rates for each view; use another encoder"
+        )
     positions = max_span_tokens(model)
     texts = config.objective.text_tokens
     setting, tokens = ("spans", config.spans.max_tokens) if texts is None else ("objective", texts)
@@ -96,9 +104,14 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
     except _UNLOADABLE as error:
         return [_unloadable(encoder, error)]
     try:
-        build_objective(config, built, manifest)
+        objective = build_objective(config, built, manifest)
     except ObjectiveError as error:
         return [str(error)]
+    if encoder.projection.kind != "none" and objective.exported():
+        return [
+            f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {config.objective.kind} "
+            "exports would follow a projection that is not exported; set it to none"
+        ]
     if remark := built.unloaded.remark(encoder.pretrained):
         get_logger().warning("%s", remark)
     if remark := left_out(encoder.pretrained, encoder.pooling):

@@ -49,6 +49,12 @@ def validation_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
 def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manifest) -> list[str]:
     """Problems of `validation.data`."""
     named, found = f"validation.data = {config.validation.data}", []
+    reads, kind = config.objective.reads, scored.content.kind
+    if ("documents" in reads) != (kind == "documents"):  # a schema that the objective's validator cannot read
+        found.append(
+            f"{named}: holds {kind}, which objective {config.objective.kind} cannot score; name shards of "
+            f"{' or '.join(reads)}, or remove the setting"
+        )
     if data_hash(scored) == data_hash(manifest):
         found.append(f"{named}: these are the rows that the run trains on; name other shards, or remove the setting")
     if scored.tokenizer.fingerprint != manifest.tokenizer.fingerprint:
