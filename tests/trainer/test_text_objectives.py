@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
@@ -236,6 +237,17 @@ def test_scl_draws_the_numbers_it_is_told_and_always_its_own():
     alone = pairs(views.detach()[[0, 3]], [0, 1], [5, 5])
     expected = np.logaddexp(own, (u[0] @ v[3]).item()) - own
     assert objective.loss(alone)["contrastive"].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_equal_premises_of_two_rows_are_one_premise():
+    """As in the released code, which compares their tokens: files are grouped one by one, so a premise may recur."""
+    row = PAIRS.slice(0, 1).to_pydict()
+    other = {**row, "id": [b"another row's id"]}
+    rows = pa.concat_tables([pa.table(each, PAIRS.schema) for each in (row, other, PAIRS.slice(1, 1).to_pydict())])
+    batch = objective_of("scl").feed(VOCABULARY, 30).feed(rows.combine_chunks(), np.zeros(3, np.int64))
+    premises = batch.facts["premise"].tolist()
+    assert premises[:3] == premises[3:6] != premises[6:9]
+    assert len(batch.facts["hypothesis"].unique()) == len(premises)
 
 
 def test_scl_without_contrast_is_cross_entropy():

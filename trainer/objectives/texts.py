@@ -4,6 +4,7 @@ Legend: n rows of the shards, X their texts, S spans.
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import pyarrow as pa
@@ -110,10 +111,12 @@ def text_keys(texts: Texts, chosen: I64) -> I64:
     return keys
 
 
-def row_keys(texts: Texts) -> I64:
-    """`(n,)` int64 keys of rows, as facts."""
-    keys: I64 = texts.keys.view(np.int64)
-    return keys
+def premise_keys(texts: Texts) -> I64:
+    """`(n,)` int64 hashes of the tokens of each row's first text: equal for equal premises of different rows."""
+    starts, sizes = texts.starts[texts.first], texts.sizes[texts.first]
+    parts = [texts.tokens[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    digests = b"".join(blake2b(part.tobytes(), digest_size=8).digest() for part in parts)
+    return np.frombuffer(digests, "<i8").astype(np.int64)
 
 
 def draw_labelled(texts: Texts, label: int, seed: int, epochs: I64) -> I64:

@@ -102,6 +102,10 @@ class TrainConfig(Strict):
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
+        if self.validation.stsb and not self.validation.every_steps:
+            problems.append(
+                "validation.stsb needs validation.every_steps above 0; remove it, or set the number of steps"
+            )
         if self.awaits_follower and is_remote(self.run):
             held_out = self.objective.scores[:2]
             others = f", or score on held-out documents ({', '.join(held_out)})" if held_out else ""

@@ -20,7 +20,7 @@ from trainer.objectives.config import RunContext
 from trainer.objectives.scl.config import SclConfig
 from trainer.objectives.scl.contrast import contrast
 from trainer.objectives.text_objective import TextObjective
-from trainer.objectives.texts import TextPacker, Texts, row_keys, text_keys
+from trainer.objectives.texts import TextPacker, Texts, premise_keys, text_keys
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SclFeed:
         hypotheses = np.flatnonzero(every != premises)
         facts = {
             "label": texts.labels[hypotheses],
-            "premise": row_keys(texts)[texts.rows[hypotheses]],
+            "premise": premise_keys(texts)[texts.rows[hypotheses]],
             "hypothesis": text_keys(texts, hypotheses),
         }
         return RankBatch(

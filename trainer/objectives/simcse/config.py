@@ -71,6 +71,12 @@ class SimcseConfig(TextObjectiveConfig):
         """True if the two views differ by dropout alone."""
         return not self.supervised
 
+    def remark_before(self, run: RunContext) -> str | None:
+        """A warning about a batch without other sentences, or None."""
+        if run.batch_documents > 1 or self.supervised or self.mlm:
+            return None
+        return "batch_documents = 1: a sentence has no other to be told from, so the loss is always 0; increase it"
+
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports shards that do not fit the mode."""
         del run
