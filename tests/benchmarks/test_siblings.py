@@ -5,9 +5,12 @@ import random
 
 import pytest
 from folders import encoder_folder
-from transformers import AutoModel
+from transformers import AutoModel, BertConfig, BertModel
 
 from benchmarks import sibling_inputs, sibling_runs, siblings
+from pipeline.config import PipelineConfig
+from pipeline.tokenizer.tokenization import train_tokenizer
+from trainer.setup.config import TrainConfig
 
 WORDS = [f"word{number}" for number in range(120)]
 
@@ -41,28 +44,65 @@ def data(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_runs_of_two_methods(data, tmp_path):
-    """From the own start; the second call repeats nothing and gives the same scores."""
-    short = ["--methods", "scl-0.3", "declutr", "--seeds", "1", "--steps", "2", "--mlm-steps", "2"]
+@pytest.mark.timeout(600)
+def test_a_run_of_one_method(data, tmp_path):
+    """From the lower layer of an encoder; the second call repeats nothing and gives the same scores."""
+    tokenizer = train_tokenizer([" ".join(WORDS)], 300)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=40, **shape, **ids)
+    BertModel(config).save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(str(tmp_path / "start"))
+    start = ["--start", str(tmp_path / "start"), "--start-layers", "1"]
+    short = ["--methods", "scl-0.3", "--seeds", "1", "--steps", "2"]
     where = ["--data", str(data), "--work", str(tmp_path / "work"), "--json", str(tmp_path / "figures.json")]
-    siblings.main([*where, *short])
+    siblings.main([*where, *start, *short])
     first = json.loads((tmp_path / "figures.json").read_text())
-    logs = {path: path.stat().st_mtime_ns for path in (tmp_path / "work/own").glob("*.log")}
-    siblings.main([*where, *short])
+    logs = {path: path.stat().st_mtime_ns for path in (tmp_path / "work/start-1layers").glob("*.log")}
+    assert {path.name for path in logs} == {"prepare-pairs.log", "prepare-pairs-dev.log", "scl-0.3-0.log"}
+    siblings.main([*where, *start, *short])
     assert json.loads((tmp_path / "figures.json").read_text())["runs"] == first["runs"]
     assert {path: path.stat().st_mtime_ns for path in logs} == logs
-    assert {path.name for path in logs} == {
-        *("prepare-documents.log", "prepare-pairs.log", "prepare-pairs-dev.log"),
-        *("mlm.log", "scl-0.3-0.log", "declutr-0.log"),
-    }
+    (run,) = first["runs"]
     names = {"stsb_dev", "uniformity", "alignment", "recall_at_1"}
-    for run, method in zip(first["runs"], ("scl-0.3", "declutr"), strict=True):
-        assert (run["method"], run["seed"], run["start"], run["steps"]) == (method, 0, "own", 2)
-        assert run.keys() >= names
-        assert run["start_scores"].keys() == names
-        assert run["start_scores"] == pytest.approx(first["start"]["scores"], abs=1e-5)
-        assert list(run["stsb_by_step"]) == ["0", "2"]
+    assert (run["method"], run["seed"], run["start"], run["steps"]) == ("scl-0.3", 0, "start-1layers", 2)
+    assert run.keys() >= names
+    assert run["start_scores"].keys() == names
+    assert run["start_scores"] == pytest.approx(first["start"]["scores"], abs=1e-5)
+    assert list(run["stsb_by_step"]) == ["0", "2"]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_settings_are_valid(tmp_path, own):
+    """Those of every method, of the start and of all shards; runs differ in their method and seed alone."""
+    tokenizer = None if own else tmp_path
+    for name, settings in sibling_runs.prepare_settings(tmp_path, tmp_path, tokenizer).items():
+        assert PipelineConfig.model_validate(settings).output.endswith(name)
+    assert TrainConfig.model_validate(sibling_runs.start_settings(tmp_path, tmp_path, 5)).objective.mlm
+    for name, method in sibling_runs.METHODS.items():
+        settings = sibling_runs.run_settings(name, 3, tmp_path, tmp_path, tmp_path, 500, 1e-4, own)
+        config = TrainConfig.model_validate(settings)
+        assert config.objective.kind == method.objective["kind"]
+        assert config.objective.mlm == (own and name == "declutr")
+        assert (config.seed, config.steps, config.optim.lr, config.encoder.pooling) == (3, 500, 1e-4, "mean")
+
+
+def test_scores_of_declutr_on_pairs_are_those_of_its_encoder(tmp_path):
+    """Its validation on documents has scores of the same names, which are not shown."""
+    documents = {"stsb_spearman": 40.0, "alignment": 9.0, "uniformity": 9.0, "recall_at_1": 0.9}
+    summary = {
+        "steps": 4,
+        "seconds": 1.0,
+        "first_scores": documents,
+        "last_scores": documents | {"stsb_spearman": 50.0},
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "metrics.jsonl").write_text("")
+    pairs = {"stsb_dev": 49.9, "alignment": 1.0, "uniformity": -1.0, "recall_at_1": 0.1}
+    start = {"stsb_dev": 1.0, "alignment": 2.0, "uniformity": 3.0, "recall_at_1": 0.4}
+    found = siblings.scores_of_run(tmp_path, pairs, start)
+    assert {name: found[name] for name in pairs} == pairs | {"stsb_dev": 50.0}
+    assert found["start_scores"] == start
 
 
 def test_no_premise_is_trained_and_scored(tmp_path):
