@@ -105,8 +105,9 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
         return [_unloadable(encoder, error)]
     try:
         objective = build_objective(config, built, manifest)
-    except ObjectiveError as error:
-        return [str(error)]
+    except ObjectiveError as error:  # unless the objective's own checks report the same
+        known = config.objective.problems(config.context(manifest.short_documents), manifest)
+        return [] if known else [str(error)]
     if encoder.projection.kind != "none" and objective.exported():
         return [
             f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {config.objective.kind} "
