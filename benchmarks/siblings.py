@@ -35,7 +35,8 @@ from trainer.driver.summary import SUMMARY
 from trainer.metrics.metrics import read_metrics
 from trainer.metrics.settings import STSB
 from trainer.metrics.sts import StsValidator, read_stsb, together
-from trainer.objectives.text_validation import TextValidator, held_out_rows
+from trainer.objectives.held_out import held_out_rows
+from trainer.objectives.text_validation import TextValidator
 from trainer.objectives.texts import TextPacker
 from trainer.parallel.world import World
 from trainer.setup.build import build_encoder, load_tokenizer, max_content

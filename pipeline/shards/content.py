@@ -19,7 +19,8 @@ LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
 """Labels of hypotheses; a shard holds their places in this tuple."""
 NO_LABEL = -1
 """Label of a text that is no hypothesis."""
-TRIPLE_LABELS = (NO_LABEL, LABELS.index("entailment"), LABELS.index("contradiction"))
+ENTAILMENT, CONTRADICTION = LABELS.index("entailment"), LABELS.index("contradiction")
+TRIPLE_LABELS = (NO_LABEL, ENTAILMENT, CONTRADICTION)
 """Labels of the texts of a triple."""
 
 

@@ -1,16 +1,27 @@
-"""Embeddings of held-out texts, computed by all workers together."""
+"""Held-out rows, chosen by the seed, and their embeddings, computed by all workers together."""
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainer.data.batches import SpanBatch
+from trainer.data.plan import permute
 from trainer.model.encoder import Encoder
 from trainer.objectives.base import Dense
 from trainer.parallel.world import World
 
 _CHUNK = 256  # spans in one forward
+# An "epoch" that training never reaches: what it draws for held-out rows is the same at every validation.
+HELD_OUT_EPOCH = 2**32 - 1
+
+
+def held_out_rows(available: int, most: int, seed: int) -> NDArray[np.int64]:
+    """Numbers of at most `most` held-out rows, chosen by the run's seed, ascending."""
+    chosen = min(most, available)
+    return np.sort(permute(seed, np.full(chosen, HELD_OUT_EPOCH), np.arange(chosen), available))
 
 
 def embed_together(
@@ -31,21 +42,48 @@ def embed_together(
         world: the workers.
         device: device of the encoder.
     """
+    width = layers[-1].linear.out_features if layers else encoder.hidden_size
+
+    def embed(some: slice) -> Tensor:
+        found = encoder.embed(batch_of(some).to(device))
+        for layer in layers:
+            found = nn.Sequential(layer.linear, layer.activation)(found.to(layer.linear.weight.dtype))
+        return found
+
+    return compute_together(encoder, total, width, embed, world, device, _CHUNK)
+
+
+def compute_together(
+    encoder: Encoder,
+    total: int,
+    width: int,
+    rows_of: Callable[[slice], Tensor],
+    world: World,
+    device: torch.device,
+    chunk: int,
+) -> Tensor:
+    """A table of `total` rows, `(total, width)`, in float64 on the CPU, of which each worker computes a share.
+
+    Args:
+        encoder: the encoder, which is in evaluation mode meanwhile.
+        total: number of rows.
+        width: numbers in a row.
+        rows_of: computes the rows of a slice of `range(total)`, with forwards of the encoder; the slice may be empty.
+        world: the workers.
+        device: device of the encoder.
+        chunk: number of rows computed at a time.
+    """
     was_training = encoder.training
     encoder.eval()
     start, end = total * world.rank // world.size, total * (world.rank + 1) // world.size
-    forwards = -(-(end - start) // _CHUNK)
+    forwards = -(-(end - start) // chunk)
     if encoder.sharded:  # forwards gather weights, so every worker runs the same number
         forwards = world.largest(forwards)
-    width = layers[-1].linear.out_features if layers else encoder.hidden_size
     parts = [torch.empty(0, width, device=device, dtype=torch.float64)]
     with torch.no_grad():
         for number in range(forwards):
-            first = start + number * _CHUNK
-            found = encoder.embed(batch_of(slice(first, min(end, first + _CHUNK))).to(device))
-            for layer in layers:
-                found = nn.Sequential(layer.linear, layer.activation)(found.to(layer.linear.weight.dtype))
-            parts.append(found.double())
+            first = start + number * chunk
+            parts.append(rows_of(slice(first, min(end, first + chunk))).double())
         table = world.gather(torch.cat(parts), start, total)
     encoder.train(was_training)
     return table.cpu()

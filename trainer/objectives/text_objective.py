@@ -7,8 +7,9 @@ import torch
 from pipeline.shards.shards import ShardSet
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.base import Objective
+from trainer.objectives.held_out import held_out_rows
 from trainer.objectives.text_settings import TextObjectiveConfig
-from trainer.objectives.text_validation import TextValidator, held_out_rows
+from trainer.objectives.text_validation import TextValidator
 from trainer.objectives.texts import TextPacker
 from trainer.parallel.world import World
 

@@ -9,23 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.shards.content import ENTAILMENT
 from pipeline.shards.shards import ShardSet
-from trainer.data.plan import permute
 from trainer.model.encoder import Encoder
 from trainer.objectives.base import Dense
 from trainer.objectives.held_out import embed_together
 from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
 from trainer.objectives.texts import TextPacker, Texts
 from trainer.parallel.world import World
-
-_EPOCH = 2**32 - 1  # the epoch whose order chooses the rows; training never reaches it
-_ENTAILMENT = 0
-
-
-def held_out_rows(available: int, most: int, seed: int) -> NDArray[np.int64]:
-    """Numbers of at most `most` held-out rows, chosen by the run's seed, ascending."""
-    chosen = min(most, available)
-    return np.sort(permute(seed, np.full(chosen, _EPOCH), np.arange(chosen), available))
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ class TextValidator:
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """The scores by name; None if embeddings are not finite."""
         texts = Texts(self.shards.take(self.rows))
-        entailed = np.flatnonzero(texts.labels == _ENTAILMENT)
+        entailed = np.flatnonzero(texts.labels == ENTAILMENT)
         having, places = np.unique(texts.rows[entailed], return_index=True)
         chosen = np.concatenate([texts.first, entailed[places]])
         epochs, numbers = np.zeros(len(texts.first), np.int64), np.zeros(len(chosen), np.int64)

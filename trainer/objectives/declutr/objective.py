@@ -4,20 +4,19 @@ Legend: n documents on this rank, m their anchors (n * A, or fewer if documents 
 positives an anchor, M = anchors of the global batch, D size.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
-from trainer.data.plan import permute
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.base import Gathered, Objective
 from trainer.objectives.config import RunContext
 from trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig, NTXentConfig
 from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
-from trainer.objectives.declutr.validation import HELD_OUT_EPOCH, SpanValidator
+from trainer.objectives.declutr.validation import SpanValidator
+from trainer.objectives.held_out import held_out_rows
 from trainer.objectives.span_settings import SpanConfig
 from trainer.parallel.world import World
 
@@ -113,9 +112,8 @@ class Declutr(Objective[DeclutrConfig]):
             seed=self.run.seed,
             short_documents=self.run.short_documents,
         )
-        chosen = min(max_documents, held_out.num_documents)
-        order = permute(self.run.seed, np.full(chosen, HELD_OUT_EPOCH), np.arange(chosen), held_out.num_documents)
-        return SpanValidator(feed, held_out, np.sort(order), world, device)
+        rows = held_out_rows(held_out.num_documents, max_documents, self.run.seed)
+        return SpanValidator(feed, held_out, rows, world, device)
 
     def state(self) -> dict[str, Tensor]:
         """The queue, once it exists."""

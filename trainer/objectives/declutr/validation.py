@@ -19,11 +19,9 @@ from trainer.model.encoder import Encoder
 from trainer.objectives.declutr.distant import DISTANT, place_distant
 from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.spans import Spans, draw, pair_lengths
+from trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together
 from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
 from trainer.parallel.world import World
-
-# Held-out spans are drawn in an "epoch" that training never reaches, so they are the same at every validation.
-HELD_OUT_EPOCH = 2**32 - 1
 
 
 class HeldOut(NamedTuple):
@@ -88,22 +86,13 @@ class SpanValidator:
 
     def embed(self, encoder: Encoder) -> HeldOut:
         """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
-        was_training = encoder.training
-        encoder.eval()
-        total = len(self.rows)
-        start, end = total * self.world.rank // self.world.size, total * (self.world.rank + 1) // self.world.size
-        parts = [torch.empty(0, 4 * encoder.hidden_size + 1, device=self.device)]
-        forwards = -(-(end - start) // self.chunk_documents)
-        if encoder.sharded:  # forwards gather weights, so every worker runs the same number
-            forwards = self.world.largest(forwards)
-        with torch.no_grad():
-            for number in range(forwards):
-                first = start + number * self.chunk_documents
-                rows = self.rows[first : min(end, first + self.chunk_documents)]
-                parts.append(self._embed(encoder, self.shards.take(rows)))
-            table = self.world.gather(torch.cat(parts), start, total)
-        encoder.train(was_training)
-        *pairs, reached = table.double().cpu().split([encoder.hidden_size] * 4 + [1], dim=1)
+
+        def rows_of(some: slice) -> Tensor:
+            return self._embed(encoder, self.shards.take(self.rows[some]))
+
+        width = 4 * encoder.hidden_size + 1
+        table = compute_together(encoder, len(self.rows), width, rows_of, self.world, self.device, self.chunk_documents)
+        *pairs, reached = table.split([encoder.hidden_size] * 4 + [1], dim=1)
         return HeldOut._make([*pairs, reached.squeeze(1)])
 
     def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:

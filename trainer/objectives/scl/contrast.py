@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from common import seeding
+from pipeline.shards.content import ENTAILMENT
 from trainer.objectives.base import Gathered
 from trainer.objectives.scl.config import Most, SclConfig
-
-_ENTAILMENT = 0
 
 
 def contrast(batch: Gathered, config: SclConfig) -> Tensor:
@@ -26,7 +25,7 @@ def contrast(batch: Gathered, config: SclConfig) -> Tensor:
            config: temperature and numbers of positives and negatives.
     """
     premises, hypotheses = batch.views.unbind(1)
-    entailed = batch.facts["label"] == _ENTAILMENT
+    entailed = batch.facts["label"] == ENTAILMENT
     anchors = entailed.nonzero().squeeze(1)
     if len(anchors) == 0:
         return batch.views.sum() * 0

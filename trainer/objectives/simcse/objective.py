@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pipeline.shards.content import CONTRADICTION, ENTAILMENT
 from trainer.data.batches import RankBatch
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.base import Dense, Gathered
@@ -20,7 +21,6 @@ from trainer.objectives.simcse.infonce import infonce
 from trainer.objectives.text_objective import TextObjective
 from trainer.objectives.texts import TextPacker, Texts, draw_labelled
 
-_ENTAILMENT, _CONTRADICTION = 0, 2
 _MASKED = 9
 """Number of the masked copy among the spans of its row."""
 
@@ -42,7 +42,7 @@ class SimcseFeed:
         texts = Texts(rows)
         if self.config.supervised:
             hypotheses = [
-                draw_labelled(texts, label, self.packer.seed, epochs) for label in (_ENTAILMENT, _CONTRADICTION)
+                draw_labelled(texts, label, self.packer.seed, epochs) for label in (ENTAILMENT, CONTRADICTION)
             ]
             views = np.stack([texts.first, *hypotheses], axis=1)
         else:
