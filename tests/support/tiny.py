@@ -147,7 +147,7 @@ def tiny_stepper(encoder: Encoder, objective: DeclutrConfig | None = None, **set
         "total_steps": 10,
         **settings,
     }
-    return Stepper(encoder, loss, optim=optim, **given)
+    return Stepper(encoder=encoder, objective=loss, optim=optim, **given)
 
 
 def rank_batch(feed: SpanFeed, table: pa.Table, start: int = 0, end: int | None = None, epoch: int = 0) -> RankBatch:

@@ -1,7 +1,9 @@
 """Checkpoints: complete folders with checksums. "Latest" means the latest that verifies.
 
 A checkpoint is `step-XXXXXXXX/` with encoder.safetensors (every parameter once), optimizer.safetensors (moments by
-parameter name), objective.safetensors (those of the objective) and state.json (RunState). Nothing in it is pickled.
+parameter name), objective.safetensors (those of the objective) and state.json (RunState). An additional branch adds
+NAME.objective.safetensors, NAME.frontend.safetensors if it reads patches, and NAME.optimizer.safetensors if it has an
+update of its own. Nothing in it is pickled.
 """
 
 import os
@@ -25,10 +27,11 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run that holds its checkpoints."""
 
 _NAME = re.compile(r"step-(\d{8})")
-ENCODER, OPTIMIZER, OBJECTIVE, STATE = (
+ENCODER, OPTIMIZER, OBJECTIVE, FRONTEND, STATE = (
     "encoder.safetensors",
     "optimizer.safetensors",
     "objective.safetensors",
+    "frontend.safetensors",
     "state.json",
 )
 
@@ -59,7 +62,8 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
         files = {name: write_tensors(aside / name, contents[name]) for name in sorted(contents)}
         sizes = {name: (aside / name).stat().st_size for name in files}
         done = state.model_copy(update={"files": files, "sizes": sizes})
-        write_json(aside / STATE, done.model_dump(mode="json"))
+        absent = None if done.branches_skipped else {"branches_skipped"}
+        write_json(aside / STATE, done.model_dump(mode="json", exclude=absent))
     return path
 
 

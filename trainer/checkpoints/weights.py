@@ -1,6 +1,8 @@
 """Tensors of a run: copied to the files of a checkpoint, and restored from them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainer.checkpoints.checkpoint import ENCODER, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
+from trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
 from trainer.objectives.base import Objective
 from trainer.parallel.sharding import part_for, whole
+from trainer.step.branch import Branch
+from trainer.step.step import Stepper
 
 
 def collect(
@@ -19,18 +23,34 @@ def collect(
     objective: Objective[Any],
     keep: bool = True,
     memory: Contents | None = None,
+    turns: Sequence[Stepper] = (),
 ) -> Contents:
     """Copies the tensors of each file, whole, to the CPU. Every worker must call it, because it gathers sharded ones.
 
-    Without `keep`, a worker only takes part in the gathering, and gets no tensors. `memory` is an earlier result that
-    is no longer needed; overwriting it takes a fraction of the time that new memory takes.
+    Args:
+        encoder: of the run.
+        optimizer: of the main branch.
+        objective: of the main branch.
+        keep: false: the worker only takes part in the gathering, and gets no tensors.
+        memory: an earlier result that is no longer needed; overwriting it takes a fraction of the time that new memory
+            takes.
+        turns: the steppers of the run, if it has additional branches.
     """
     memory = memory or {}
+    joined = [branch for turn in turns[-1:] for branch in turn.joined]
     files: dict[str, Mapping[str, Tensor]] = {
         ENCODER: dict(encoder.named_parameters()),
-        OPTIMIZER: _moments(trained_parameters(encoder, objective), optimizer),
+        OPTIMIZER: _moments(trained_parameters(encoder, objective, joined), optimizer),
         OBJECTIVE: objective.state(),
     }
+    for branch in [*turns[:-1], *joined]:
+        files[f"{branch.name}.{OBJECTIVE}"] = branch.objective.state()
+        if branch.frontend is not None:
+            files[f"{branch.name}.{FRONTEND}"] = dict(branch.frontend.named_parameters())
+    for turn in turns[:-1]:
+        files[f"{turn.name}.{OPTIMIZER}"] = _moments(
+            dict(encoder.named_parameters()) | own_parameters(turn), turn.optimizer
+        )
     contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
     if next(encoder.parameters()).is_cuda:
         torch.cuda.synchronize()  # waits for the copies from the GPU
@@ -46,8 +66,14 @@ def load_parameters(path: Path, encoder: nn.Module) -> None:
     _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
 
 
-def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objective: Objective[Any]) -> None:
-    """Restores encoder, optimizer and objective from a checkpoint.
+def load(
+    path: Path,
+    encoder: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective[Any],
+    turns: Sequence[Stepper] = (),
+) -> None:
+    """Restores encoder, optimizer and objective from a checkpoint, and those of additional branches.
 
     Tensors that stay on the CPU are cloned: tensors of `load_file` map the file, so a deleted checkpoint would occupy
     disk space while one of them exists.
@@ -56,9 +82,24 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
         CheckpointError: names or shapes differ.
     """
     load_parameters(path, encoder)
-    stored = load_file(path / OPTIMIZER)
+    joined = [branch for turn in turns[-1:] for branch in turn.joined]
+    _load_moments(path / OPTIMIZER, trained_parameters(encoder, objective, joined), optimizer)
+    device = next(encoder.parameters()).device
+    load_objective(path, objective, device)
+    for branch in [*turns[:-1], *joined]:
+        load_objective(path, branch.objective, device, f"{branch.name}.{OBJECTIVE}")
+        if branch.frontend is not None:
+            _copy(load_file(path / f"{branch.name}.{FRONTEND}"), dict(branch.frontend.named_parameters()), path)
+    for turn in turns[:-1]:
+        parameters = dict(encoder.named_parameters()) | own_parameters(turn)
+        _load_moments(path / f"{turn.name}.{OPTIMIZER}", parameters, turn.optimizer)
+
+
+def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Restores the moments of an optimizer."""
+    stored = load_file(file)
     fused = bool(optimizer.defaults.get("fused"))
-    for name, parameter in trained_parameters(encoder, objective).items():
+    for name, parameter in parameters.items():
         prefix = f"{name}:"
         moments = {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
         if moments:
@@ -67,25 +108,40 @@ def load(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, objec
                 key: (value.to(parameter.device) if fused else value) if key == "step" else part_for(value, parameter)
                 for key, value in moments.items()
             }
-    load_objective(path, objective, next(encoder.parameters()).device)
 
 
-def load_objective(path: Path, objective: Objective[Any], device: torch.device | None = None) -> None:
-    """Restores the objective's state from a checkpoint, on the CPU without a device.
+def load_objective(
+    path: Path, objective: Objective[Any], device: torch.device | None = None, name: str = OBJECTIVE
+) -> None:
+    """Restores an objective's state from the file `name` of a checkpoint, on the CPU without a device.
 
     Raises:
         CheckpointError: it does not fit the objective.
     """
     try:
-        objective.restore({name: value.clone().to(device) for name, value in load_file(path / OBJECTIVE).items()})
+        objective.restore({name: value.clone().to(device) for name, value in load_file(path / name).items()})
     except RuntimeError as error:
-        raise CheckpointError(f"{path}: {OBJECTIVE} does not fit the objective: {error}") from error
+        raise CheckpointError(f"{path}: {name} does not fit the objective: {error}") from error
 
 
-def trained_parameters(encoder: nn.Module, objective: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of encoder and objective by the name under which a checkpoint keeps their moments."""
+def trained_parameters(
+    encoder: nn.Module, objective: nn.Module, joined: Sequence[Branch] = ()
+) -> dict[str, nn.Parameter]:
+    """Parameters of an update by the name under which a checkpoint keeps their moments."""
     own = {f"objective.{name}": parameter for name, parameter in objective.named_parameters()}
-    return dict(encoder.named_parameters()) | own
+    others = [own_parameters(branch) for branch in joined]
+    return reduce(or_, others, dict(encoder.named_parameters()) | own)
+
+
+def own_parameters(branch: Branch) -> dict[str, nn.Parameter]:
+    """Parameters of an additional branch's objective and frontend by name."""
+    parts = {"objective": branch.objective, "frontend": branch.frontend}
+    return {
+        f"also.{branch.name}.{part}.{name}": parameter
+        for part, module in parts.items()
+        if module is not None
+        for name, parameter in module.named_parameters()
+    }
 
 
 def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

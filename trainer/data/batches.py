@@ -3,14 +3,21 @@
 Legend: S spans, T tokens of all spans together (specials included), K tokens that are selected for MLM.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from trainer.data.patches import PatchBatch
+
+AnyBatch = Union["SpanBatch", "PatchBatch"]
+"""Spans of tokens, or clips of patches."""
 IGNORED = -100  # the label that torch's cross entropy leaves out
 DIGEST = 2**40  # limit of digests, so that float64 sums those of thousands of ranks exactly
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication by its powers loses no bit
@@ -47,6 +54,11 @@ class SpanBatch:
         """Number of tokens, T."""
         return len(self.input_ids)
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the tokens."""
+        return self.input_ids.device
+
     def to(self, device: torch.device) -> "SpanBatch":
         """The batch on another device."""
         return self._moved(lambda each: each.to(device, non_blocking=True))
@@ -67,26 +79,16 @@ class SpanBatch:
         It is a sum over spans. Therefore the digests of all ranks, summed modulo DIGEST, are the digest of the global
         batch for any number of ranks. The batch must be on the CPU.
         """
-        if not self.num_spans:
-            return 0
-        lengths = self.lengths.numpy()
-        starts = np.cumsum(lengths) - lengths
-        powers = np.cumprod(np.full(int(lengths.max()), _MULTIPLIER, np.uint64))
-        factors = powers[np.arange(self.num_tokens) - np.repeat(starts, lengths)]
         # Labels are shifted by 20 bits to be larger than any token: no vocabulary has 2**20 ids.
         values = self.input_ids.numpy().astype(np.uint64) + np.uint64(1)
         values[self.selected.numpy()] += self.labels.numpy().astype(np.uint64) << np.uint64(20)
-        mixed = np.add.reduceat(values * factors, starts)
-        if self.keys is not None:
-            mixed ^= self.keys.numpy().astype(np.uint64)
-        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(_MULTIPLIER)
-        return int((mixed ^ (mixed >> np.uint64(29))).sum() % np.uint64(DIGEST))
+        return digest_of(values, self.lengths, self.keys)
 
     def microbatches(self, max_tokens: int | None) -> list["SpanBatch"]:
         """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a separate piece."""
         if max_tokens is None or self.num_tokens <= max_tokens:
             return [self]
-        return self.slices(list(_pieces(self.lengths.tolist(), max_tokens)))
+        return self.slices(pieces(self.lengths.tolist(), max_tokens))
 
     def with_blank(self) -> "SpanBatch":
         """The batch and a last span of one token, whose MLM label is ignored, so that it adds nothing to the loss."""
@@ -103,7 +105,7 @@ class SpanBatch:
         """The spans [start, end) as a separate batch."""
         return self.slices([(start, end)])[0]
 
-    def slices(self, cuts: list[tuple[int, int]]) -> list["SpanBatch"]:
+    def slices(self, cuts: Sequence[tuple[int, int]]) -> list["SpanBatch"]:
         """The spans of each [start, end) as separate batches."""
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
         # `selected` is ascending, so its pieces are slices too; one copy to the CPU finds them all
@@ -133,55 +135,90 @@ class RankBatch:
         views: `(m, V)` int64, number of the span of each view. None: the objective knows the order.
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
+        also: the shares of the run's additional branches by name.
     """
 
-    spans: SpanBatch
+    spans: AnyBatch
     num_documents: int
     num_rows: int
     facts: dict[str, Tensor] = field(default_factory=dict)
     digest: int = 0
     views: Tensor | None = None
+    also: dict[str, "RankBatch"] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "RankBatch":
         """The batch on another device; copies to a GPU overlap with its work."""
         spans = self.spans.pin_memory() if device.type == "cuda" else self.spans
         facts = {name: values.to(device) for name, values in self.facts.items()}
         views = None if self.views is None else self.views.to(device)
-        return replace(self, spans=spans.to(device), facts=facts, views=views)
+        also = {name: batch.to(device) for name, batch in self.also.items()}
+        return replace(self, spans=spans.to(device), facts=facts, views=views, also=also)
 
 
-def _pieces(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:
-    start = total = 0
+def pieces(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Cuts consecutive spans into [start, end) with at most `limit` tokens each; a longer span is a separate piece."""
+    found, start, total = [], 0, 0
     for place, size in enumerate(sizes):
         if total and total + size > limit:
-            yield start, place
+            found.append((start, place))
             start, total = place, 0
         total += size
-    if start < len(sizes):
-        yield start, len(sizes)
+    return [*found, (start, len(sizes))] if start < len(sizes) else found
 
 
-def position_ids(batch: SpanBatch, padding_index: int | None) -> Tensor:
+def digest_of(values: NDArray[np.uint64], lengths: Tensor, keys: Tensor | None) -> int:
+    """A number below DIGEST for spans: a sum over spans, each mixed from its tokens' numbers and its dropout key.
+
+    Args:
+        values: `(T,)` a number for each token.
+        lengths: `(S,)` tokens of each span.
+        keys: `(S,)` int32 dropout keys, or None.
+    """
+    if not len(lengths):
+        return 0
+    sizes = lengths.numpy()
+    starts = np.cumsum(sizes) - sizes
+    powers = np.cumprod(np.full(int(sizes.max()), _MULTIPLIER, np.uint64))
+    factors = powers[np.arange(len(values)) - np.repeat(starts, sizes)]
+    mixed = np.add.reduceat(values * factors, starts)
+    if keys is not None:
+        mixed ^= keys.numpy().astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(_MULTIPLIER)
+    return int((mixed ^ (mixed >> np.uint64(29))).sum() % np.uint64(DIGEST))
+
+
+def position_ids(batch: AnyBatch, padding_index: int | None) -> Tensor:
     """`(1, T)` position of each packed token in its span.
 
     Args:
         batch: the spans.
         padding_index: None for positions from 0. Otherwise RoBERTa's rule: they count from padding_index + 1, and a
             token with this id (MLM may draw it as a replacement) has position padding_index and is not counted.
+            Patches have positions from 0.
     """
-    device = batch.input_ids.device
+    device = batch.device
     starts = torch.repeat_interleave(batch.lengths.cumsum(0) - batch.lengths, batch.lengths)
-    if padding_index is None:
+    if padding_index is None or not isinstance(batch, SpanBatch):
         return (torch.arange(batch.num_tokens) - starts).to(device, non_blocking=True)[None]
     counted = (batch.input_ids != padding_index).long()
     before = counted.cumsum(0) - counted
     return ((before - before[starts.to(device, non_blocking=True)] + 1) * counted + padding_index)[None]
 
 
+def padding_mask(batch: AnyBatch) -> Tensor:
+    """`(S, longest)` mask of the tokens of spans that are padded on the right."""
+    lengths = batch.lengths.to(batch.device)
+    return torch.arange(int(batch.lengths.max()), device=lengths.device)[None, :] < lengths[:, None]
+
+
 def pad_rows(batch: SpanBatch, pad_id: int) -> tuple[Tensor, Tensor]:
     """The spans as `(S, longest)` ids with padding on the right, and the mask of real tokens."""
-    lengths = batch.lengths.to(batch.input_ids.device)
-    mask = torch.arange(int(batch.lengths.max()), device=lengths.device)[None, :] < lengths[:, None]
-    ids = batch.input_ids.new_full(mask.shape, pad_id)
-    ids[mask] = batch.input_ids
-    return ids, mask
+    mask = padding_mask(batch)
+    return as_rows(batch.input_ids, mask, pad_id), mask
+
+
+def as_rows(values: Tensor, mask: Tensor, filling: int = 0) -> Tensor:
+    """Values of tokens `(T, ...)` as rows `(S, longest, ...)`, with `filling` where the mask is false."""
+    rows = values.new_full((*mask.shape, *values.shape[1:]), filling)
+    rows[mask] = values
+    return rows

@@ -1,10 +1,12 @@
 """A rank's slice of the plan, cut into the chunks that tasks read. No torch, so that tasks start in a second."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from pipeline.shards.shards import ShardError, ShardSet
 from trainer.data.plan import Plan
@@ -15,6 +17,10 @@ _CHUNK_TOKENS = 16 * 1024 * 1024  # a chunk of long documents must easily fit th
 _shards: dict[str, ShardSet] = {}  # opened once per process
 
 
+Fetch = Callable[[pa.Table, NDArray[np.int64]], pa.Table]
+"""Changes rows of the shards, given the epoch of each; it must not import torch."""
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """A rank's slice of the plan, cut into chunks of whole steps.
@@ -22,12 +28,13 @@ class RankPlan:
     Attributes:
         plan: the run's plan.
         folder: the shards, on the rank's host.
-        address: `data` of the run. If it is an address, the folder is a copy, which tasks on other hosts download too.
         start: first position of the global batch that the rank reads.
         end: position after its last.
         first_step: 0-based step with which the stream starts.
         last_step: step after the last.
         chunk_steps: number of steps that a chunk covers.
+        address: `data` of the run. If it is an address, the folder is a copy, which tasks on other hosts download too.
+        fetch: changes the rows in the task that reads them, given their epochs; None: they stay as they are.
     """
 
     plan: Plan
@@ -38,6 +45,7 @@ class RankPlan:
     last_step: int
     chunk_steps: int
     address: str = ""
+    fetch: Fetch | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -52,14 +60,21 @@ class RankPlan:
 
 
 def rank_plan(
-    plan: Plan, shards: ShardSet, rank: int, world_size: int, first_step: int, last_step: int, address: str = ""
+    plan: Plan,
+    shards: ShardSet,
+    rank: int,
+    world_size: int,
+    first_step: int,
+    last_step: int,
+    address: str = "",
+    fetch: Fetch | None = None,
 ) -> RankPlan:
     """The slice of `rank`, with chunks large enough for low overhead and small enough for memory."""
     start, end = plan.slice(rank, world_size)
     mean_tokens = max(1, shards.manifest.totals["num_tokens"] // max(1, shards.manifest.totals["kept"]))
     documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
     chunk_steps = max(1, documents // max(1, end - start))
-    return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps, address)
+    return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps, address, fetch)
 
 
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
@@ -74,9 +89,10 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
                 raise ShardError(f"{rank_plan.address} holds other shards than at the start of the run")
         _shards[rank_plan.folder] = ShardSet(folder, "train", look=False)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
-    return with_epochs(_shards[rank_plan.folder].take(documents), epochs)
+    return fetched(_shards[rank_plan.folder].take(documents), epochs, rank_plan.fetch)
 
 
-def with_epochs(table: pa.Table, epochs: np.ndarray) -> pa.Table:
-    """Rows of shards as a feed reads them: without the columns of their origin, and with the epoch."""
+def fetched(table: pa.Table, epochs: np.ndarray, fetch: Fetch | None = None) -> pa.Table:
+    """Rows of shards as a feed reads them: without the columns of their origin, with the epoch, changed by `fetch`."""
+    table = table if fetch is None else fetch(table, epochs)
     return table.drop_columns(["source", "offset"]).append_column("epoch", pa.array(epochs, pa.int64()))

@@ -10,7 +10,10 @@ from trainer.data.batches import RankBatch
 
 
 class Feed(Protocol):
-    """Turns rows of the shards into the spans of a step; NumPy only, a pure function of its arguments."""
+    """Turns rows of the shards into the spans of a step; NumPy only, a pure function of its arguments.
+
+    A feed may have an attribute `fetch` (trainer/data/chunks.py) for work that the tasks that read shards do.
+    """
 
     def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The batch of a worker, on the CPU.

@@ -8,7 +8,7 @@ the same global batches, and a resumed run starts at its step without reading ea
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from common.console.logs import get_logger
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
-from trainer.data.chunks import RankPlan, read_chunk, with_epochs
+from trainer.data.chunks import RankPlan, fetched, read_chunk
 from trainer.data.feed import Feed
 
 _MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before it returns the first block
@@ -100,7 +100,7 @@ def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
 
 def _no_documents(rank_plan: RankPlan) -> pa.Table:
     shards = ShardSet(Path(rank_plan.folder), "train")
-    return with_epochs(shards.take(np.empty(0, np.int64)), np.empty(0, np.int64))
+    return fetched(shards.take(np.empty(0, np.int64)), np.empty(0, np.int64), rank_plan.fetch)
 
 
 def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[RankBatch]:
@@ -109,6 +109,15 @@ def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[R
         table = table.combine_chunks()
         batch = feed.feed(table, table.column("epoch").to_numpy())
         yield replace(batch, digest=batch.spans.digest()).to(device)
+
+
+def with_branches(main: Iterator[RankBatch], also: Mapping[str, Iterator[RankBatch]]) -> Iterator[RankBatch]:
+    """The batches of the main branch with those of the additional branches, step by step."""
+    if not also:
+        yield from main
+        return
+    for batch, *others in zip(main, *also.values(), strict=True):
+        yield replace(batch, also=dict(zip(also, others, strict=True)))
 
 
 @dataclass

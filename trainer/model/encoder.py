@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import seeding
-from trainer.data.batches import IGNORED, SpanBatch, pad_rows, position_ids
+from trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_mask, position_ids
+from trainer.data.patches import PatchBatch
 from trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
 from trainer.model.dropout import DropoutKeys, TokenRates, key_dropout, token_keys
+from trainer.model.frontend import EmbeddingSwitch, Frontend
 from trainer.model.language_model import mlm_head, padding_index
 from trainer.model.settings import EncoderConfig
 from trainer.model.silence import silence
@@ -43,6 +45,7 @@ class Encoder(nn.Module):
         self.model = model
         self.unloaded = unloaded or Unloaded()
         self.sharded = False  # set by trainer/parallel/sharding.py
+        self._switch: EmbeddingSwitch | None = None
         self.hidden_size = int(model.config.hidden_size)
         self.keys = DropoutKeys()
         prepare_modules(model, self.keys)
@@ -70,38 +73,57 @@ class Encoder(nn.Module):
         with silence():  # transformers warns that families without its attention interface keep their attention
             self.model.set_attn_implementation(PACKED if config.layout == "packed" else (PADDED if fused else "eager"))
 
-    def hidden(self, batch: SpanBatch) -> Tensor:
-        """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order."""
+    def hidden(self, batch: AnyBatch, frontend: Frontend | None = None) -> Tensor:
+        """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order.
+
+        Args:
+            batch: spans, or clips of patches.
+            frontend: computes the hidden states of patches, which the encoder's layers then read.
+        """
         if batch.num_tokens == 0:  # a rank without documents
             empty: Tensor = next(self.model.parameters()).new_zeros(0, self.hidden_size)
             return empty
+        if frontend is None:
+            assert isinstance(batch, SpanBatch)
+            return self._layers(batch, "input_ids", batch.input_ids)
+        assert isinstance(batch, PatchBatch)
+        self._switch = self._switch or EmbeddingSwitch(self.model)
+        states = frontend(batch)
+        padded = self.config.layout == "padded"
+        with self._switch.reading(as_rows(states, padding_mask(batch)) if padded else states[None]):
+            return self._layers(batch, "inputs_embeds", states)
+
+    def _layers(self, batch: AnyBatch, name: str, values: Tensor) -> Tensor:
+        """Last hidden states; `values` `(T, ...)` are passed to the model as `name`."""
         tokens = token_keys(batch.keys, batch.lengths) if batch.keys is not None else None
         if self.config.layout == "padded":
-            ids, mask = pad_rows(batch, int(self.model.config.pad_token_id or 0))
+            mask = padding_mask(batch)
+            filling = int(self.model.config.pad_token_id or 0) if name == "input_ids" else 0
             self._set_keys(batch, tokens, lambda each: each.new_zeros(mask.shape).masked_scatter(mask, each))
-            rows: Tensor = self.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            inputs = {name: as_rows(values, mask, filling), "attention_mask": mask.long()}
+            rows: Tensor = self.model.base_model(**inputs).last_hidden_state
             return rows[mask]
         positions = position_ids(batch, self.padding_index)
         kinds = {"token_type_ids": torch.zeros_like(positions)} if self._has_token_types() else {}
         self._set_keys(batch, tokens, lambda each: each[None])
         rates = None if self.keys.attention is None else self.keys.attention.rearranged(lambda each: each[0])
         row: Tensor = self.model.base_model(
-            input_ids=batch.input_ids[None],
+            **{name: values[None]},
             position_ids=positions,
             packed_layout=AttentionLayout(batch.lengths, positions.device, tokens, rates),
             **kinds,
         ).last_hidden_state
         return row[0]
 
-    def _set_keys(self, batch: SpanBatch, tokens: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> None:
+    def _set_keys(self, batch: AnyBatch, tokens: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> None:
         """Gives the dropout layers the keys and rates of a batch's tokens, in the shape of its hidden states."""
         self.keys.clear()
         self.keys.tokens = None if tokens is None else arrange(tokens)
         if batch.rates is not None:
-            hidden, attention = (TokenRates.of(rates, batch.lengths, batch.input_ids.device) for rates in batch.rates.T)
+            hidden, attention = (TokenRates.of(rates, batch.lengths, batch.device) for rates in batch.rates.T)
             self.keys.hidden, self.keys.attention = hidden.rearranged(arrange), attention.rearranged(arrange)
 
-    def token_places(self, batch: SpanBatch) -> int:
+    def token_places(self, batch: AnyBatch) -> int:
         """Token places that a forward computes: T when packed, padding included otherwise."""
         if self.config.layout == "packed" or batch.num_spans == 0:
             return batch.num_tokens
@@ -126,18 +148,18 @@ class Encoder(nn.Module):
             return self._pooled(batch.with_blank())[:-1]
         return self._pooled(batch)
 
-    def forward(self, batch: SpanBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: AnyBatch, frontend: Frontend | None = None) -> tuple[Tensor, Tensor]:
         """Projected span embeddings `(S, D)` and the MLM loss summed over the batch's K selected tokens."""
         if not self.sharded:
-            return self._encode(batch)
-        embeddings, mlm_sum = self._encode(batch.with_blank())
+            return self._encode(batch, frontend)
+        embeddings, mlm_sum = self._encode(batch.with_blank(), frontend)
         return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks do not accept views
 
     def _pooled(self, batch: SpanBatch) -> Tensor:
         return self.pool(self.hidden(batch), batch.lengths)
 
-    def _encode(self, batch: SpanBatch) -> tuple[Tensor, Tensor]:
-        hidden = self.hidden(batch)
+    def _encode(self, batch: AnyBatch, frontend: Frontend | None) -> tuple[Tensor, Tensor]:
+        hidden = self.hidden(batch, frontend)
         embeddings = _at_least_float32(self.projection(self.pool(hidden, batch.lengths)))
         if len(batch.selected) == 0:
             return embeddings, embeddings.new_zeros(())

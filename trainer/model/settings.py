@@ -17,6 +17,30 @@ class ProjectionConfig(Strict):
     """Width of the projected embedding and of the hidden layer."""
 
 
+class FrontendConfig(Strict):
+    """Patches of images or sounds as input of the encoder's layers, in place of its word embeddings. Not exported."""
+
+    pretrained: str | None = None
+    """Name or folder of a ViT of transformers whose patch, CLS and position embeddings are used; null: new ones, drawn
+    from the run's seed. Images only."""
+    patch: tuple[int, int] = (16, 16)
+    """Height and width of a patch in pixels; frames and mel bands of a patch of a spectrogram."""
+    size: int = Field(default=224, ge=1)
+    """Height and width in pixels of the square crops of images."""
+    positions: bool = True
+    """Add a learned embedding for each place of a patch."""
+    mean: float | None = None
+    """Mean that is subtracted from pixels in [0, 1], or from log-mel values; null: 0.5 for images, 0 for sounds."""
+    std: float | None = Field(default=None, gt=0)
+    """Standard deviation by which the difference is divided; null: 0.5 for images, 1 for sounds."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "FrontendConfig":
+        if min(self.patch) < 1:
+            raise ValueError(f"patch = {list(self.patch)}: both numbers must be at least 1")
+        return self
+
+
 class EncoderConfig(Strict):
     """The encoder to train, and how it turns spans into embeddings."""
 

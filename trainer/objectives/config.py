@@ -7,6 +7,7 @@ from common.config import Strict
 from pipeline.shards.content import ContentKind
 from pipeline.shards.manifest import Manifest
 from pipeline.shards.windows import ShortDocuments
+from trainer.model.settings import FrontendConfig
 from trainer.objectives.span_settings import SpanConfig
 
 
@@ -19,12 +20,14 @@ class RunContext:
         spans: the `spans` section, completed from the shards.
         batch_documents: rows of the shards in one global batch.
         short_documents: treatment of short documents when the shards were prepared.
+        frontend: settings of the patches, of a branch with images or sounds.
     """
 
     seed: int = 0
     spans: SpanConfig = field(default_factory=SpanConfig)
     batch_documents: int = 16
     short_documents: ShortDocuments = "drop"
+    frontend: FrontendConfig | None = None
 
 
 class ObjectiveConfig(Strict):

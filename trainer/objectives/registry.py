@@ -12,6 +12,7 @@ from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.scd.config import ScdConfig
 from trainer.objectives.scl.config import SclConfig
 from trainer.objectives.simcse.config import SimcseConfig
+from trainer.objectives.supcon.config import SupconConfig
 
 GROUP = "declutr.objectives"
 """Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""
@@ -38,7 +39,7 @@ def load_kinds() -> dict[str, type[ObjectiveConfig]]:
     Raises:
         ConfigError: an installed package's entry point is not an objective of that kind; it names the package.
     """
-    own: tuple[type[ObjectiveConfig], ...] = (DeclutrConfig, SimcseConfig, ScdConfig, SclConfig)
+    own: tuple[type[ObjectiveConfig], ...] = (DeclutrConfig, SimcseConfig, ScdConfig, SclConfig, SupconConfig)
     kinds = {config.model_fields["kind"].default: config for config in own}
     problems = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):

@@ -19,13 +19,9 @@ from trainer.model.encoder import Encoder
 from trainer.model.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
 from trainer.model.layouts import fitting_layout
 from trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
-from trainer.parallel.sharding import shard
-from trainer.parallel.world import World
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
-from trainer.step.microbatch import Microbatch
-from trainer.step.optim import build_optimizer
-from trainer.step.step import Stepper
+from trainer.step.branch import Branch
 
 _REPLACED = 0.1
 """Rate of layers whose rate is replaced in every batch; any above 0."""
@@ -110,44 +106,8 @@ def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
     return max_span_tokens(encoder.model) - vocabulary.num_specials
 
 
-def build_stepper(
-    config: TrainConfig,
-    encoder: Encoder,
-    objective: Objective[Any],
-    world: World,
-    total_steps: int,
-    microbatch: Microbatch,
-) -> Stepper:
-    """Freezes unused parameters of the encoder, shards the others if configured, and builds optimizer and stepper."""
-    freeze_unused(encoder, config)
-    if config.scaling.shard_parameters:
-        shard(encoder, world)
-    return Stepper(
-        encoder=encoder,
-        objective=objective,
-        optimizer=build_optimizer(config.optim, encoder, objective),
-        optim=config.optim,
-        world=world,
-        seed=config.seed,
-        total_steps=total_steps,
-        microbatch=microbatch,
-        autocast=torch.bfloat16 if config.precision == "bf16" else None,
-    )
-
-
-def freeze_unused(encoder: Encoder, config: TrainConfig) -> None:
-    """Freezes parameters that the objective does not use, so that weight decay does not change them either."""
-    used = {id(p) for p in encoder.model.base_model.parameters()}
-    if config.objective.embeds:
-        used |= {id(p) for p in encoder.projection.parameters()}
-    if config.objective.mlm:
-        used |= {id(p) for p in encoder.model.parameters()}
-    for parameter in encoder.parameters():
-        parameter.requires_grad_(id(parameter) in used)
-
-
 def build_validator(
-    config: TrainConfig, stepper: Stepper, shards: ShardSet, tokenizer: Any, device: torch.device
+    config: TrainConfig, stepper: Branch, shards: ShardSet, tokenizer: Any, device: torch.device
 ) -> Validator | None:
     """The scores of a validation: the objective's on held-out rows, and STS-B's; None if there are none."""
     validation, objective = config.validation, stepper.objective

@@ -1,8 +1,9 @@
 """The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
+import hashlib
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from common.config import Strict
 from common.storage import hash_json
@@ -11,10 +12,11 @@ from common.suggestions import meant
 from pipeline.shards.windows import ShortDocuments
 from trainer.checkpoints.settings import CheckpointConfig
 from trainer.metrics.settings import FOLLOWED, STSB, ValidationConfig
-from trainer.model.settings import EncoderConfig
+from trainer.model.settings import EncoderConfig, FrontendConfig
 from trainer.objectives.config import RunContext
 from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
 from trainer.objectives.span_settings import SpanConfig
+from trainer.setup.branches import BranchConfig
 from trainer.setup.scaling import ScalingConfig
 from trainer.step.settings import OptimConfig
 
@@ -45,6 +47,11 @@ class TrainConfig(Strict):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scaling: ScalingConfig = ScalingConfig()
+    also: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]*$")], BranchConfig] = Field(default_factory=dict)
+    """Additional branches by name, such as `image`: other data and objectives that train the same encoder."""
+    turns: Literal["joint", "alternating"] = "joint"
+    """joint: one update for the sum of the losses with their weights. alternating: each additional branch updates the
+    encoder before the main one, with an optimizer of its own, as in VisualCSE and AudioCSE."""
     batch_documents: int = Field(default=16, ge=1)
     """Number of documents in one optimizer step over all workers. The contrastive loss compares all of them."""
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
@@ -67,6 +74,8 @@ class TrainConfig(Strict):
     do not cause that many."""
     export: Literal["last", "best"] = "last"
     """Checkpoint that becomes the exported encoder: the last, or the best by `validation.score`."""
+
+    _frontend: FrontendConfig | None = PrivateAttr(default=None)  # of an additional branch
 
     @field_validator("validation")
     @classmethod
@@ -97,6 +106,14 @@ class TrainConfig(Strict):
                 f"give steps = {self.steps} or epochs = {self.epochs}, not both; on a command line, epochs=null or "
                 "steps=null removes one of them"
             )
+        if self.turns == "alternating" and not self.also:
+            problems.append("turns = alternating has no effect without `also`; remove it, or add a branch")
+        problems += [
+            f"also.{name}.optim has no effect with turns = joint, which has one update; remove it, or set "
+            "turns=alternating"
+            for name, branch in self.also.items()
+            if branch.optim is not None and self.turns == "joint"
+        ]
         if self.scaling.shard_parameters and self.microbatch_tokens == "auto":
             problems.append(
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
@@ -153,7 +170,32 @@ class TrainConfig(Strict):
         Args:
             short_documents: treatment of short documents, from the shards' manifest.
         """
-        return RunContext(self.seed, self.spans, self.batch_documents, short_documents)
+        return RunContext(self.seed, self.spans, self.batch_documents, short_documents, self._frontend)
+
+    def of_branch(self, name: str) -> "TrainConfig":
+        """The configuration of an additional branch, as that of a run whose main branch it is.
+
+        Its seed is drawn from the run's, so that branches with the same data differ.
+        """
+        branch = self.also[name]
+        digest = hashlib.blake2b(f"{self.seed}\0branch\0{name}".encode(), digest_size=8).digest()
+        values = {
+            "data": branch.data,
+            "objective": branch.objective,
+            "spans": branch.spans,
+            "batch_documents": branch.batch_documents,
+            "optim": branch.optim or self.optim,
+            "seed": int.from_bytes(digest, "little") >> 1,
+            "also": {},
+            "turns": "joint",
+        }
+        made = self.model_copy(update=values)
+        made._frontend = branch.frontend
+        return made
+
+    def branches(self) -> dict[str, "TrainConfig"]:
+        """The main branch, named "", and the additional ones."""
+        return {"": self, **{name: self.of_branch(name) for name in self.also}}
 
     def decisive(self) -> dict[str, object]:
         """The settings that determine the result; a run is resumed only if they are unchanged.
@@ -167,6 +209,10 @@ class TrainConfig(Strict):
         for section, name, default in _LATER:
             if found[section][name] == default:
                 del found[section][name]
+        for branch in found["also"].values():
+            del branch["data"]
+        if not self.also:  # runs of before keep their hash
+            del found["also"], found["turns"]
         return found
 
     def hash(self) -> str:

@@ -6,7 +6,7 @@ each piece with its graph and the same dropout, and applies the gradient of the 
 Legend: M rows of views of the global batch, D embedding size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from common import seeding
-from trainer.data.batches import RankBatch, SpanBatch
+from trainer.data.batches import AnyBatch, RankBatch
 from trainer.model.encoder import Encoder
+from trainer.model.frontend import Frontend
 from trainer.objectives.base import Gathered, Objective, ObjectiveError
 from trainer.parallel.world import World
 from trainer.step.contract import facts_code, facts_problem, keys_problem, terms_problem
@@ -46,12 +47,14 @@ class Gradients:
         mlm_sum: this rank's MLM loss, summed over its selected tokens.
         num_selected: selected tokens of all ranks.
         gathered: detached views of the global batch; None unless the objective needs them for `remember`.
+        also: results of the branches that join the update, by name.
     """
 
     terms: dict[str, Tensor]
     mlm_sum: Tensor
     num_selected: int
     gathered: Gathered | None
+    also: dict[str, "Gradients"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class GradCache:
         seed: the run's seed.
         step: 1-based optimizer step.
         autocast: type of the forward's matrix products, or None for the parameters' type.
+        frontend: hidden states of patches; None for spans of tokens.
+        weight: factor of the loss.
     """
 
     encoder: Encoder
@@ -73,6 +78,8 @@ class GradCache:
     seed: int
     step: int
     autocast: torch.dtype | None = None
+    frontend: Frontend | None = None
+    weight: float = 1.0
 
     def count(self, batch: RankBatch) -> Counts:
         """Totals over all ranks, by one all-reduce.
@@ -97,7 +104,7 @@ class GradCache:
             )
         return Counts(selected, sum(rows[:rank]), sum(rows))
 
-    def embed(self, pieces: list[SpanBatch]) -> list[tuple[Tensor, Tensor]]:
+    def embed(self, pieces: list[AnyBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
         if len(pieces) > 1 and not self.objective.config.embeds:
             return []  # the loss does not combine pieces, so one pass is enough
@@ -105,7 +112,7 @@ class GradCache:
             return [self._forward(piece, number) for number, piece in enumerate(pieces)]
 
     def differentiate(
-        self, batch: RankBatch, pieces: list[SpanBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
+        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
     ) -> Gradients:
         """Accumulates this rank's part of the gradient, after `embed`.
 
@@ -119,18 +126,18 @@ class GradCache:
         return gradients
 
     def _differentiate(
-        self, batch: RankBatch, pieces: list[SpanBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
+        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
     ) -> Gradients:
-        share = self.objective.config.mlm_weight / max(1, counts.selected)
+        share = self.weight * self.objective.config.mlm_weight / max(1, counts.selected)
         if len(pieces) == 1:
             spans, mlm_sum = embedded[0]
             terms, gathered = self._loss(spans, batch, counts)
-            _backward(_total(terms, spans) + mlm_sum * share)
+            _backward(self._total(terms, spans) + mlm_sum * share)
             return Gradients(_detached(terms), mlm_sum.detach(), counts.selected, gathered)
         terms, gradient, gathered = self._through_loss(embedded, batch, counts)
         sizes = [piece.num_spans for piece in pieces]
         upstream = [None] * len(pieces) if gradient is None else gradient.split(sizes)
-        mlm_total = torch.zeros((), device=batch.spans.input_ids.device)
+        mlm_total = torch.zeros((), device=batch.spans.device)
         for number, (piece, gradient_part) in enumerate(zip(pieces, upstream, strict=True)):
             spans, mlm_sum = self._forward(piece, number)
             through_spans = 0.0 if gradient_part is None else (spans * gradient_part).sum()
@@ -151,7 +158,7 @@ class GradCache:
         embedded.clear()
         cached.requires_grad_(True)
         terms, gathered = self._loss(cached, batch, counts)
-        _backward(_total(terms, cached))
+        _backward(self._total(terms, cached))
         return _detached(terms), cached.grad, gathered
 
     def _loss(self, spans: Tensor, batch: RankBatch, counts: Counts) -> tuple[dict[str, Tensor], Gathered | None]:
@@ -180,26 +187,26 @@ class GradCache:
             raise ObjectiveError(f"objective {self.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.objective.remembers else None
 
-    def _forward(self, piece: SpanBatch, number: int) -> tuple[Tensor, Tensor]:
+    def _total(self, terms: dict[str, Tensor], like: Tensor) -> Tensor:
+        """The sum of the terms with the branch's weight; 0 without terms."""
+        total = reduce(add, terms.values()) if terms else like.new_zeros(())
+        return total if self.weight == 1 else total * self.weight
+
+    def _forward(self, piece: AnyBatch, number: int) -> tuple[Tensor, Tensor]:
         """Embeddings and MLM loss of a microbatch.
 
         Dropout is keyed by token (trainer/model/dropout.py). Only the attention dropout of the padded layout
         uses torch's generator. It is seeded with (seed, step, rank, microbatch), so that the second pass repeats the
         first.
         """
-        device = piece.input_ids.device
+        device = piece.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self._autocast(device):
             torch.manual_seed(seeding.torch_seed(self.seed, "dropout", self.step, self.world.rank, number))
-            embeddings, mlm_sum = self.encoder(piece)
+            embeddings, mlm_sum = self.encoder(piece, self.frontend)
         return embeddings, mlm_sum
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
-
-
-def _total(terms: dict[str, Tensor], like: Tensor) -> Tensor:
-    """The sum of the terms; 0 without terms."""
-    return reduce(add, terms.values()) if terms else like.new_zeros(())
 
 
 def _detached(terms: dict[str, Tensor]) -> dict[str, Tensor]:

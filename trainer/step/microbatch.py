@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from trainer.data.batches import SpanBatch
+from trainer.data.batches import AnyBatch
 from trainer.parallel.world import World
 
 # On a CPU larger forwards are not faster, and when memory runs out, the kernel kills the process without an error.
@@ -35,11 +35,11 @@ class Microbatch:
             return Microbatch(_CPU_TOKENS if device.type == "cpu" else None, automatic=True)
         return Microbatch(setting)
 
-    def cut(self, spans: SpanBatch) -> list[SpanBatch]:
+    def cut(self, spans: AnyBatch) -> list[AnyBatch]:
         """The microbatches of a worker's share."""
-        return spans.microbatches(self.max_tokens)
+        return list(spans.microbatches(self.max_tokens))
 
-    def lower(self, spans: SpanBatch, world: World) -> None:
+    def lower(self, spans: AnyBatch, world: World) -> None:
         """Halves the limit of all workers after one ran out of memory in a step.
 
         Raises:

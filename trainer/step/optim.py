@@ -1,7 +1,7 @@
 """Parameter groups, clipping, AdamW with and without bias correction, and the learning rate of a step."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, overload
 
 import torch
@@ -66,10 +66,21 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     return norm
 
 
-def build_optimizer(config: OptimConfig, encoder: nn.Module, objective: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters of encoder and objective, in separate groups."""
+def build_optimizer(
+    config: OptimConfig, encoder: nn.Module, *others: nn.Module, reached: Collection[int] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer over trainable parameters, in separate groups for each module.
+
+    Args:
+        config: settings of the optimizer.
+        encoder: the encoder.
+        others: objectives and frontends.
+        reached: ids of the encoder's parameters that get a gradient; None: all that are trainable.
+    """
     groups = parameter_groups(encoder, config.weight_decay)
-    groups += [group for group in parameter_groups(objective, config.weight_decay) if group["params"]]
+    if reached is not None:
+        groups = [{**group, "params": [p for p in group["params"] if id(p) in reached]} for group in groups]
+    groups += [group for one in others for group in parameter_groups(one, config.weight_decay) if group["params"]]
     if not config.bias_correction:
         return UncorrectedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     fused = next(encoder.parameters()).is_cuda  # one kernel for all parameters

@@ -1,26 +1,20 @@
 """One optimizer step: exact gradients of the global batch's loss, clip, update. No Ray, no files."""
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.console.logs import get_logger
-from trainer.data.batches import DIGEST, RankBatch, SpanBatch
-from trainer.model.encoder import Encoder
+from trainer.data.batches import DIGEST, RankBatch
 from trainer.model.flops import linear_weights, step_flops
-from trainer.objectives.base import Objective
-from trainer.parallel.world import World
-from trainer.step.gradcache import GradCache, Gradients
-from trainer.step.microbatch import Microbatch, out_of_memory
+from trainer.step.branch import Branch
+from trainer.step.gradcache import Gradients
 from trainer.step.optim import clip_gradients, learning_rate
 from trainer.step.settings import OptimConfig
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,17 +22,19 @@ class StepMetrics:
     """Metrics of one step over all ranks.
 
     Attributes:
-        loss: sum of the terms; `mlm` counts with the objective's `mlm_weight`.
+        loss: sum of the terms; `mlm` counts with the objective's `mlm_weight`, a branch with its weight.
         terms: terms of the loss by name; `mlm` is the mean cross entropy over the global batch's selected tokens. A
-            term that is not trained is 0.
+            term that is not trained is 0. Terms of an additional branch have its name in front.
         grad_norm: norm of the gradient before clipping.
         lr: learning rate of the update.
         num_selected: selected tokens.
         num_tokens: tokens that the encoder processed, specials included.
         padding_share: share of the encoder's token places that held padding.
         flops: multiplications and additions of forward and backward (trainer/model/flops.py).
-        batch_digest: digest of the global batch's documents, spans and masks; the same for any number of workers.
+        batch_digest: digest of the main branch's global batch: documents, spans and masks; the same for any number of
+            workers.
         skipped: true if the loss or the gradient was not finite, so that nothing was updated.
+        also: further numbers of additional branches, such as `image_batch_digest`.
     """
 
     loss: float
@@ -51,11 +47,25 @@ class StepMetrics:
     flops: float
     batch_digest: int
     skipped: bool = False
+    also: dict[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
         """The metrics by name, with an entry for each term, as in `metrics.jsonl`."""
         numbers = asdict(self)
-        return {"loss": numbers.pop("loss"), **numbers.pop("terms"), **numbers}
+        also = numbers.pop("also")
+        return {"loss": numbers.pop("loss"), **numbers.pop("terms"), **numbers, **also}
+
+
+class _Counted(NamedTuple):
+    """One branch's part of StepMetrics, over all ranks."""
+
+    loss: float
+    terms: dict[str, float]
+    selected: int
+    tokens: float
+    places: float
+    flops: float
+    digest: int
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -70,31 +80,21 @@ class NonFiniteLossError(ArithmeticError):
         self.measured = measured
 
 
-@dataclass(frozen=True)
-class Stepper:
-    """Takes optimizer steps; holds everything that a step needs except its batch.
+@dataclass(frozen=True, kw_only=True)
+class Stepper(Branch):
+    """Takes optimizer steps of a branch; holds everything that a step needs except its batch.
 
     Attributes:
-        encoder: the model, in training mode.
-        objective: the loss on the views of the global batch.
-        optimizer: optimizer of the trainable parameters of encoder and objective.
+        optimizer: optimizer of the parameters that the branch trains.
         optim: settings of the learning rate and of clipping.
-        world: the workers.
-        seed: the run's seed, for dropout.
         total_steps: T of the schedule.
-        microbatch: limit of the tokens in one forward.
-        autocast: type of the forward's matrix products (bfloat16), or None for the parameters' type.
+        joined: branches whose gradients are part of the same update.
     """
 
-    encoder: Encoder
-    objective: Objective[Any]
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
-    world: World
-    seed: int
     total_steps: int
-    microbatch: Microbatch = field(default_factory=Microbatch)
-    autocast: torch.dtype | None = None
+    joined: tuple[Branch, ...] = ()
 
     @cached_property
     def weights(self) -> int:
@@ -108,7 +108,7 @@ class Stepper:
             NonFiniteLossError: the loss or gradient is not finite; on every rank, before anything is updated.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        buffers = [buffer.clone() for buffer in self.objective.buffers()]  # a BatchNorm's statistics, for example
+        buffers = [branch.buffers() for branch in (self, *self.joined)]
         found = self.gradients(batch, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.world.sum_gradients(parameters)
@@ -116,99 +116,98 @@ class Stepper:
         measured = self._measure(batch, step, found, norm)
         if measured.skipped:
             self._restore(buffers)
-            raise NonFiniteLossError(
-                f"step {step}: loss {measured.loss} "
-                f"({', '.join(f'{name} {value}' for name, value in measured.terms.items())}), gradient norm {norm}: "
-                f"not finite, nothing was updated. Try a smaller optim.lr (now {self.optim.lr}), a larger "
-                "temperature if the loss has one, or precision: fp32",
-                measured,
-            )
+            raise NonFiniteLossError(self._bad_loss(measured, step), measured)
         for group in self.optimizer.param_groups:
             group["lr"] = measured.lr
         self.optimizer.step()
-        if found.gathered is not None:
-            self.objective.remember(found.gathered)
+        for branch, one in ((self, found), *((each, found.also[each.name]) for each in self.joined)):
+            if one.gathered is not None:
+                branch.objective.remember(one.gathered)
         return measured
+
+    def _bad_loss(self, measured: StepMetrics, step: int) -> str:
+        """Message about a loss or gradient that is not finite."""
+        named = f"step {step}: " if not self.name else f"step {step}, branch {self.name}: "
+        return (
+            f"{named}loss {measured.loss} "
+            f"({', '.join(f'{name} {value}' for name, value in measured.terms.items())}), gradient norm "
+            f"{measured.grad_norm}: not finite, nothing was updated{' by this branch' if self.name else ''}. Try a "
+            f"smaller {f'also.{self.name}.' if self.name else ''}optim.lr (now {self.optim.lr}), a larger temperature "
+            "if the loss has one, or precision: fp32"
+        )
 
     def _measure(self, batch: RankBatch, step: int, found: Gradients, norm: float) -> StepMetrics:
         """The metrics of a step over all ranks; `skipped` if the loss or the gradient norm is not finite."""
-        mlm_sum = found.mlm_sum
-        places = sum(self.encoder.token_places(piece) for piece in self.microbatch.cut(batch.spans))
-        flops = step_flops(self.encoder.model, self.weights, batch.spans.lengths, len(batch.spans.labels))
-        counts = mlm_sum.new_tensor([batch.spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
+        parts = [self._counted(self, batch, found)]
+        parts += [self._counted(each, batch.also[each.name], found.also[each.name]) for each in self.joined]
+        loss = sum(part.loss for part in parts)
+        places = sum(part.places for part in parts)
+        tokens = sum(part.tokens for part in parts)
+        return StepMetrics(
+            loss=loss,
+            terms={name: value for part in parts for name, value in part.terms.items()},
+            grad_norm=norm,
+            lr=learning_rate(self.optim, step, self.total_steps),
+            num_selected=sum(part.selected for part in parts),
+            num_tokens=int(tokens),
+            padding_share=1 - tokens / max(1.0, places),
+            flops=sum(part.flops for part in parts),
+            batch_digest=parts[0].digest,
+            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            also={f"{each.label}batch_digest": part.digest for each, part in zip(self.joined, parts[1:], strict=True)},
+        )
+
+    def _counted(self, branch: Branch, batch: RankBatch, found: Gradients) -> "_Counted":
+        """Loss and counts of one branch over all ranks."""
+        mlm_sum, spans, config = found.mlm_sum, batch.spans, branch.objective.config
+        places = sum(self.encoder.token_places(piece) for piece in branch.microbatch.cut(spans))
+        flops = step_flops(self.encoder.model, self.weights, spans.lengths, len(spans.labels))
+        counts = mlm_sum.new_tensor([spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
         totals = self.world.sum(torch.cat([mlm_sum.double()[None], counts])).tolist()
         values = {name: float(value) for name, value in found.terms.items()}
         values["mlm"] = totals[0] / max(1, found.num_selected)
-        terms = {name: values.get(name, 0.0) for name in self.objective.config.metrics}
-        weights = {"mlm": self.objective.config.mlm_weight}
+        terms = {name: values.get(name, 0.0) for name in config.metrics}
+        weights = {"mlm": config.mlm_weight}
         loss = sum(weights.get(name, 1.0) * value for name, value in terms.items())
-        return StepMetrics(
-            loss=loss,
-            terms=terms,
-            grad_norm=norm,
-            lr=learning_rate(self.optim, step, self.total_steps),
-            num_selected=found.num_selected,
-            num_tokens=int(totals[1]),
-            padding_share=1 - totals[1] / max(1.0, totals[2]),
+        return _Counted(
+            loss if branch.weight == 1 else branch.weight * loss,
+            {f"{branch.label}{name}": value for name, value in terms.items()},
+            found.num_selected,
+            tokens=totals[1],
+            places=totals[2],
             flops=totals[3],
-            batch_digest=int(totals[4]) % DIGEST,
-            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            digest=int(totals[4]) % DIGEST,
         )
 
-    def _restore(self, buffers: list[Tensor]) -> None:
-        """Restores the objective's buffers to their values before a step that failed."""
-        with torch.no_grad():
-            for buffer, before in zip(self.objective.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-
     def gradients(self, batch: RankBatch, step: int) -> Gradients:
-        """Accumulates this rank's part of the global gradient in the parameters of encoder and objective.
+        """Accumulates this rank's part of the global gradient in the parameters of encoder, objectives and frontends.
 
-        The result does not depend on how the spans are cut (trainer/step/gradcache.py), so a step that ran out of
-        memory is repeated with smaller pieces.
+        A step that ran out of memory is repeated with smaller pieces.
 
         Raises:
             MicrobatchError: memory is too small for a single span.
         """
-        buffers = [buffer.clone() for buffer in self.objective.buffers()]
+        parts: list[tuple[Branch, RankBatch]] = [
+            (self, batch),
+            *((each, batch.also[each.name]) for each in self.joined),
+        ]
+        buffers = [branch.buffers() for branch, _ in parts]
         while True:
-            found = self._attempt(batch, step)
-            if found is not None:
-                return found
+            found = []
+            for branch, part in parts:
+                one = branch.attempt(part, step)
+                if one is None:
+                    break
+                found.append(one)
+            else:
+                also = {branch.name: one for branch, one in zip(self.joined, found[1:], strict=True)}
+                return replace(found[0], also=also)
             self.optimizer.zero_grad(set_to_none=True)
             self._restore(buffers)
-            self.microbatch.lower(batch.spans, self.world)
-            limit = self.microbatch.max_tokens
+            branch.microbatch.lower(part.spans, self.world)
+            limit = branch.microbatch.max_tokens
             get_logger().warning("step %d: out of memory, repeating it with at most %s tokens a forward", step, limit)
 
-    def _attempt(self, batch: RankBatch, step: int) -> Gradients | None:
-        """Tries the step once; None on every rank if one rank ran out of memory.
-
-        Ranks agree before and after the all-gather of embeddings, so that none waits there for a rank that failed.
-        """
-        passes = GradCache(self.encoder, self.objective, self.world, self.seed, step, self.autocast)
-        pieces = self._pieces(batch.spans)
-        counts = passes.count(batch)
-        embedded = self._all_fit(lambda: passes.embed(pieces))
-        if embedded is None:
-            return None
-        return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts))
-
-    def _pieces(self, spans: SpanBatch) -> list[SpanBatch]:
-        """The microbatches of a share. With a sharded encoder, all ranks get the same number; the last may be empty."""
-        pieces = self.microbatch.cut(spans)
-        if not self.encoder.sharded:
-            return pieces
-        return pieces + [spans.span_slice(0, 0)] * (self.world.largest(len(pieces)) - len(pieces))
-
-    def _all_fit(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None on every rank if one ran out of memory and the microbatch is automatic."""
-        if not self.microbatch.automatic:
-            return work()
-        result = None
-        try:
-            result = work()
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        return None if self.world.largest(int(result is None)) else result
+    def _restore(self, buffers: list[list[Tensor]]) -> None:
+        for branch, before in zip((self, *self.joined), buffers, strict=True):
+            branch.restore(before)

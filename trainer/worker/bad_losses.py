@@ -41,7 +41,9 @@ class BadLosses:
                 raise NonFiniteLossError(
                     f"{error}. {self.in_a_row} such steps in a row exceed max_skipped_steps = {self.most_in_a_row}"
                 ) from error
-            get_logger().warning("step %d: loss or gradient not finite, skipped (%d so far)", step, self.skipped)
+            named = f"branch {stepper.name}: " if stepper.name else ""
+            message = "step %d: %sloss or gradient not finite, skipped (%d so far)"
+            get_logger().warning(message, step, named, self.skipped)
             return error.measured
         self.in_a_row = 0
         return measured

@@ -15,9 +15,8 @@ from trainer.checkpoints.weights import collect, load
 from trainer.metrics.metrics import METRICS, read_last_step
 from trainer.parallel.world import Request
 from trainer.setup.config import TrainConfig
-from trainer.step.step import Stepper
-from trainer.worker.bad_losses import BadLosses
 from trainer.worker.heartbeat import Heartbeat
+from trainer.worker.turns import Turns
 
 
 class Checkpointing:
@@ -34,15 +33,14 @@ class Checkpointing:
         config: TrainConfig,
         run: Path,
         data_hash: str,
-        stepper: Stepper,
-        bad_losses: BadLosses,
+        turns: Turns,
         heartbeat: Heartbeat,
     ) -> None:
         self.early = False
         self.early_stopping = EarlyStopping(run, config.validation.score, config.validation.patience)
         self.saver: Saver | None = None
-        self._config, self._run, self._stepper = config, run, stepper
-        self._bad_losses, self._heartbeat = bad_losses, heartbeat
+        self._config, self._run, self._turns, self._stepper = config, run, turns, turns.main.stepper
+        self._heartbeat = heartbeat
         self._identity = {"config_hash": config.hash(), "data_hash": data_hash}
 
     def resume(self) -> int:
@@ -58,8 +56,10 @@ class Checkpointing:
         if done:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if found is None else found[1]
-            load(path, stepper.encoder, stepper.optimizer, stepper.objective)
-            self._bad_losses.skipped, self._bad_losses.in_a_row = state.skipped, state.skipped_in_a_row
+            load(path, stepper.encoder, stepper.optimizer, stepper.objective, self._turns.steppers)
+            counts = {"": (state.skipped, state.skipped_in_a_row), **state.branches_skipped}
+            for turn in self._turns.turns:
+                turn.bad_losses.skipped, turn.bad_losses.in_a_row = counts.get(turn.stepper.name, (0, 0))
         if first:
             self.early_stopping.resume(done)
             self._log_start(done)
@@ -132,16 +132,18 @@ class Checkpointing:
         stepper, saver = self._stepper, self.saver
         memory = saver.reuse_memory() if saver is not None else None
         parts = stepper.encoder, stepper.optimizer, stepper.objective
-        contents = collect(*parts, keep=saver is not None, memory=memory)
+        contents = collect(*parts, keep=saver is not None, memory=memory, turns=self._turns.steppers)
         if saver is not None:
+            *others, (_, main) = [(turn.stepper.name, turn.bad_losses) for turn in self._turns.turns]
             state = RunState(
                 step=step,
                 documents=step * self._config.batch_documents,
                 world_size=stepper.world.size,
                 scores=scores,
                 files={},
-                skipped=self._bad_losses.skipped,
-                skipped_in_a_row=self._bad_losses.in_a_row,
+                skipped=main.skipped,
+                skipped_in_a_row=main.in_a_row,
+                branches_skipped={name: (one.skipped, one.in_a_row) for name, one in others if one.skipped},
                 **self._identity,
             )
             saver.submit(state, contents)

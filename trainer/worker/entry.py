@@ -1,5 +1,6 @@
 """Entry point of a worker, called by Ray Train: builds the parts of the run and starts the training loop."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -9,26 +10,25 @@ import torch
 from ray.util import get_current_placement_group
 
 from common.console.logs import get_logger, setup_logging
-from pipeline.shards.manifest import data_hash
 from pipeline.shards.shards import ShardError, ShardSet
 from trainer.checkpoints.saver import SaveError
 from trainer.checkpoints.store import fetch_run, store_of
+from trainer.data.batches import RankBatch
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
-from trainer.data.stream import Ahead, batches
+from trainer.data.stream import Ahead, batches, with_branches
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import ObjectiveError
 from trainer.setup.build import (
     build_encoder,
     build_feed,
-    build_objective,
-    build_stepper,
     build_validator,
     load_tokenizer,
     total_steps,
 )
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.turns import build_branch, build_turns
 from trainer.step.microbatch import Microbatch, MicrobatchError
 from trainer.step.step import NonFiniteLossError
 from trainer.worker.bad_losses import BadLosses
@@ -37,6 +37,7 @@ from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler, Stopwatch
 from trainer.worker.listener import Listener
 from trainer.worker.loop import TrainingLoop
+from trainer.worker.turns import Turn, Turns
 
 
 def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -76,37 +77,48 @@ def _train(
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
     with heartbeat.doing("fetching"):
-        data, run = data_folder(config.data, config.cache), run_folder(config.run, config.cache)
-        shards = ShardSet(data, "train", look=False)  # the driver has checked the shards
+        run = run_folder(config.run, config.cache)
+        settings = config.branches()
+        # the driver has checked the shards
+        shards = {
+            name: ShardSet(data_folder(one.data, config.cache), "train", look=False) for name, one in settings.items()
+        }
+        hashed = shared_hash({name: one.manifest for name, one in shards.items()})
         if store := store_of(config.run, run):
-            expected = {"config_hash": config.hash(), "data_hash": data_hash(shards.manifest)}
-            fetch_run(store, expected, world)
+            fetch_run(store, {"config_hash": config.hash(), "data_hash": hashed}, world)
     try:
-        tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
+        tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
         encoder = build_encoder(config, tokenizer).to(device).train()
-        objective = build_objective(config, encoder, shards.manifest)
+        branches = [
+            build_branch(config, name, encoder, one.manifest, world, Microbatch.of(config.microbatch_tokens, device))
+            for name, one in shards.items()
+        ]
     except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
-    plan = Plan(config.seed, shards.num_documents, config.batch_documents)
-    microbatch = Microbatch.of(config.microbatch_tokens, device)
-    stepper = build_stepper(config, encoder, objective, world, total_steps(config, plan), microbatch)
-    feed = build_feed(objective, encoder, vocabulary)
+    plans = {name: Plan(one.seed, shards[name].num_documents, one.batch_documents) for name, one in settings.items()}
+    steppers = build_turns(config, branches, total_steps(config, plans[""]))
+    feeds = {branch.name: build_feed(branch.objective, encoder, vocabulary) for branch in branches}
+
+    def read(name: str, done: int) -> Iterator[RankBatch]:
+        fetch = getattr(feeds[name], "fetch", None)
+        place = world.rank, world.size, done, steppers[-1].total_steps, settings[name].data
+        return batches(rank_plan(plans[name], shards[name], *place, fetch=fetch), feeds[name], device)
 
     def prefetch(done: int) -> Ahead:
-        mine = rank_plan(plan, shards, world.rank, world.size, done, stepper.total_steps, config.data)
-        return Ahead(batches(mine, feed, device))
+        main, *others = ((name, read(name, done)) for name in settings)
+        return Ahead(with_branches(main[1], dict(others)))
 
-    bad_losses = BadLosses(config.on_bad_loss == "skip", config.max_skipped_steps)
-    checkpointing = Checkpointing(config, run, data_hash(shards.manifest), stepper, bad_losses, heartbeat)
+    skips = config.on_bad_loss == "skip"
+    turns = Turns([Turn(stepper, BadLosses(skips, config.max_skipped_steps)) for stepper in steppers])
+    checkpointing = Checkpointing(config, run, hashed, turns, heartbeat)
     loop = TrainingLoop(
         config,
         run,
         device,
-        stepper,
-        bad_losses,
+        turns,
         checkpointing,
         prefetch,
-        validator=build_validator(config, stepper, shards, tokenizer, device),
+        validator=build_validator(config, turns.main.stepper, shards[""], tokenizer, device),
         stop=lambda: listener.notice() is not None,
         heartbeat=heartbeat,
         stopwatch=stopwatch,
@@ -115,7 +127,7 @@ def _train(
         step = loop.train()
     except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
-    if step == stepper.total_steps:
+    if step == turns.main.stepper.total_steps:
         return None
     if checkpointing.early:
         return {"early": True, "step": step}

@@ -17,9 +17,9 @@ from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import Validator
 from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
-from trainer.worker.bad_losses import BadLosses
 from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat, Stopwatch
+from trainer.worker.turns import Turns
 
 
 @dataclass
@@ -28,7 +28,7 @@ class TrainingLoop:
 
     Attributes:
         run: folder of the run.
-        bad_losses: skips steps whose loss is not finite.
+        turns: take the updates of a step, and skip those whose loss is not finite.
         checkpointing: resumes, saves, ends the run.
         prefetch: builds the prefetcher of this worker's batches after a number of steps.
         validator: scores the encoder on held-out documents, or None.
@@ -40,8 +40,7 @@ class TrainingLoop:
     config: TrainConfig
     run: Path
     device: torch.device
-    stepper: Stepper
-    bad_losses: BadLosses
+    turns: Turns
     checkpointing: Checkpointing
     prefetch: Callable[[int], Ahead]
     validator: Validator | None
@@ -91,7 +90,7 @@ class TrainingLoop:
             heartbeat.set_phase("forward")
             if step == done + 1:
                 self.stopwatch.mark("batch")
-            measured = self.bad_losses.take(stepper, batch, step)
+            measured = self.turns.take(batch, step)
             if step == done + 1:
                 self.log_first_step(step, measured, metrics)
             if metrics:
@@ -106,6 +105,11 @@ class TrainingLoop:
                 return step
             began = time.monotonic()
         return done
+
+    @property
+    def stepper(self) -> Stepper:
+        """The stepper of the main branch."""
+        return self.turns.main.stepper
 
     def validate(self, step: int, metrics: MetricsWriter | None) -> dict[str, float]:
         """Computes and records held-out scores of the weights after a step; empty without a validator.

@@ -1,0 +1,114 @@
+"""Clips as the encoder reads them: patches of images or spectrograms, packed one after the other without padding.
+
+Legend: S clips, T tokens of all clips together (a CLS token and the patches of each), F values of a patch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.data.batches import digest_of, pieces
+
+_MULTIPLIER = 0xD6E8FEB86659FD93  # odd, so that multiplication by its powers loses no bit
+
+
+@dataclass(frozen=True)
+class PatchBatch:
+    """Clips on one device, with the interface of `SpanBatch`; nothing of them is predicted.
+
+    Attributes:
+        values: `(T, F)` values of the patches, uint8 pixels or float32; zero for a CLS token.
+        places: `(T,)` int64, 0 for a CLS token, else 1 + place of the patch in its clip.
+        lengths: `(S,)` tokens of each clip; on the CPU, for planning.
+        keys: `(S,)` int32 keys of each clip's dropout; None if nothing is dropped.
+        rates: `(S, 2)` dropout rates of hidden states and attention weights, on the CPU; None: those of the layers.
+    """
+
+    values: Tensor
+    places: Tensor
+    lengths: Tensor
+    keys: Tensor | None = None
+    rates: Tensor | None = None
+
+    @property
+    def num_spans(self) -> int:
+        """Number of clips, S."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, T."""
+        return len(self.places)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the patches."""
+        return self.places.device
+
+    @property
+    def selected(self) -> Tensor:
+        """No token is selected for MLM."""
+        return self.places.new_empty(0)
+
+    @property
+    def labels(self) -> Tensor:
+        """No token is predicted."""
+        return self.places.new_empty(0)
+
+    def to(self, device: torch.device) -> "PatchBatch":
+        """The batch on another device."""
+        return self._moved(lambda each: each.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "PatchBatch":
+        """The batch in page-locked memory, from which copies to a GPU overlap with its work."""
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> "PatchBatch":
+        keys = None if self.keys is None else move(self.keys)
+        return replace(self, values=move(self.values), places=move(self.places), keys=keys)
+
+    def digest(self) -> int:
+        """A number below DIGEST that is determined by the clips, on the CPU; see `SpanBatch.digest`."""
+        raw = np.ascontiguousarray(self.values.numpy()).view(np.uint8).reshape(self.num_tokens, -1)
+        raw = np.pad(raw, ((0, 0), (0, -raw.shape[1] % 8)))
+        powers = np.cumprod(np.full(raw.shape[1] // 8, _MULTIPLIER, np.uint64))
+        tokens = (raw.view(np.uint64) * powers).sum(axis=1) + self.places.numpy().astype(np.uint64)
+        return digest_of(tokens + np.uint64(1), self.lengths, self.keys)
+
+    def microbatches(self, max_tokens: int | None) -> list["PatchBatch"]:
+        """Consecutive clips in pieces of at most `max_tokens` tokens; a longer clip is a separate piece."""
+        if max_tokens is None or self.num_tokens <= max_tokens:
+            return [self]
+        return self.slices(pieces(self.lengths.tolist(), max_tokens))
+
+    def with_blank(self) -> "PatchBatch":
+        """The batch and a last clip of a CLS token alone, which sharded layers need."""
+        return PatchBatch(
+            F.pad(self.values, (0, 0, 0, 1)),
+            F.pad(self.places, (0, 1)),
+            F.pad(self.lengths, (0, 1), value=1),
+            None if self.keys is None else F.pad(self.keys, (0, 1)),
+            None if self.rates is None else F.pad(self.rates, (0, 0, 0, 1)),
+        )
+
+    def span_slice(self, start: int, end: int) -> "PatchBatch":
+        """The clips [start, end) as a separate batch."""
+        return self.slices([(start, end)])[0]
+
+    def slices(self, cuts: Sequence[tuple[int, int]]) -> list["PatchBatch"]:
+        """The clips of each [start, end) as separate batches."""
+        bounds = [0, *self.lengths.cumsum(0).tolist()]
+        return [
+            PatchBatch(
+                self.values[bounds[start] : bounds[end]],
+                self.places[bounds[start] : bounds[end]],
+                self.lengths[start:end],
+                None if self.keys is None else self.keys[start:end],
+                None if self.rates is None else self.rates[start:end],
+            )
+            for start, end in cuts
+        ]

@@ -1,0 +1,155 @@
+"""Frontend of a branch: hidden states of patches, in place of the word embeddings of the encoder.
+
+Legend: T tokens, F values of a patch, W width of the encoder's embeddings.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from common import seeding
+from common.hub import hub_or_cache
+from common.paths import expand
+from trainer.data.patches import PatchBatch
+from trainer.model.language_model import UnfitEncoderError
+from trainer.model.settings import FrontendConfig
+from trainer.model.silence import silence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_STD = 0.02  # of new weights, as in ViT
+
+
+class Frontend(nn.Module):
+    """Hidden states of patches x: E x + b + p_place; of the CLS token: c + p_0 (ViT, Dosovitskiy et al. 2021, eq. 1).
+
+    Args:
+        config: settings.
+        patch_values: F.
+        num_places: largest number of patches of a clip.
+        width: W.
+        seed: the run's seed, for new weights.
+        normal: mean and standard deviation of values, unless the settings have others.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        patch_values: int,
+        num_places: int,
+        width: int,
+        seed: int,
+        normal: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.mean = normal[0] if config.mean is None else config.mean
+        self.std = normal[1] if config.std is None else config.std
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seeding.torch_seed(seed, "frontend"))
+            self.patches = nn.Linear(patch_values, width)
+            self.cls = nn.Parameter(torch.randn(width) * _STD)
+            self.positions = nn.Parameter(torch.randn(num_places + 1, width) * _STD) if config.positions else None
+            nn.init.normal_(self.patches.weight, std=_STD)
+            nn.init.zeros_(self.patches.bias)
+
+    def forward(self, batch: PatchBatch) -> Tensor:
+        """Hidden states `(T, W)` of the clips' tokens."""
+        values = batch.values.to(self.cls.dtype)
+        if batch.values.dtype == torch.uint8:
+            values = values / 255
+        states = self.patches((values - self.mean) / self.std)
+        states = torch.where((batch.places == 0)[:, None], self.cls.to(states.dtype), states)
+        return states if self.positions is None else states + self.positions[batch.places]
+
+
+def load_vit(frontend: Frontend) -> None:
+    """Copies the embeddings of the ViT that the settings name.
+
+    Raises:
+        UnfitEncoderError: the model is no ViT, lacks these weights, or has another width, patch or size.
+        OSError: its files cannot be read.
+    """
+    from transformers import AutoConfig, ViTModel
+
+    config, named = frontend.config, f"frontend.pretrained = {frontend.config.pretrained}"
+    assert config.pretrained is not None
+    folder = expand(config.pretrained)
+    source = str(folder) if folder.is_dir() else config.pretrained
+    with hub_or_cache(), silence():
+        found = AutoConfig.from_pretrained(source)
+        if found.model_type != "vit":
+            raise UnfitEncoderError(f"{named}: is of type {found.model_type}, not vit; name a ViT")
+        width = frontend.cls.shape[0]
+        wanted = {"hidden_size": width, "patch_size": config.patch[0], "image_size": config.size, "num_channels": 3}
+        for name, value in wanted.items():
+            own = getattr(found, name)
+            own = own[0] if isinstance(own, (list, tuple)) else own
+            if own != value:
+                remedy = "use a ViT as wide as the encoder" if name == "hidden_size" else f"set the frontend's to {own}"
+                raise UnfitEncoderError(f"{named}: its {name} is {own}, and this run needs {value}; {remedy}")
+        model, info = ViTModel.from_pretrained(
+            source, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True
+        )
+    if missing := sorted(name for name in info["missing_keys"] if name.startswith("embeddings.")):
+        raise UnfitEncoderError(f"{named}: its files lack {', '.join(missing)}")
+    embeddings = model.embeddings
+    with torch.no_grad():
+        frontend.patches.weight.copy_(embeddings.patch_embeddings.projection.weight.flatten(1))
+        frontend.patches.bias.copy_(embeddings.patch_embeddings.projection.bias)
+        frontend.cls.copy_(embeddings.cls_token[0, 0])
+        if frontend.positions is not None:
+            frontend.positions.copy_(embeddings.position_embeddings[0])
+
+
+class EmbeddingSwitch:
+    """Lets an encoder read hidden states in place of token ids; its layers follow unchanged.
+
+    Word, position and type embeddings, and the norm and dropout behind them, are skipped.
+
+    Args:
+        model: the encoder; changed in place.
+    """
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self._kind = str(model.config.model_type)
+        self._module = getattr(model.base_model, "embeddings", None)
+        self._states: Tensor | None = None
+        self._used = self._module is None  # a family without such a module reads `inputs_embeds` unchanged
+        if self._module is not None:
+            self._inner = self._module.forward
+            self._module.forward = self._forward
+
+    def _forward(self, *arguments: Any, **named: Any) -> Any:
+        if self._states is None:
+            return self._inner(*arguments, **named)
+        self._used = True
+        return self._states
+
+    @contextmanager
+    def reading(self, states: Tensor) -> Iterator[None]:
+        """Makes the encoder read `states` while the block runs.
+
+        Raises:
+            UnfitEncoderError: the encoder did not read them.
+        """
+        self._states = states
+        try:
+            yield
+        finally:
+            self._states = None
+        if not self._used:
+            raise UnfitEncoderError(
+                f"model type {self._kind} cannot read patches: its embeddings are not a module of their own"
+            )
+
+
+def embedding_width(model: "PreTrainedModel") -> int:
+    """W: size of the hidden states behind the encoder's embeddings, which may be smaller than its hidden size."""
+    module = getattr(model.base_model, "embeddings", None)
+    size = getattr(model.config, "embedding_size", None)
+    return int(size if size is not None and module is not None else model.config.hidden_size)

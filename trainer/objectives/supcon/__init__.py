@@ -1,0 +1,1 @@
+"""Supervised contrastive learning of images and sounds."""

@@ -1,0 +1,103 @@
+"""Settings of SupCon and its checks before a run, readable without torch."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from common.config import Strict
+from pipeline.shards.content import ContentKind
+from pipeline.shards.manifest import Manifest
+from trainer.objectives.config import ObjectiveConfig, RunContext
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class CropConfig(Strict):
+    """Two views of an image: crops with changed colours. The defaults are those of VisualCSE, as in SimCLR."""
+
+    least_area: float = Field(default=0.2, gt=0, le=1)
+    """Smallest share of the image's area in a crop; the largest is 1. Crops have sides of 3:4 to 4:3."""
+    flip: Share = 0.5
+    """Probability of a horizontal flip."""
+    color: Share = 0.8
+    """Probability of changed brightness, contrast, saturation and hue."""
+    strength: float = Field(default=0.4, ge=0, le=1)
+    """Largest change of brightness, contrast and saturation; of hue, a quarter of it."""
+    gray: Share = 0.2
+    """Probability of a grey image."""
+
+
+class MaskConfig(Strict):
+    """SpecAugment (Park et al. 2019): one band of mel bands and one of frames is set to 0. 0: dropout alone."""
+
+    mels: int = Field(default=0, ge=0)
+    """Largest number of mel bands that are masked (48 in AudioCSE)."""
+    frames: int = Field(default=0, ge=0)
+    """Largest number of frames that are masked (192 in AudioCSE); at most half of a clip."""
+
+
+class SupconConfig(ObjectiveConfig):
+    """SupCon (Khosla et al. 2020) or SimCLR on images or sounds, for branches of VisualCSE and AudioCSE."""
+
+    implementation: ClassVar[str] = "trainer.objectives.supcon.objective:Supcon"
+    metrics: ClassVar[tuple[str, ...]] = ("supcon",)
+    reads: ClassVar[tuple[ContentKind, ...]] = ("images", "audio")
+    method: ClassVar[str] = "SupCon"
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    kind: Literal["supcon"] = "supcon"
+    labels: bool = True
+    """true: rows with the same label are positives (SupCon). false: only the two views of a row are (SimCLR)."""
+    temperature: float = Field(default=0.07, gt=0)
+    """Divisor of the cosine similarities."""
+    base_temperature: float = Field(default=0.07, gt=0)
+    """The loss is multiplied by temperature / base_temperature, as in the published SupCon."""
+    released_supcon: bool = False
+    """Compute the loss of VisualCSE's scripts (`--new_supcon`), whose target is the rank of a row's label in the batch:
+    with 48 rows of 60 classes, it is a view of the same class in 4% of the rows. For reproductions alone."""
+    head: bool = True
+    """Train a linear layer with tanh behind the pooling. It is not exported."""
+    crops: CropConfig = CropConfig()
+    """Views of images."""
+    masks: MaskConfig = MaskConfig()
+    """Views of sounds."""
+
+    @model_validator(mode="after")
+    def _scaled(self) -> "SupconConfig":
+        if self.released_supcon and "base_temperature" in self.model_fields_set:
+            raise ValueError("base_temperature has no effect with released_supcon = true; remove it")
+        return self
+
+    @property
+    def learns(self) -> str:
+        """Supervision by the labels of the data, or none."""
+        return "with the labels of the data" if self.labels else "without labels"
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The head."""
+        return ("a linear layer with tanh behind the pooling",) if self.head else ()
+
+    def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
+        """Reports data without labels, and patches that do not fit the data."""
+        content, frontend, found = manifest.content, run.frontend, []
+        if frontend is None:
+            return [f"{content.kind} need a frontend; set `frontend: {{}}` or its settings"]
+        if self.labels and getattr(content, "label", None) is None:
+            found.append("objective.labels = true: the shards have no labels; set it to false, or prepare with labels")
+        if run.batch_documents < 2:
+            found.append(f"batch_documents = {run.batch_documents}: a contrast needs at least 2 rows")
+        height, width = frontend.patch
+        if content.kind == "images" and (frontend.size % height or frontend.size % width):
+            found.append(
+                f"frontend.size = {frontend.size}: must be a multiple of both sides of frontend.patch = "
+                f"{list(frontend.patch)}"
+            )
+        if content.kind == "audio":
+            mels = int(getattr(content, "mels", 0))
+            if width > mels:
+                found.append(f"frontend.patch = {list(frontend.patch)}: the shards have {mels} mel bands")
+            if frontend.pretrained is not None:
+                found.append("frontend.pretrained: a ViT reads images, not sounds; remove it")
+        return found

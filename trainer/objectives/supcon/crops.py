@@ -1,0 +1,111 @@
+"""Two keyed views of each image: crops with changed colours. Runs in the tasks that read shards; no torch.
+
+Every draw is a function of (seed, image, epoch, view), as in torchvision's RandomResizedCrop, flip, ColorJitter and
+RandomGrayscale, which draw from a global generator.
+"""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance, ImageOps
+
+from common import seeding
+from pipeline.shards.shards import ShardError
+from trainer.data.rows import document_keys
+from trainer.objectives.supcon.config import CropConfig
+
+VIEWS = "views"
+"""Column of the views: `(2, size, size, 3)` uint8 values of an image."""
+NUM_VIEWS = 2
+_TRIES = 10  # crops with random sides that may not fit, before the whole image
+_RATIO = 4 / 3  # longest side over the shortest
+_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True)
+class Crops:
+    """Replaces the images of rows by their views.
+
+    Attributes:
+        config: probabilities and strengths.
+        size: height and width of a view in pixels.
+        seed: seed of the branch.
+    """
+
+    config: CropConfig
+    size: int
+    seed: int
+
+    def __call__(self, rows: pa.Table, epochs: NDArray[np.int64]) -> pa.Table:
+        """The rows with the column `views` instead of `image`.
+
+        Raises:
+            ShardError: an image cannot be decoded, or is of another size than its row says.
+        """
+        keys, minor = document_keys(rows), epochs.astype(np.uint64)
+        drawn = [
+            seeding.unit(seeding.words(self.seed, f"crop {view}", keys, minor, 3 * _TRIES + 10))
+            for view in range(NUM_VIEWS)
+        ]
+        sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
+        views = []
+        for number, (raw, size) in enumerate(zip(rows.column("image"), sizes, strict=True)):
+            image = _decoded(raw.as_py(), size)
+            views.append(b"".join(self.view(image, draws[number]).tobytes() for draws in drawn))
+        return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
+
+    def view(self, image: Image.Image, draws: NDArray[np.float64]) -> Image.Image:
+        """One view of an image, from at least 40 numbers in [0, 1)."""
+        config, (box, rest) = self.config, np.split(draws, [3 * _TRIES])
+        view = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=self._box(image, box))
+        flip, color, gray = rest[:3] < (config.flip, config.color, config.gray)
+        if flip:
+            view = ImageOps.mirror(view)
+        if color:
+            view = self._colored(view, rest[3:10])
+        return view.convert("L").convert("RGB") if gray else view
+
+    def _box(self, image: Image.Image, draws: NDArray[np.float64]) -> tuple[int, int, int, int]:
+        """Left, upper, right and lower edge of a crop; the whole image if none of the tries fits."""
+        width, height = image.size
+        for area, ratio, place in draws.reshape(_TRIES, 3):
+            pixels = width * height * (self.config.least_area + area * (1 - self.config.least_area))
+            aspect = _RATIO ** (2 * ratio - 1)
+            wide, high = round((pixels * aspect) ** 0.5), round((pixels / aspect) ** 0.5)
+            if 0 < wide <= width and 0 < high <= height:
+                left, upper = divmod(int(place * (width - wide + 1) * (height - high + 1)), height - high + 1)
+                return left, upper, left + wide, upper + high
+        return 0, 0, width, height
+
+    def _colored(self, view: Image.Image, draws: NDArray[np.float64]) -> Image.Image:
+        """Changes brightness, contrast, saturation and hue, in a drawn order."""
+        factors = 1 + self.config.strength * (2 * draws[:3] - 1)
+        hue = self.config.strength / 4 * (2 * draws[3] - 1)
+        for step in np.argsort(_order(draws[4:7])):
+            if step == 3:
+                shifted = np.array(view.convert("HSV"))
+                shifted[..., 0] += np.uint8(int(hue * 255) % 256)
+                view = Image.fromarray(shifted, "HSV").convert("RGB")
+            else:
+                kind = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[step]
+                view = kind(view).enhance(float(factors[step]))
+        return view
+
+
+def _order(draws: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Four numbers whose order is uniform, from three."""
+    return np.append(draws, draws.sum() % 1)
+
+
+def _decoded(raw: bytes, size: tuple[int, int]) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(raw), formats=["PNG"]) as image:
+            if image.size != size or image.mode != "RGB":
+                raise ShardError(f"an image is {image.mode} of {image.size} pixels, its row says RGB of {size}")
+            image.load()
+            return image.copy()
+    except _UNREADABLE as error:
+        raise ShardError(f"an image of the shards cannot be decoded ({error}); prepare the images again") from error

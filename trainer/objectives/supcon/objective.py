@@ -1,0 +1,49 @@
+"""SupCon and SimCLR over two views of images or sounds.
+
+Legend: M rows of the global batch, D embedding size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.feed import Feed
+from trainer.data.vocabulary import Vocabulary
+from trainer.objectives.base import Gathered, Objective, ObjectiveError
+from trainer.objectives.config import RunContext
+from trainer.objectives.simcse.infonce import infonce
+from trainer.objectives.supcon.config import SupconConfig
+from trainer.objectives.supcon.feed import ClipFeed
+from trainer.objectives.supcon.loss import by_rank_of_class, supcon
+
+
+class Supcon(Objective[SupconConfig]):
+    """The contrastive loss over `(M, 2, D)` views, with the labels of the data or without."""
+
+    def __init__(self, config: SupconConfig, run: RunContext, embedding_size: int) -> None:
+        super().__init__(config, run, embedding_size)
+        self.head: nn.Module = nn.Identity()
+        if config.head:
+            self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
+
+    def feed(self, vocabulary: Vocabulary, max_content: int) -> Feed:
+        """Builds the feed that cuts two views of each clip into patches."""
+        del vocabulary, max_content
+        if self.run.frontend is None:
+            raise ObjectiveError("objective supcon reads patches: a branch with images or sounds has a frontend")
+        return ClipFeed(self.config, self.run.frontend, self.run.seed)
+
+    def loss(self, batch: Gathered) -> dict[str, Tensor]:
+        """L_out of Khosla et al. times t / base_temperature; or the released form."""
+        config, labels = self.config, batch.facts["label"]
+        first, second = self.head(batch.views).unbind(1)
+        if config.released_supcon:
+            loss = (
+                by_rank_of_class(first, second, labels, config.temperature)
+                if config.labels
+                else infonce(first, second, config.temperature)
+            )
+        else:
+            groups = labels if config.labels else torch.arange(len(labels), device=labels.device)
+            loss = supcon(torch.cat([first, second]), groups.repeat(2), config.temperature)
+            loss = loss * (config.temperature / config.base_temperature)
+        return {"supcon": loss}

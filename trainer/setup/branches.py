@@ -1,0 +1,35 @@
+"""The `also` section: additional branches of a run, each with its own data, objective and batch."""
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from common.config import Strict
+from common.storage import hash_json
+from pipeline.shards.manifest import Manifest, data_hash
+from trainer.model.settings import FrontendConfig
+from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
+from trainer.objectives.span_settings import SpanConfig
+from trainer.step.settings import OptimConfig
+
+
+class BranchConfig(Strict):
+    """A branch that trains the same encoder on other data, in every step of the run."""
+
+    data: str
+    """Folder of its prepared shards, or their address."""
+    objective: AnyObjectiveConfig = DEFAULT
+    spans: SpanConfig = SpanConfig()
+    batch_documents: int = Field(default=16, ge=1)
+    """Number of its rows in one step over all workers."""
+    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Factor of its loss. With `turns: alternating`, AdamW cancels most of it: it acts through clipping alone."""
+    optim: OptimConfig | None = None
+    """Its own optimizer, with `turns: alternating`; null: the same settings as the run's `optim`."""
+    frontend: FrontendConfig = FrontendConfig()
+
+
+def data_hash_of(manifests: Mapping[str, Manifest]) -> str:
+    """Identity of a run's data, from the manifests of its branches by name; the main branch has the name ""."""
+    hashes = {name: data_hash(manifest) for name, manifest in manifests.items()}
+    return hashes[""] if len(hashes) == 1 else hash_json(hashes)

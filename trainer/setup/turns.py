@@ -1,0 +1,131 @@
+"""Builds the branches of a run and the steppers that update the encoder in turn."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+from torch import nn
+
+from pipeline.shards.content import AnyContent, AudioContent, ImagesContent
+from pipeline.shards.manifest import Manifest
+from trainer.model.encoder import Encoder
+from trainer.model.frontend import Frontend, embedding_width, load_vit
+from trainer.parallel.sharding import shard
+from trainer.parallel.world import World
+from trainer.setup.build import build_objective
+from trainer.setup.config import TrainConfig
+from trainer.step.branch import Branch
+from trainer.step.microbatch import Microbatch
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
+from trainer.step.step import Stepper
+
+
+def build_branch(
+    config: TrainConfig, name: str, encoder: Encoder, manifest: Manifest, world: World, microbatch: Microbatch
+) -> Branch:
+    """The parts of one of `config.branches()`; the main one has the name "".
+
+    Raises:
+        ObjectiveError: its objective cannot be built.
+        UnfitEncoderError: the ViT that it names does not fit.
+    """
+    settings = config.branches()[name]
+    return Branch(
+        encoder=encoder,
+        objective=build_objective(settings, encoder, manifest),
+        world=world,
+        seed=settings.seed,
+        microbatch=microbatch,
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        name=name,
+        frontend=build_frontend(settings, encoder, manifest.content),
+        weight=config.also[name].weight if name else 1.0,
+    )
+
+
+def build_turns(config: TrainConfig, branches: Sequence[Branch], total_steps: int) -> list[Stepper]:
+    """Freezes unused parameters of the encoder, shards the others if configured, and builds optimizers and steppers.
+
+    Args:
+        config: of the run.
+        branches: the main branch and the additional ones.
+        total_steps: number of steps of the run.
+
+    Returns:
+        The steppers in the order of their turns; the last is that of the main branch.
+    """
+    main, *others = branches
+    encoder = main.encoder
+    freeze_unused(encoder, branches)
+    if config.scaling.shard_parameters:
+        shard(encoder, main.world)
+    if config.turns == "joint":
+        return [_stepper(config.optim, [main, *others], total_steps)]
+    settings = config.branches()
+    return [_stepper(settings[branch.name].optim, [branch], total_steps) for branch in (*others, main)]
+
+
+def _stepper(optim: OptimConfig, branches: Sequence[Branch], total_steps: int) -> Stepper:
+    """A stepper whose update has the gradients of these branches."""
+    main, *joined = branches
+    modules: list[nn.Module] = [one for branch in branches for one in (branch.objective, branch.frontend) if one]
+    reached = used_parameters(main.encoder, branches)
+    return Stepper(
+        **{each.name: getattr(main, each.name) for each in fields(main)},
+        optimizer=build_optimizer(optim, main.encoder, *modules, reached=reached),
+        optim=optim,
+        total_steps=total_steps,
+        joined=tuple(joined),
+    )
+
+
+def freeze_unused(encoder: Encoder, branches: Sequence[Branch]) -> None:
+    """Freezes parameters that no objective uses, so that weight decay does not change them either."""
+    used = used_parameters(encoder, branches)
+    for parameter in encoder.parameters():
+        parameter.requires_grad_(id(parameter) in used)
+
+
+def used_parameters(encoder: Encoder, branches: Sequence[Branch]) -> set[int]:
+    """Ids of the encoder's parameters that the branches use; branches with a frontend skip its embeddings."""
+    embeddings = getattr(encoder.model.base_model, "embeddings", None)
+    skipped = {id(p) for p in embeddings.parameters()} if embeddings is not None else set()
+    used: set[int] = set()
+    for branch in branches:
+        body = {id(p) for p in encoder.model.base_model.parameters()}
+        used |= body if branch.frontend is None else body - skipped
+        if branch.objective.config.embeds:
+            used |= {id(p) for p in encoder.projection.parameters()}
+        if branch.objective.config.mlm:
+            used |= {id(p) for p in encoder.model.parameters()}
+    return used
+
+
+def build_frontend(config: TrainConfig, encoder: Encoder, content: AnyContent) -> Frontend | None:
+    """The frontend of a branch with images or sounds; None for texts. Its weights are the same on every worker.
+
+    Args:
+        config: configuration of the branch.
+        encoder: the encoder whose layers follow.
+        content: content of the branch's shards.
+
+    Raises:
+        UnfitEncoderError: the ViT that it names does not fit.
+    """
+    settings = config.context("drop").frontend
+    if settings is None or not isinstance(content, ImagesContent | AudioContent):
+        return None
+    deep, wide = settings.patch
+    if isinstance(content, ImagesContent):
+        shape = 3 * deep * wide, (settings.size // deep) * (settings.size // wide)
+        normal = 0.5, 0.5
+    else:
+        frames = int(content.max_seconds * 1000 / content.shift_ms)
+        shape = deep * wide, max(1, frames // deep) * (content.mels // wide)
+        normal = 0.0, 1.0
+    frontend = Frontend(settings, *shape, embedding_width(encoder.model), config.seed, normal)
+    if settings.pretrained is not None:
+        load_vit(frontend)
+    parameter = next(encoder.parameters())
+    return frontend.to(parameter.device, parameter.dtype).train()

@@ -1,0 +1,97 @@
+"""A branch of a run: an objective on the encoder, with everything that computes its gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.data.batches import AnyBatch, RankBatch
+from trainer.model.encoder import Encoder
+from trainer.model.frontend import Frontend
+from trainer.objectives.base import Objective
+from trainer.parallel.world import World
+from trainer.step.gradcache import GradCache, Gradients
+from trainer.step.microbatch import Microbatch, out_of_memory
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Computes this rank's part of the gradient of one objective.
+
+    Attributes:
+        encoder: the model, in training mode.
+        objective: the loss on the views of the global batch.
+        world: the workers.
+        seed: the branch's seed, for dropout.
+        microbatch: limit of the tokens in one forward.
+        autocast: type of the forward's matrix products (bfloat16), or None for the parameters' type.
+        name: name among the run's additional branches; empty for the main one.
+        frontend: hidden states of patches; None for spans of tokens.
+        weight: factor of the loss.
+    """
+
+    encoder: Encoder
+    objective: Objective[Any]
+    world: World
+    seed: int
+    microbatch: Microbatch = field(default_factory=Microbatch)
+    autocast: torch.dtype | None = None
+    name: str = ""
+    frontend: Frontend | None = None
+    weight: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """Prefix of the branch's metrics: `NAME_`, empty for the main branch."""
+        return f"{self.name}_" if self.name else ""
+
+    def buffers(self) -> list[Tensor]:
+        """Copies of the objective's buffers, for example the statistics of a BatchNorm."""
+        return [buffer.clone() for buffer in self.objective.buffers()]
+
+    def restore(self, buffers: list[Tensor]) -> None:
+        """Restores the objective's buffers to their values before a step that failed."""
+        with torch.no_grad():
+            for buffer, before in zip(self.objective.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+
+    def attempt(self, batch: RankBatch, step: int) -> Gradients | None:
+        """Accumulates this rank's part of the global gradient; None on every rank if one rank ran out of memory.
+
+        The result does not depend on how the spans are cut (trainer/step/gradcache.py), so a step that ran out of
+        memory is repeated with smaller pieces.
+
+        Ranks agree before and after the all-gather of embeddings, so that none waits there for a rank that failed.
+        """
+        passes = GradCache(
+            self.encoder, self.objective, self.world, self.seed, step, self.autocast, self.frontend, self.weight
+        )
+        pieces = self._pieces(batch.spans)
+        counts = passes.count(batch)
+        embedded = self._all_fit(lambda: passes.embed(pieces))
+        if embedded is None:
+            return None
+        return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts))
+
+    def _pieces(self, spans: AnyBatch) -> list[AnyBatch]:
+        """The microbatches of a share. With a sharded encoder, all ranks get the same number; the last may be empty."""
+        pieces = self.microbatch.cut(spans)
+        if not self.encoder.sharded:
+            return pieces
+        return pieces + [spans.span_slice(0, 0)] * (self.world.largest(len(pieces)) - len(pieces))
+
+    def _all_fit(self, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None on every rank if one ran out of memory and the microbatch is automatic."""
+        if not self.microbatch.automatic:
+            return work()
+        result = None
+        try:
+            result = work()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        return None if self.world.largest(int(result is None)) else result

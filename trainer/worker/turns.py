@@ -1,0 +1,74 @@
+"""The turns of a step: each additional branch with an update of its own, then the main branch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trainer.data.batches import RankBatch
+from trainer.step.step import StepMetrics, Stepper
+from trainer.worker.bad_losses import BadLosses
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stepper, and its steps whose loss was not finite."""
+
+    stepper: Stepper
+    bad_losses: BadLosses
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Takes the turns of each step.
+
+    Attributes:
+        turns: one for each update, in their order; the last has the main branch.
+    """
+
+    turns: Sequence[Turn]
+
+    @property
+    def main(self) -> Turn:
+        """The turn of the main branch."""
+        return self.turns[-1]
+
+    @property
+    def steppers(self) -> list[Stepper]:
+        """The steppers in the order of their turns."""
+        return [turn.stepper for turn in self.turns]
+
+    def take(self, batch: RankBatch, step: int) -> StepMetrics:
+        """Takes all turns of a step; a bad loss skips the update of its turn alone.
+
+        Raises:
+            NonFiniteLossError: a loss is not finite and may not be skipped; earlier turns of the step are updated.
+        """
+        measured = []
+        for turn in self.turns:
+            name = turn.stepper.name
+            measured.append(turn.bad_losses.take(turn.stepper, batch.also[name] if name else batch, step))
+        *others, main = measured
+        return _together(main, dict(zip([turn.stepper.name for turn in self.turns], others, strict=False)))
+
+
+def _together(main: StepMetrics, others: dict[str, StepMetrics]) -> StepMetrics:
+    """Metrics of all turns: sums of loss and counts; norm, rate and digest by branch."""
+    if not others:
+        return main
+    parts = [*others.values(), main]
+    tokens = sum(part.num_tokens for part in parts)
+    places = sum(part.num_tokens / max(1e-9, 1 - part.padding_share) for part in parts)
+    also = {
+        f"{name}_{key}": getattr(part, key)
+        for name, part in others.items()
+        for key in ("grad_norm", "lr", "batch_digest", "skipped")
+    }
+    return replace(
+        main,
+        loss=sum(part.loss for part in parts),
+        terms={**main.terms, **{name: value for part in others.values() for name, value in part.terms.items()}},
+        num_selected=sum(part.num_selected for part in parts),
+        num_tokens=tokens,
+        padding_share=1 - tokens / max(1.0, places),
+        flops=sum(part.flops for part in parts),
+        also=also,
+    )
