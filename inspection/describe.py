@@ -78,7 +78,9 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int, run: TrainCon
     yield f"  {totals['num_tokens']:,} tokens kept, {longest}"
     geometry, tokenizer, kind = manifest.geometry, manifest.tokenizer, manifest.content.kind
     yield f"  {_room(geometry, manifest.short_documents) if kind == 'documents' else _texts(manifest)}"
-    yield f"  tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
+    if tokenizer is not None:
+        made_by = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
+        yield f"  tokenizer: {made_by}"
     problems = check_shards(path, full=True)
     yield from (f"  PROBLEM: {problem}" for problem in problems)
     yield "  all files whole, checksums as in the manifest" if not problems else "  see the problems above"

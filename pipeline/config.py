@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from common.config import Strict, flat_keys
 from common.session_config import SessionConfig
@@ -12,7 +13,7 @@ from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.readers.corpus import FilesCorpus, HubCorpus
 from pipeline.readers.fields import FIELD_FORMATS
 from pipeline.readers.pydocs import PythonDocs
-from pipeline.shards.content import AnyContent, DocumentsContent, keys_of
+from pipeline.shards.content import MEDIA_KINDS, AnyContent, DocumentsContent, keys_of
 from pipeline.shards.windows import Geometry, ShortDocuments
 from pipeline.tokenizer.tokenization import TokenizerConfig
 
@@ -28,8 +29,9 @@ class PipelineConfig(Strict):
     output: str
     """Folder of the shards; created if missing."""
     corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
-    tokenizer: TokenizerConfig
     content: AnyContent = DocumentsContent()
+    tokenizer: TokenizerConfig | None = Field(default=None, validate_default=True)
+    """Tokenizer of the texts. Required, but not for images and audio."""
     geometry: Geometry = Geometry()
     short_documents: ShortDocuments = "drop"
     """Treatment of documents under 2 * num_anchors * max_tokens tokens. drop: drop them, as in the paper.
@@ -53,6 +55,14 @@ class PipelineConfig(Strict):
     """Seed of the held-out split."""
     session: SessionConfig = SessionConfig()
 
+    @field_validator("tokenizer")
+    @classmethod
+    def _needs_tokenizer(cls, tokenizer: TokenizerConfig | None, given: ValidationInfo) -> TokenizerConfig | None:
+        """Requires a tokenizer for kinds of content with text."""
+        if tokenizer is None and "content" in given.data and given.data["content"].kind not in MEDIA_KINDS:
+            raise PydanticKnownError("missing")
+        return tokenizer
+
     @model_validator(mode="after")
     def _check_content(self) -> "PipelineConfig":
         """Refuses settings that have no effect on this content, or no sense."""
@@ -70,6 +80,8 @@ def _content_problems(config: PipelineConfig) -> list[str]:
     for name, default in (("geometry", Geometry()), ("short_documents", "drop")):
         if getattr(config, name) != default:
             found.append(f"{name}: has no effect with content.kind = {kind}, whose rows have no windows; remove it")
+    if kind in MEDIA_KINDS:
+        return found + _media_problems(config)
     keys = keys_of(config.content)
     if not keys:
         return found
@@ -94,10 +106,41 @@ def _content_problems(config: PipelineConfig) -> list[str]:
     return found
 
 
+def _media_problems(config: PipelineConfig) -> list[str]:
+    """Settings for texts that were given for images or audio, one line each."""
+    kind, corpus = config.content.kind, config.corpus
+    found = []
+    if config.tokenizer is not None:
+        found.append(f"tokenizer: has no effect with content.kind = {kind}, whose rows have no text; remove it")
+    found += [
+        f"choosing.{name}: is for texts; content.kind = {kind} has none; remove it"
+        for name in ChoosingConfig.model_fields
+        if getattr(config.choosing, name) != getattr(ChoosingConfig(), name)
+    ]
+    if config.duplicates.near is not None:
+        found.append(f"duplicates.near: compares words; content.kind = {kind} has none; remove it (exact works)")
+    if isinstance(corpus, PythonDocs):
+        return [*found, f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"]
+    if corpus.text_field != "text":
+        column = "image" if kind == "images" else "audio"
+        found.append(f"corpus.text_field: has no effect with content.kind = {kind}; set content.{column} for Parquet")
+    if isinstance(corpus, FilesCorpus) and corpus.format != "auto":
+        found.append(
+            f"corpus.format = {corpus.format}: has no effect with content.kind = {kind}, whose files are known by "
+            "their endings; remove it"
+        )
+    return found
+
+
 def identity(config: PipelineConfig) -> dict[str, Any]:
     """The settings that decide the content of the shards, as JSON. Those without effect on its kind are left out."""
     found = config.model_dump(mode="json", exclude=_NO_INFLUENCE)
-    for name in ("content",) if config.content.kind == "documents" else ("geometry", "short_documents"):
+    without: tuple[str, ...] = ("geometry", "short_documents")
+    if config.content.kind == "documents":
+        without = ("content",)
+    elif config.content.kind in MEDIA_KINDS:
+        without += ("tokenizer", "choosing")
+    for name in without:
         del found[name]
     return found
 

@@ -118,7 +118,7 @@ def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: Pre
     return manifest
 
 
-def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
+def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo | None:
     """Writes the files that every task needs, unless they exist."""
     if config.choosing.contamination and not (folder / INDEX).exists():
         with write_aside(folder / INDEX) as aside:

@@ -9,6 +9,7 @@ from evaluation.report.content import Content
 from evaluation.report.markup import Html, details, in_mib, join, share, tag
 from pipeline.job.outcome import lines_hint
 from pipeline.readers.skipped import describe_skipped
+from pipeline.tokenizer.tokenization import TokenizerInfo
 
 _PREVIEW = 12
 
@@ -48,11 +49,8 @@ def _equation(content: Content) -> Html:
 
 def _facts(content: Content) -> Html:
     manifest = content.manifest
-    totals, tokenizer = manifest.totals, manifest.tokenizer
+    totals = manifest.totals
     shard_bytes = sum(shard.num_bytes for shard in manifest.shards)
-    vocabulary = (
-        f"{tokenizer.vocab_size:,} tokens, {'trained on this corpus' if tokenizer.kind == 'train' else 'pretrained'}"
-    )
     facts: list[tuple[str, object, str]] = [
         ("Tokens kept", tag("span", totals["num_tokens"], id="total-num_tokens"), "without special tokens"),
         ("Text read", in_mib(totals["text_bytes"]), f"{in_mib(content.kept_tally.text_bytes)} of it kept"),
@@ -60,7 +58,7 @@ def _facts(content: Content) -> Html:
         ("For training", totals["kept_train"], f"and {totals['kept_held_out']:,} held out"),
         ("Shards", len(manifest.shards), in_mib(shard_bytes)),
         (f"Longest {manifest.noun.removesuffix('s')}", totals["longest_tokens"], "tokens, kept or not"),
-        ("Tokenizer", vocabulary, f"fingerprint {tokenizer.fingerprint[:_PREVIEW]}"),
+        *_tokenizer_facts(manifest.tokenizer),
         _content_fact(content),
     ]
     return tag(
@@ -68,6 +66,15 @@ def _facts(content: Content) -> Html:
         *(tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="note")) for name, value, note in facts),
         class_="facts",
     )
+
+
+def _tokenizer_facts(tokenizer: TokenizerInfo | None) -> list[tuple[str, object, str]]:
+    """The tokenizer of texts; nothing for images and audio."""
+    if tokenizer is None:
+        return []
+    origin = "trained on this corpus" if tokenizer.kind == "train" else "pretrained"
+    vocabulary = f"{tokenizer.vocab_size:,} tokens, {origin}"
+    return [("Tokenizer", vocabulary, f"fingerprint {tokenizer.fingerprint[:_PREVIEW]}")]
 
 
 def _content_fact(content: Content) -> tuple[str, object, str]:
@@ -122,14 +129,14 @@ def _glance(content: Content) -> list[str]:
 
 def _settings(content: Content) -> Html:
     """Settings, hashes and versions, collapsed at first."""
-    manifest = content.manifest
+    manifest, tokenizer = content.manifest, content.manifest.tokenizer
     settings = redact(yaml.safe_dump(manifest.config, sort_keys=False, allow_unicode=True, width=math.inf))
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
     return details(
         "Settings and versions",
         tag("p", f"Versions: {versions}; schema {manifest.schema_version}."),
         tag("p", "Hash of the settings: ", tag("code", manifest.config_hash)),
-        tag("p", "Fingerprint of the tokenizer: ", tag("code", manifest.tokenizer.fingerprint)),
+        *([tag("p", "Fingerprint of the tokenizer: ", tag("code", tokenizer.fingerprint))] if tokenizer else []),
         tag("pre", settings),
         id="settings",
     )

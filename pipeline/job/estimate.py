@@ -16,14 +16,16 @@ from common.config import Strict
 from common.console.logs import get_logger
 from common.storage import write_text
 from pipeline.config import PipelineConfig, identity
+from pipeline.job.judging import Judged
 from pipeline.job.outcome import lines_hint, nothing_kept
 from pipeline.job.sample import output_engine
 from pipeline.job.strata import Found, Stratum, bites, draw_strata
 from pipeline.job.unit_writer import Tally
 from pipeline.job.units import Unit, read_unit
-from pipeline.job.worker import Judged, judged_documents
+from pipeline.job.worker import judged_records
 from pipeline.readers.corpus import MIB
 from pipeline.shards.manifest import SPLITS, Counts, Manifest
+from pipeline.shards.media import Clip, Image, Media
 from pipeline.shards.schema import UINT16_VOCABULARY
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
@@ -123,7 +125,7 @@ class Estimate(Strict):
         return f" ({bounds[0]:,} to {bounds[1]:,})" if bounds and bounds[0] < bounds[1] else ""
 
 
-def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> Estimate:
+def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> Estimate:
     """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
 
     Each folder and each format is estimated separately (pipeline/job/strata.py) from at least a few parts: if small
@@ -133,7 +135,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
     engine = output_engine(config, folder, units)
-    judge = partial(judged_documents, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
+    judge = partial(judged_records, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
     list(judge(iter(())))  # load the tokenizer before the clock starts
     seen = Tally()
     strata = draw_strata([part for unit in units for part in unit.parts])
@@ -153,7 +155,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     found = sum((stratum.estimate() for stratum in strata), Found())
     spread = sum((stratum.variance() for stratum in strata), Found())
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
-    token_bytes = 2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4
+    token_bytes = (2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4) if tokenizer else 0
     window_bytes = 4 / config.geometry.max_tokens if config.content.kind == "documents" else 0
     return Estimate(
         sampled_bytes=sum(one.num_bytes for stratum in strata for one in stratum.sampled),
@@ -164,7 +166,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         text_bytes=round(found.text_bytes),
         shards=len(units) * len(SPLITS),
         shard_bytes=round(found.num_tokens * (token_bytes + window_bytes) + found.kept * _ROW_BYTES)
-        + round(found.num_texts * _TEXT_BYTES),
+        + round(found.num_texts * _TEXT_BYTES + found.media_bytes),
         cpu_seconds=found.cpu_seconds,
         num_cpus=num_cpus,
         seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
@@ -190,14 +192,16 @@ def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
     return max(costs, default=0)
 
 
-def _judge(documents: Iterable[tuple[Judged, NDArray[np.uint32] | None]], seen: Tally) -> Found:
-    """Sums over some documents; counts their fates in `seen`."""
+def _judge(records: Iterable[tuple[Judged, NDArray[np.uint32] | Media | None]], seen: Tally) -> Found:
+    """Sums over some records; counts their fates in `seen`."""
     found = Found()
-    for judged, tokens in documents:
-        num_tokens = 0 if tokens is None else len(tokens)
+    for judged, content in records:
+        kept, entry = content is not None, judged.entry
         num_texts = 0 if judged.layout is None else len(judged.layout.starts)
-        found += Found(1, int(tokens is not None), num_tokens, judged.entry.text_bytes, num_texts=num_texts)
-        seen.add(judged.entry, tokens is not None)
+        media_bytes = content.num_bytes if isinstance(content, Image | Clip) else 0
+        size = (entry.num_tokens or 0) if kept else 0
+        found += Found(1, int(kept), size, entry.text_bytes, num_texts=num_texts, media_bytes=media_bytes)
+        seen.add(entry, kept)
     return found
 
 

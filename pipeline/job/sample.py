@@ -48,18 +48,21 @@ def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: floa
                 yield text
 
 
-def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo:
-    """The tokenizer in the output folder; the first run creates it."""
+def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo | None:
+    """The tokenizer in the output folder; the first run creates it. None if the content has no text."""
+    tokenizer = config.tokenizer
+    if tokenizer is None:
+        return None
     if not (folder / TOKENIZER).exists():
-        if isinstance(config.tokenizer, TrainedTokenizer):
-            get_logger().info("training a tokenizer on %g MiB of the corpus", config.tokenizer.sample_mib)
-            texts = sample_texts(config, units, config.tokenizer.sample_mib)
-            made = train_tokenizer(texts, config.tokenizer.vocab_size)
+        if isinstance(tokenizer, TrainedTokenizer):
+            get_logger().info("training a tokenizer on %g MiB of the corpus", tokenizer.sample_mib)
+            texts = sample_texts(config, units, tokenizer.sample_mib)
+            made = train_tokenizer(texts, tokenizer.vocab_size)
         else:
-            made = load_tokenizer(config.tokenizer.name, config.tokenizer.trust_remote_code)
+            made = load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
         with folder_aside(folder / TOKENIZER) as aside:
             _save(made, aside)
-    return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), config.tokenizer.kind)
+    return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), tokenizer.kind)
 
 
 def _save(tokenizer: Any, folder: Path) -> None:
@@ -77,12 +80,14 @@ def _save(tokenizer: Any, folder: Path) -> None:
         raise OSError(f"{folder.parent / TOKENIZER} cannot be written: {error}") from error
 
 
-def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName:
-    """The engine for the tokenizer in the output folder.
+def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName | None:
+    """The engine for the tokenizer in the output folder; None if the content has no text.
 
     Raises:
         ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
+    if config.tokenizer is None:
+        return None
     chosen = choose_engine(folder / TOKENIZER, config.tokenizer.engine, sample_texts(config, units, _COMPARED_MIB))
     get_logger().info("tokenizing with %s: %s", chosen.engine, chosen.reason)
     return chosen.engine

@@ -4,9 +4,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +19,13 @@ from pipeline.job.worker import CANDIDATES
 from pipeline.shards.content import Layout
 from pipeline.shards.ledger import LEDGERS, REJECTED, ledger_entries
 from pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar
+from pipeline.shards.media import Clip, Image, Media, lists, media_rows
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
 
 
-def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo) -> Sidecar:
+def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo | None) -> Sidecar:
     """Writes one unit from the candidates and the list of duplicates in `folder`, without reading or tokenizing again.
 
     Raises:
@@ -34,24 +33,28 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
     """
     candidates = folder / CANDIDATES
     copies = removed(folder, unit.name)
-    kept_rows: dict[str, Iterator[tuple[NDArray[np.uint32], Layout | None]]] = {
+    kept_rows: dict[str, Iterator[tuple[NDArray[np.uint32] | Media, Layout | None]]] = {
         split: _rows(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS
     }
     texts = _rejected_texts(candidates, unit.name) if config.write_rejected else None
-    decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json")) if config.write_rejected else None
+    decoder = None
+    if config.write_rejected and tokenizer is not None:
+        decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))
     writer = UnitWriter(folder, unit, config, tokenizer)
     with writer:
         for ordinal, entry in enumerate(ledger_entries(candidates / LEDGERS / f"{unit.name}.arrow")):
             if entry.row is None:
                 writer.reject(entry, next(texts) if texts else "")
                 continue
-            ids, layout = next(kept_rows[entry.fate])
+            content, layout = next(kept_rows[entry.fate])
             copy = copies.get(ordinal)
             if copy is None:
-                writer.keep(entry, ids, layout)
+                writer.keep(entry, content, layout)
             else:
                 kept = f"{copy.kept_unit}:{copy.kept_ordinal} is kept, similarity {copy.similarity:.2f}"
-                text = _decoded(decoder, ids, layout) if decoder else ""
+                text = (
+                    "" if decoder is None or isinstance(content, Image | Clip) else _decoded(decoder, content, layout)
+                )
                 writer.reject(replace(entry, fate=REASONS[copy.kind], row=None, detail=kept), text)
     noted = load_sidecar(candidates, unit.name)
     return writer.finish(noted.stamp if noted else None)
@@ -63,24 +66,20 @@ def _decoded(decoder: Tokenizer, ids: NDArray[np.uint32], layout: Layout | None)
     return "\n".join(decoder.decode(text.tolist()).strip() for text in texts)
 
 
-def _rows(shard: Path) -> Iterator[tuple[NDArray[np.uint32], Layout | None]]:
-    """Tokens and layout of a shard's rows, in order; none if the shard does not exist."""
+def _rows(shard: Path) -> Iterator[tuple[NDArray[np.uint32] | Media, Layout | None]]:
+    """Tokens and layout of a shard's rows, or images or clips, in order; none if the shard does not exist."""
     if not shard.exists():
         return
     with pa.memory_map(str(shard)) as file, pa.ipc.open_file(file) as reader:
         for index in range(reader.num_record_batches):
             batch = reader.get_batch(index)
+            if "tokens" not in batch.schema.names:
+                yield from ((media, None) for media in media_rows(batch))
+                continue
             names = [name for name in ("tokens", "starts", "labels") if name in batch.schema.names]
-            columns = [_lists(batch.column(name)) for name in names]
+            columns = [lists(batch.column(name)) for name in names]
             for tokens, *layout in zip(*columns, strict=True):
                 yield tokens, Layout(*layout) if layout else None
-
-
-def _lists(column: pa.Array) -> Iterator[NDArray[Any]]:
-    """The lists of a column."""
-    values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
-    for start, stop in pairwise(offsets.tolist()):
-        yield values[start:stop]
 
 
 def _rejected_texts(candidates: Path, unit: str) -> Iterator[str]:

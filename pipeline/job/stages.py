@@ -34,7 +34,9 @@ _ATTEMPTS = 10
 Stage = Literal["prepare", "select"]
 
 
-def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo) -> list[Sidecar]:
+def run_stages(
+    config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo | None
+) -> list[Sidecar]:
     """Completes the output folder; returns the sidecars of all units in plan order.
 
     Raises:
@@ -60,7 +62,7 @@ def run_stages(config: PipelineConfig, folder: Path, units: Sequence[Unit], toke
 
 
 def _run(
-    stage: Stage, config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo
+    stage: Stage, config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo | None
 ) -> list[Sidecar]:
     """Processes unfinished units on Ray Data; returns the sidecars of all units in order."""
     target = stage_folder(folder, config) if stage == "prepare" else folder
@@ -95,7 +97,12 @@ def _run(
 
 
 def work_on(
-    row: dict[str, str], stage: Stage, folder: str, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
+    row: dict[str, str],
+    stage: Stage,
+    folder: str,
+    config: PipelineConfig,
+    tokenizer: TokenizerInfo | None,
+    engine: EngineName | None,
 ) -> dict[str, str]:
     """Processes one unit; Ray Data maps it from `{"unit": JSON}` to `{"sidecar": JSON, "problem": message}`.
 

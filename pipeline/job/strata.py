@@ -35,6 +35,8 @@ class Found:
     cpu_seconds: float = 0
     num_texts: float = 0
     """Short texts in kept rows; 0 for documents."""
+    media_bytes: float = 0
+    """Bytes of kept images and clips."""
 
     def __add__(self, other: "Found") -> "Found":
         return Found(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))

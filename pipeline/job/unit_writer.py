@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
@@ -18,7 +19,8 @@ from pipeline.readers.stamp import Stamp
 from pipeline.shards.content import LABELS, NO_LABEL, Layout
 from pipeline.shards.ledger import Entry, LedgerWriter, rejected_writer
 from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
-from pipeline.shards.schema import shard_schema
+from pipeline.shards.media import Clip, Image, Media, notes_of
+from pipeline.shards.schema import media_schema, shard_schema
 from pipeline.shards.writer import ShardWriter
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
@@ -34,6 +36,7 @@ class Tally:
     text_bytes: int = 0
     longest_tokens: int = 0
     labels: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
 
     def add(self, entry: Entry, kept: bool) -> None:
         """Counts one more document; one without an id could not be read."""
@@ -46,17 +49,16 @@ class Tally:
 
     def counts(self) -> Counts:
         """The counts, sorted by reason."""
-        named = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "failed", "labels")}
+        named = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "failed", "labels", "notes")}
         return Counts(**(vars(self) | named))
 
 
 class UnitWriter(ExitStack):
     """A context that takes the documents of a unit in reading order, kept or not; call `finish` after it."""
 
-    def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo) -> None:
+    def __init__(self, folder: Path, unit: Unit, config: PipelineConfig, tokenizer: TokenizerInfo | None) -> None:
         super().__init__()
-        facts = tokenizer.vocab_size, config.geometry, tokenizer.fingerprint
-        schema = shard_schema(*facts, config.short_documents, config.content.kind)
+        schema = _schema(config, tokenizer)
         self._folder, self._unit, self._config = folder, unit, config
         self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.block_documents) for s in SPLITS}
         self._ledger = LedgerWriter(folder, unit.name)
@@ -70,15 +72,25 @@ class UnitWriter(ExitStack):
         self._write_rejected = self.enter_context(rejected)
         return self
 
-    def keep(self, entry: Entry, tokens: NDArray[np.uint32], layout: Layout | None = None) -> None:
-        """Adds a document, or a row of short texts with their layout, to the shard of the split that its fate names.
+    def keep(self, entry: Entry, content: NDArray[np.uint32] | Media, layout: Layout | None = None) -> None:
+        """Adds a row to the shard of the split that its fate names.
+
+        Args:
+            entry: its ledger row.
+            content: token ids of a document or of short texts; or an image or a clip.
+            layout: places of the short texts.
 
         Raises:
             ShardError: a token id is beyond the vocabulary.
         """
         assert entry.id is not None
         shard = self._shards[entry.fate]  # type: ignore[index]
-        row = shard.add(entry.id, tokens, entry.source, entry.offset, layout)
+        if isinstance(content, Image | Clip):
+            row = shard.add_media(entry.id, content, entry.source, entry.offset)
+            self.tally.labels.update([content.label] if content.label else [])
+            self.tally.notes.update(notes_of(entry.detail))
+        else:
+            row = shard.add(entry.id, content, entry.source, entry.offset, layout)
         if layout is not None:
             self.tally.labels.update(LABELS[label] for label in layout.labels.tolist() if label != NO_LABEL)
         self.tally.add(entry, True)
@@ -114,6 +126,15 @@ class UnitWriter(ExitStack):
         )
         write_text(sidecar_path(self._folder, self._unit.name), sidecar.model_dump_json(indent=1) + "\n")
         return sidecar
+
+
+def _schema(config: PipelineConfig, tokenizer: TokenizerInfo | None) -> pa.Schema:
+    """Schema of the shards."""
+    kind = config.content.kind
+    if kind == "images" or kind == "audio":
+        return media_schema(kind)
+    assert tokenizer is not None
+    return shard_schema(tokenizer.vocab_size, config.geometry, tokenizer.fingerprint, config.short_documents, kind)
 
 
 def sidecar_path(folder: Path, unit: str) -> Path:

@@ -1,7 +1,7 @@
 """The work of one task: read a unit, choose, tokenize, write (only candidates if duplicates are to be removed)."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
 from pipeline.choosing.chooser import Chooser
 from pipeline.choosing.config import ChoosingConfig
 from pipeline.choosing.evaluation_sets import INDEX
@@ -18,15 +17,17 @@ from pipeline.config import PipelineConfig
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.signatures import Signer
+from pipeline.job.judging import Judged, judge_unread, judged_media, splits_of
 from pipeline.job.progress import Done, Heartbeat
 from pipeline.job.unit_writer import UnitWriter
 from pipeline.job.units import Unit, read_unit, stamp_read
-from pipeline.readers.corpus import ReadFailure, Record, document_id
+from pipeline.readers.corpus import Document, Record, document_id
 from pipeline.shards.content import NO_LABEL, Layout
 from pipeline.shards.ledger import Entry
-from pipeline.shards.manifest import TOKENIZER, Sidecar, Split
+from pipeline.shards.manifest import TOKENIZER, Sidecar
+from pipeline.shards.media import Media
 from pipeline.shards.windows import EMPTY, drop_reason
-from pipeline.texts.rows import LeftOut, TextRow, row_id
+from pipeline.texts.rows import TextRow, row_id
 from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
@@ -36,34 +37,17 @@ _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A document before it is written: its ledger row, with an empty fate unless a rule has dropped it."""
-
-    entry: Entry
-    text: str
-    texts: tuple[str, ...] = ()
-    """Texts of a row of sentences, pairs or triples, cleaned; none for documents."""
-    labels: tuple[int, ...] = ()
-    """Label of each text."""
-    layout: Layout | None = None
-    """Places of the texts in the row's tokens, if it is kept."""
-
-    @property
-    def split_key(self) -> bytes:
-        """16 bytes by which its split is drawn: its id, or for several texts a hash of the premise."""
-        if len(self.texts) > 1:
-            return document_id(normalise(self.texts[0]).encode())
-        return self.entry.id or b""
-
-
 def stage_folder(folder: Path, config: PipelineConfig) -> Path:
     """Target folder of `write_unit`: the output folder, or a folder in it if duplicates are searched for."""
     return folder / CANDIDATES if config.duplicates.enabled else folder
 
 
 def write_unit(
-    unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName = "tokenizers"
+    unit: Unit,
+    folder: Path,
+    config: PipelineConfig,
+    tokenizer: TokenizerInfo | None,
+    engine: EngineName | None = "tokenizers",
 ) -> Sidecar:
     """Prepares one unit in an output folder that holds the tokenizer.
 
@@ -78,12 +62,12 @@ def write_unit(
     keys = _Keys(config.duplicates) if config.duplicates.enabled else None
     with writer:
         reading, heartbeat = read_unit(unit, config.corpus, config.content), Heartbeat(folder, unit.name)
-        for ordinal, (judged, tokens) in enumerate(judged_documents(reading, folder, config, tokenizer, engine)):
+        for ordinal, (judged, content) in enumerate(judged_records(reading, folder, config, tokenizer, engine)):
             entry = judged.entry
-            if tokens is None:
+            if content is None:
                 writer.reject(entry, judged.text)
             else:
-                writer.keep(entry, tokens, judged.layout)
+                writer.keep(entry, content, judged.layout)
                 if keys is not None:
                     keys.add(ordinal, judged)
             if heartbeat.due():
@@ -110,10 +94,23 @@ class _Keys:
             self.signatures.append(self._signer.sign(judged.text))
 
 
-def judged_documents(
+def judged_records(
+    records: Iterator[Record],
+    folder: Path,
+    config: PipelineConfig,
+    tokenizer: TokenizerInfo | None,
+    engine: EngineName | None,
+) -> Iterator[tuple[Judged, NDArray[np.uint32] | Media | None]]:
+    """Every record with its fate, in order, and its tokens, image or clip if it is kept, else None."""
+    if tokenizer is None or engine is None:
+        return judged_media(records, config)
+    return _judged_texts(records, folder, config, tokenizer, engine)
+
+
+def _judged_texts(
     records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
-) -> Iterator[tuple[Judged, np.ndarray | None]]:
-    """Every record with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
+) -> Iterator[tuple[Judged, NDArray[np.uint32] | None]]:
+    """Every text with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
     encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
     chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
     documents = (_judge(record, chooser, config) for record in records)
@@ -138,21 +135,11 @@ def judged_documents(
             yield Judged(entry, judged.text, layout=None if reason else layout), None if reason else tokens
 
 
-def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split]:
-    """Splits of documents, drawn by their ids so that equal texts are never in both splits."""
-    keys = np.array([int.from_bytes(identity[:8], "little") for identity in identities], dtype=np.uint64)
-    drawn = seeding.unit(seeding.words(config.seed, "held-out", keys, np.zeros_like(keys), 1))[:, 0]
-    return ["held-out" if held_out else "train" for held_out in (drawn < config.held_out_share).tolist()]
-
-
 def _judge(record: Record, chooser: Chooser, config: PipelineConfig) -> Judged:
     """Judges a row before it is tokenized. Rules see its texts joined by newlines."""
-    if isinstance(record, ReadFailure):
-        return Judged(Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), "")
-    if isinstance(record, LeftOut):
-        raw = record.text.encode()
-        entry = Entry(document_id(raw), record.source, record.offset, len(raw), None, None, record.reason, None, None)
-        return Judged(entry, record.text)
+    if (unread := judge_unread(record)) is not None:
+        return unread
+    assert isinstance(record, Document)
     if isinstance(record, TextRow):
         finish = normalise if config.choosing.normalise_whitespace else str
         texts = tuple(map(finish, record.texts))

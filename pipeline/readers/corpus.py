@@ -28,6 +28,22 @@ class Document:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut(Document):
+    """A record that forms no row, although it could be read."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blob(Document):
+    """An image or a clip as it is stored in its file; `text` is empty."""
+
+    data: bytes
+    label: str | None
+    """Label stored with it; None if there is none."""
+
+
 Value = str | int | None
 
 

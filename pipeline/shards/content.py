@@ -1,19 +1,27 @@
 """Kinds of content of the shards, and the `content` section of `prepare`.
 
-A row of `documents` is a long text with windows for spans. A row of the other kinds is a group of short texts: a
-sentence; or a premise and its labelled hypotheses.
+A row of `documents` is a long text with windows for spans. A row of `sentences`, `pairs` or `triples` is a group of
+short texts: a sentence; or a premise and its labelled hypotheses. A row of `images` or `audio` is one image or clip.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from common.config import Strict
 
-ContentKind = Literal["documents", "sentences", "pairs", "triples"]
+TextKind = Literal["documents", "sentences", "pairs", "triples"]
+MediaKind = Literal["images", "audio"]
+ContentKind = TextKind | MediaKind
+MEDIA_KINDS: tuple[MediaKind, ...] = ("images", "audio")
+"""Kinds without text: no tokenizer, no windows, no rules of `choosing`."""
+_NOUNS = {"documents": "documents", "images": "images", "audio": "clips"}
+FOLDER = "folder"
+"""Value of `content.label` that takes the name of the file's folder."""
 Label = Literal["entailment", "neutral", "contradiction"]
 LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
 """Labels of hypotheses; a shard holds their places in this tuple."""
@@ -85,9 +93,87 @@ class TriplesContent(Strict):
     """Key or column of the contradicting sentence."""
 
 
+def _expression(value: str | None) -> str | None:
+    """Checks that a label rule is `folder`, null or a regular expression with one group."""
+    if value in (None, FOLDER):
+        return value
+    try:
+        groups = re.compile(value or "").groups
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"{value!r} is not a regular expression: {error}; give folder, an expression or null"
+        ) from error
+    if groups != 1:
+        raise ValueError(f"{value!r} has {groups} groups; put the label, and nothing else, in one pair of parentheses")
+    return value
+
+
+LabelRule = Annotated[str | None, AfterValidator(_expression)]
+
+
+class ImagesContent(Strict):
+    """Rows of the shards: images from files, tar archives or Parquet; upright, RGB, stored as PNG.
+
+    JPEG, PNG, WebP, GIF, BMP, TIFF and PPM are read. The first frame of an animation is taken. Transparent parts become
+    white.
+    """
+
+    kind: Literal["images"]
+    side: int = Field(default=256, ge=8, le=2048)
+    """Longest shorter side in pixels; larger images are made smaller, others keep their size."""
+    label: LabelRule = FOLDER
+    r"""Label of a file. folder: the name of its folder. A regular expression with one group, such as `^(\d)_`, is
+    searched in the path relative to the corpus. null: no labels. A `.cls` member next to the image in a tar archive
+    (WebDataset) and the label column in Parquet come first. A file without a label is a failure."""
+    image: str = "image"
+    """Column of the images in Parquet: bytes, or a struct with `bytes` as in datasets of the Hub."""
+    label_column: str = "label"
+    """Column of the labels in Parquet; numbers become names if the file's metadata of the Hub name them."""
+
+
+class AudioContent(Strict):
+    """Rows of the shards: clips from files, tar archives or Parquet, as frames of log-mel energies.
+
+    WAV, FLAC and Ogg (Vorbis, Opus) are read. Channels are averaged, and the clip is resampled to `sample_rate`.
+    """
+
+    kind: Literal["audio"]
+    sample_rate: int = Field(default=16_000, ge=1000, le=192_000)
+    """Samples per second of the clips from which frames are made."""
+    mels: int = Field(default=128, ge=1, le=512)
+    """Mel bands of a frame."""
+    frame_ms: float = Field(default=25.0, ge=1, le=1000)
+    """Length of a frame, milliseconds."""
+    shift_ms: float = Field(default=10.0, ge=1, le=1000)
+    """Distance between the starts of two frames, milliseconds."""
+    max_seconds: float = Field(default=10.24, gt=0, le=600)
+    """Longest clip in seconds; longer ones are cut there and counted."""
+    label: LabelRule = FOLDER
+    r"""Label of a file. folder: the name of its folder. A regular expression with one group, such as `^(\d)_`, is
+    searched in the path relative to the corpus. null: no labels. A `.cls` member next to the clip in a tar archive
+    (WebDataset) and the label column in Parquet come first. A file without a label is a failure."""
+    audio: str = "audio"
+    """Column of the clips in Parquet: bytes, or a struct with `bytes` as in datasets of the Hub."""
+    label_column: str = "label"
+    """Column of the labels in Parquet; numbers become names if the file's metadata of the Hub name them."""
+
+
+MediaContent = ImagesContent | AudioContent
+
+
 def _with_kind(value: object) -> object:
     """Accepts a section that is a kind alone, such as `content: sentences`."""
     return {"kind": value} if isinstance(value, str) else value
+
+
+def noun_of(kind: ContentKind) -> str:
+    """Noun for rows of this kind in messages."""
+    return _NOUNS.get(kind, "rows")
+
+
+def size_noun(kind: ContentKind) -> str:
+    """Noun for the unit of `num_tokens` in messages."""
+    return {"images": "pixels", "audio": "frames"}.get(kind, "tokens")
 
 
 def keys_of(content: "AnyContent") -> dict[str, str]:
@@ -100,7 +186,7 @@ def keys_of(content: "AnyContent") -> dict[str, str]:
 
 
 AnyContent = Annotated[
-    DocumentsContent | SentencesContent | PairsContent | TriplesContent,
+    DocumentsContent | SentencesContent | PairsContent | TriplesContent | ImagesContent | AudioContent,
     Field(discriminator="kind"),
     BeforeValidator(_with_kind),
 ]

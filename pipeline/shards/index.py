@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from pipeline.shards.content import ContentKind
 from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from pipeline.shards.media import media_problem
 from pipeline.shards.schema import SCHEMA_VERSION
 from pipeline.shards.soundness import content_problem
 from pipeline.shards.windows import Geometry, ShortDocuments
@@ -29,6 +30,7 @@ class _Tokenizer(msgspec.Struct, frozen=True):
 
 class _Content(msgspec.Struct, frozen=True):
     kind: ContentKind = "documents"
+    mels: int = 0
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -42,13 +44,17 @@ class ManifestIndex(msgspec.Struct, frozen=True):
     schema_version: int
     shards: list[ListedShard]
     geometry: dict[str, int]
-    tokenizer: _Tokenizer
+    tokenizer: _Tokenizer | None
     config: _Settings
 
     def problem(self, rows: pa.RecordBatch) -> tuple[int, str] | None:
         """Like `content_problem`, with this manifest's geometry and vocabulary."""
+        kind = self.kind
+        if kind == "images" or kind == "audio":
+            return media_problem(rows, kind, self.config.content.mels)
         geometry = Geometry.model_validate(self.geometry)
-        return content_problem(rows, geometry, self.config.short_documents, self.tokenizer.vocab_size, self.kind)
+        vocab_size = self.tokenizer.vocab_size if self.tokenizer else 0
+        return content_problem(rows, geometry, self.config.short_documents, vocab_size, kind)
 
     @property
     def kind(self) -> ContentKind:

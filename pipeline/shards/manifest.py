@@ -12,7 +12,7 @@ from common.storage import hash_json
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.skipped import Skip
 from pipeline.readers.stamp import Stamp
-from pipeline.shards.content import AnyContent
+from pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
 from pipeline.shards.ledger import LedgerFile
 from pipeline.shards.schema import SCHEMA_VERSION
 from pipeline.shards.windows import Geometry, ShortDocuments
@@ -25,6 +25,9 @@ MAX_EXAMPLES = 100
 """Failures listed in a manifest and in each sidecar; all failures are counted."""
 
 _CONTENT: TypeAdapter[AnyContent] = TypeAdapter(AnyContent)
+
+_LIBRARIES = {"images": ("numpy", "pillow"), "audio": ("numpy", "scipy", "soundfile", "transformers")}
+"""Packages that decide the rows of images and audio."""
 
 Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = ("train", "held-out")
@@ -59,7 +62,10 @@ class Counts(Strict):
     longest_tokens: int
     """Tokens of the longest document, kept or not."""
     labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
-    """Kept hypotheses by label; left out of the file if there are none."""
+    """Kept hypotheses, images or clips by label; left out of the file if there are none."""
+    notes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda notes: not notes)
+    """Kept images or clips by what was changed, such as `first_frame` or `cut`; left out of the file if there are
+    none."""
 
     def check(self, what: str) -> None:
         """Checks that the counts balance.
@@ -102,7 +108,8 @@ class Manifest(Strict):
     failed: dict[str, int]
     failures: list[ReadFailure]
     """Examples, in corpus order; all failures are counted in `failed`."""
-    tokenizer: TokenizerInfo
+    tokenizer: TokenizerInfo | None
+    """None for images and audio."""
     geometry: Geometry
     config: dict[str, Any]
     """Resolved settings that decide the content of the shards."""
@@ -111,7 +118,20 @@ class Manifest(Strict):
     skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
     """Files that a search of folders skipped, by kind; left out of the file if there are none."""
     labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
-    """Kept hypotheses of pairs and triples by label; left out of the file if there are none."""
+    """Kept hypotheses of pairs and triples, or images or clips, by label; left out of the file if there are none."""
+    notes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda notes: not notes)
+    """Kept images or clips by what was changed; left out of the file if there are none."""
+
+    @property
+    def text_tokenizer(self) -> TokenizerInfo:
+        """The tokenizer of rows of text.
+
+        Raises:
+            ShardError: the rows are images or audio.
+        """
+        if self.tokenizer is None:
+            raise ShardError(f"these shards hold {self.content.kind}, which have no tokenizer; name shards of texts")
+        return self.tokenizer
 
     @property
     def short_documents(self) -> ShortDocuments:
@@ -127,7 +147,7 @@ class Manifest(Strict):
     @property
     def noun(self) -> str:
         """Noun for its rows in messages."""
-        return "documents" if self.content.kind == "documents" else "rows"
+        return noun_of(self.content.kind)
 
     def of_split(self, split: str) -> list[Shard]:
         """Shards of a split, in the order by which documents are numbered."""
@@ -136,11 +156,12 @@ class Manifest(Strict):
 
 def sum_counts(counts: list[Counts]) -> Counts:
     """Sums counts over units."""
-    dropped, failed, labels = Counter[str](), Counter[str](), Counter[str]()
+    dropped, failed, labels, notes = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for count in counts:
         dropped.update(count.dropped)
         failed.update(count.failed)
         labels.update(count.labels)
+        notes.update(count.notes)
     return Counts(
         read=sum(count.read for count in counts),
         kept=sum(count.kept for count in counts),
@@ -149,12 +170,13 @@ def sum_counts(counts: list[Counts]) -> Counts:
         text_bytes=sum(count.text_bytes for count in counts),
         longest_tokens=max((count.longest_tokens for count in counts), default=0),
         labels=dict(sorted(labels.items())),
+        notes=dict(sorted(notes.items())),
     )
 
 
 def build_manifest(
     sidecars: list[Sidecar],
-    tokenizer: TokenizerInfo,
+    tokenizer: TokenizerInfo | None,
     geometry: Geometry,
     config: dict[str, Any],
     config_hash: str,
@@ -165,6 +187,7 @@ def build_manifest(
     Raises:
         ShardError: the counts do not balance.
     """
+    kind = _CONTENT.validate_python(config.get("content", "documents")).kind
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
     shards = [shard for split in SPLITS for sidecar in sidecars for shard in sidecar.shards if shard.split == split]
     counts.check("manifest")
@@ -196,9 +219,10 @@ def build_manifest(
         geometry=geometry,
         config=config,
         config_hash=config_hash,
-        versions={name: version(name) for name in ("pyarrow", "ray", "tokenizers")},
+        versions={name: version(name) for name in ("pyarrow", "ray", *_LIBRARIES.get(kind, ("tokenizers",)))},
         skipped=skipped or {},
         labels=counts.labels,
+        notes=counts.notes,
     )
 
 
@@ -218,9 +242,13 @@ def load_manifest(folder: Path) -> Manifest:
     if manifest.schema_version != SCHEMA_VERSION:
         raise ShardError(f"{path} has schema version {manifest.schema_version}; this code reads {SCHEMA_VERSION}")
     try:
-        _CONTENT.validate_python(manifest.config.get("content", "documents"))
+        kind = _CONTENT.validate_python(manifest.config.get("content", "documents")).kind
     except ValidationError as error:
         raise ShardError(f"{path}: content is not of this version: {describe(error, Manifest)[0]}") from error
+    if (manifest.tokenizer is None) != (kind in MEDIA_KINDS):
+        raise ShardError(
+            f"{path} names {'no' if manifest.tokenizer is None else 'a'} tokenizer, but its rows are {kind}"
+        )
     return manifest
 
 
@@ -229,7 +257,7 @@ def data_hash(manifest: Manifest) -> str:
     return hash_json(
         [
             [[shard.name, shard.sha256] for shard in manifest.shards],
-            manifest.tokenizer.fingerprint,
+            manifest.tokenizer.fingerprint if manifest.tokenizer else None,
             manifest.geometry.model_dump(mode="json"),
         ]
     )

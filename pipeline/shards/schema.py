@@ -29,6 +29,22 @@ Rows of sentences, pairs and triples are groups of short texts. They have two ot
 
 `tokens` holds the texts one after the other. `id` is a hash of all texts and labels. A sentence split from a document
 has the `offset` of the document. A premise has the `offset` of its first pair.
+
+Rows of images and audio have no tokens. Their other columns:
+
+| kind   | column     | type          | meaning                                                                  |
+|--------|------------|---------------|--------------------------------------------------------------------------|
+| images | image      | binary        | PNG, RGB, 8 bits a channel, upright                                      |
+| images | width      | int32         | pixels                                                                   |
+| images | height     | int32         | pixels                                                                   |
+| images | num_tokens | int64         | width * height: the size of a row by which the trainer plans its reading |
+| audio  | frames     | list<float32> | num_frames * mels log-mel energies, one frame after the other            |
+| audio  | num_frames | int32         |                                                                          |
+| audio  | num_tokens | int64         | num_frames                                                               |
+| both   | label      | string        | label; "" if content.label is null                                       |
+
+`id` is a hash of the pixels and their size, or of the frames, without the label. `mels` and `sample_rate` are in the
+manifest's settings. `offset` is the row of a Parquet file, and 0 of any other file.
 """
 
 from typing import cast
@@ -36,7 +52,7 @@ from typing import cast
 import pyarrow as pa
 
 from pipeline.readers.corpus import ID_BYTES
-from pipeline.shards.content import ContentKind
+from pipeline.shards.content import MediaKind, TextKind
 from pipeline.shards.windows import Geometry, ShortDocuments
 
 SCHEMA_VERSION = 1
@@ -48,9 +64,9 @@ def shard_schema(
     geometry: Geometry,
     fingerprint: str,
     short_documents: ShortDocuments = "drop",
-    kind: ContentKind = "documents",
+    kind: TextKind = "documents",
 ) -> pa.Schema:
-    """Schema of a shard; its metadata names the tokenizer and the geometry of the tokens and windows."""
+    """Schema of a shard of texts; its metadata names the tokenizer and the geometry of the tokens and windows."""
     token_type = pa.uint16() if vocab_size <= UINT16_VOCABULARY else pa.uint32()
     inner = {"windows": pa.int32()} if kind == "documents" else {"starts": pa.int32(), "labels": pa.int8()}
     metadata = {
@@ -74,6 +90,29 @@ def shard_schema(
             pa.field("offset", pa.int64(), nullable=False),
         ],
         metadata=metadata,
+    )
+
+
+MEDIA_COLUMNS: dict[MediaKind, dict[str, pa.DataType]] = {
+    "images": {"image": pa.binary(), "width": pa.int32(), "height": pa.int32()},
+    "audio": {"frames": pa.list_(pa.float32()), "num_frames": pa.int32()},
+}
+"""Columns of one kind alone, before `label`."""
+
+
+def media_schema(kind: MediaKind) -> pa.Schema:
+    """Schema of a shard of images or audio."""
+    columns = {
+        "id": pa.binary(ID_BYTES),
+        **MEDIA_COLUMNS[kind],
+        "label": pa.string(),
+        "num_tokens": pa.int64(),
+        "source": pa.string(),
+        "offset": pa.int64(),
+    }
+    return pa.schema(
+        [pa.field(name, column, nullable=False) for name, column in columns.items()],
+        metadata={"schema_version": str(SCHEMA_VERSION), "content": kind},
     )
 
 

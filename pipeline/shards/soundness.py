@@ -1,4 +1,4 @@
-"""Checks of a shard's rows: offsets inside the data, windows and texts inside the row, ids inside the vocabulary.
+"""Checks of a shard's columns and of its rows of texts: offsets, windows and texts in the row, ids in the vocabulary.
 
 A shard may come from someone else, and Arrow reads wherever a file's offsets point.
 """
@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind
+from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind, TextKind
+from pipeline.shards.schema import media_schema
 from pipeline.shards.windows import Geometry, ShortDocuments
 
 _WINDOWS = {"windows": (pa.list_(pa.int32()),)}
@@ -16,7 +17,22 @@ _TEXTS = {"starts": (pa.list_(pa.int32()),), "labels": (pa.list_(pa.int8()),)}
 
 def schema_problem(schema: pa.Schema, kind: ContentKind = "documents") -> str | None:
     """A problem of the columns; None if they are those of a shard with this kind of rows."""
-    wanted = {
+    wanted: dict[str, tuple[pa.DataType, ...]]
+    if kind == "images" or kind == "audio":
+        wanted = {field.name: (field.type,) for field in media_schema(kind)}
+    else:
+        wanted = _text_columns(kind)
+    if sorted(schema.names) != sorted(wanted):
+        return f"its columns are {', '.join(schema.names)}, not {', '.join(wanted)}"
+    for name, types in wanted.items():
+        if (found := schema.field(name).type) not in types:
+            return f"its column {name} holds {found}, not {' or '.join(map(str, types))}"
+    return None
+
+
+def _text_columns(kind: TextKind) -> dict[str, tuple[pa.DataType, ...]]:
+    """Types that the columns of a shard of texts may have."""
+    return {
         "id": (pa.binary(16),),
         "tokens": (pa.list_(pa.uint16()), pa.list_(pa.uint32())),
         **(_WINDOWS if kind == "documents" else _TEXTS),
@@ -24,12 +40,6 @@ def schema_problem(schema: pa.Schema, kind: ContentKind = "documents") -> str | 
         "source": (pa.string(),),
         "offset": (pa.int64(),),
     }
-    if sorted(schema.names) != sorted(wanted):
-        return f"its columns are {', '.join(schema.names)}, not {', '.join(wanted)}"
-    for name, types in wanted.items():
-        if (found := schema.field(name).type) not in types:
-            return f"its column {name} holds {found}, not {' or '.join(map(str, types))}"
-    return None
 
 
 def memory_problem(batch: pa.RecordBatch) -> str | None:
@@ -52,7 +62,7 @@ def content_problem(
     geometry: Geometry,
     short_documents: ShortDocuments,
     vocab_size: int,
-    kind: ContentKind = "documents",
+    kind: TextKind = "documents",
 ) -> tuple[int, str] | None:
     """The first row with contradictory numbers, and its problem; None if all rows agree.
 
@@ -99,7 +109,7 @@ def _windows_problem(
     return None
 
 
-def _texts_problem(batch: pa.RecordBatch, kind: ContentKind, said: NDArray[np.int64]) -> tuple[int, str] | None:
+def _texts_problem(batch: pa.RecordBatch, kind: TextKind, said: NDArray[np.int64]) -> tuple[int, str] | None:
     """The first row whose texts or labels are not those of this kind."""
     (starts, counts), (labels, labelled) = _lists(batch, "starts"), _lists(batch, "labels")
     if row := _first(counts != labelled):

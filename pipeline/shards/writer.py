@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from common.storage import hash_file, write_aside
 from pipeline.shards.content import Layout
 from pipeline.shards.manifest import Shard, ShardError, Split
+from pipeline.shards.media import Media, media_arrays
 from pipeline.shards.schema import geometry_of
 from pipeline.shards.windows import document_windows
 
 _BLOCK_TOKENS = 2**25
+_BLOCK_BYTES = 2**25
+"""Most bytes of images or frames in a record batch, unless one row has more."""
 
 
 class ShardWriter(ExitStack):
@@ -29,8 +32,8 @@ class ShardWriter(ExitStack):
         self._path = folder / f"{split}-{unit}.arrow"
         self._split: Split = split
         self._schema, self._block_documents = schema, block_documents
-        self._rows: list[tuple[bytes, NDArray[np.uint32], str, int, Layout | None]] = []
-        self._held_tokens = self._num_documents = self._num_tokens = 0
+        self._rows: list[tuple[bytes, Any, str, int, Layout | None]] = []
+        self._held_tokens = self._held_bytes = self._num_documents = self._num_tokens = 0
         self._stream: Any = None
 
     def add(
@@ -48,12 +51,22 @@ class ShardWriter(ExitStack):
             raise ShardError(
                 f"{source} at {offset}: token id {int(tokens.max())} is beyond the vocabulary of {vocab_size} tokens"
             )
-        row = self._num_documents + len(self._rows)
-        self._rows.append((identity, tokens, source, offset, layout))
         self._held_tokens += len(tokens)
-        if len(self._rows) >= self._block_documents or self._held_tokens >= _BLOCK_TOKENS:
+        return self._add((identity, tokens, source, offset, layout), self._held_tokens >= _BLOCK_TOKENS)
+
+    def add_media(self, identity: bytes, media: Media, source: str, offset: int) -> int:
+        """Adds an image or a clip: its id and its source. Returns its row in the shard."""
+        self._held_tokens += media.size
+        self._held_bytes += media.num_bytes
+        return self._add((identity, media, source, offset, None), self._held_bytes >= _BLOCK_BYTES)
+
+    def _add(self, row: tuple[bytes, Any, str, int, Layout | None], full: bool) -> int:
+        """Adds a row, and writes the collected ones if they fill a record batch."""
+        self._rows.append(row)
+        number = self._num_documents + len(self._rows) - 1
+        if full or len(self._rows) >= self._block_documents:
             self._flush()
-        return row
+        return number
 
     def _flush(self) -> None:
         """Writes the collected documents as one record batch."""
@@ -62,24 +75,32 @@ class ShardWriter(ExitStack):
         if self._stream is None:
             aside = self.enter_context(write_aside(self._path))
             self._stream = self.enter_context(pa.ipc.new_file(str(aside), self._schema))
-        ids, tokens, sources, offsets, layouts = zip(*self._rows, strict=True)
+        ids, contents, sources, offsets, layouts = zip(*self._rows, strict=True)
+        columns = {"id": ids, "source": sources, "offset": offsets}
+        columns |= self._text_arrays(contents, layouts) if "tokens" in self._schema.names else media_arrays(contents)
+        arrays = [
+            column if isinstance(column, pa.Array) else pa.array(column, field.type)
+            for field in self._schema
+            for column in [columns[field.name]]
+        ]
+        self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
+        self._num_documents += len(self._rows)
+        self._num_tokens += self._held_tokens
+        self._rows, self._held_tokens, self._held_bytes = [], 0, 0
+
+    def _text_arrays(self, tokens: Sequence[NDArray[np.uint32]], layouts: Sequence[Layout]) -> dict[str, Any]:
+        """Columns of documents or of rows of short texts."""
+        inner: dict[str, Sequence[NDArray[Any]]]
         if "windows" in self._schema.names:
             geometry, short_documents = geometry_of(self._schema)
             inner = {"windows": [document_windows(len(row), geometry, short_documents) for row in tokens]}
         else:
             inner = {"starts": [one.starts for one in layouts], "labels": [one.labels for one in layouts]}
-        columns = {
-            "id": pa.array(ids, self._schema.field("id").type),
+        return {
             "tokens": _lists(tokens, self._schema.field("tokens").type),
             **{name: _lists(rows, self._schema.field(name).type) for name, rows in inner.items()},
-            "num_tokens": pa.array([len(row) for row in tokens], pa.int64()),
-            "source": pa.array(sources, pa.string()),
-            "offset": pa.array(offsets, pa.int64()),
+            "num_tokens": [len(row) for row in tokens],
         }
-        self._stream.write_batch(pa.record_batch(list(columns.values()), schema=self._schema))
-        self._num_documents += len(self._rows)
-        self._num_tokens += self._held_tokens
-        self._rows, self._held_tokens = [], 0
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:

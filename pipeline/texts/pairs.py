@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from pipeline.choosing.whitespace import normalise
-from pipeline.readers.corpus import MIB, Fields, ReadFailure, Record, Value
+from pipeline.readers.corpus import MIB, Fields, LeftOut, ReadFailure, Record, Value
 from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, Label
 from pipeline.shards.windows import EMPTY
-from pipeline.texts.rows import LeftOut, make_row
+from pipeline.texts.rows import make_row
 
 MAX_FILE_BYTES = 1024 * MIB
 """Largest file of pairs, and most characters of the pairs of a file that are held."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.readers.corpus import Document, ReadFailure, Record, document_id
+from pipeline.readers.corpus import Document, LeftOut, ReadFailure, Record, document_id
 from pipeline.shards.content import AnyContent, PairsContent, SentencesContent, TriplesContent
 
 
@@ -15,13 +15,6 @@ class TextRow(Document):
     texts: tuple[str, ...]
     labels: tuple[int, ...]
     """Label of each text; NO_LABEL for the premise."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut(Document):
-    """A pair, a triple or a premise that forms no row."""
-
-    reason: str
 
 
 def make_row(texts: tuple[str, ...], labels: tuple[int, ...], source: str, offset: int) -> TextRow:

@@ -15,7 +15,7 @@ _ROWS = {"pairs": "premises"}
 def model_card(config: TrainConfig, state: RunState) -> str:
     """Text of the model card: origin, data, configuration and scores of the encoder."""
     manifest = load_manifest(data_folder(config.data, config.cache))
-    objective, kind = config.objective, manifest.content.kind
+    objective, kind, tokenizer = config.objective, manifest.content.kind, manifest.text_tokenizer
     rows = _ROWS.get(kind, kind)
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
     source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
@@ -43,7 +43,7 @@ Trained for {state.step} steps of {config.batch_documents} {rows} ({state.docume
 
 ## Data
 {manifest.totals["kept_train"]} training {rows}, {manifest.totals["num_tokens"]} tokens; data hash
-`{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{manifest.tokenizer.fingerprint}`.
+`{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{tokenizer.fingerprint}`.
 
 ## Configuration (hash `{state.config_hash}`)
 ```json

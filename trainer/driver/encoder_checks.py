@@ -42,6 +42,8 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
     encoder, info = config.encoder, manifest.tokenizer
+    if info is None:  # images or audio, which kind_problem reports
+        return []
     folder = data_folder(config.data, config.cache) / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))

@@ -57,7 +57,8 @@ def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manife
         )
     if data_hash(scored) == data_hash(manifest):
         found.append(f"{named}: these are the rows that the run trains on; name other shards, or remove the setting")
-    if scored.tokenizer.fingerprint != manifest.tokenizer.fingerprint:
+    made_by = [one.tokenizer and one.tokenizer.fingerprint for one in (scored, manifest)]
+    if made_by[0] != made_by[1]:
         found.append(
             f"{named}: was prepared with another tokenizer than data = {config.data}; prepare it with that one"
         )

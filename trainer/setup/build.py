@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any,
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
-    if fingerprint(tokenizer) != (manifest or load_manifest(folder)).tokenizer.fingerprint:
+    if fingerprint(tokenizer) != (manifest or load_manifest(folder)).text_tokenizer.fingerprint:
         raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
     return tokenizer, vocabulary_of(tokenizer)
 

@@ -1,0 +1,1 @@
+"""Rows of images and audio: decoding, labels, conversion to what the shards hold."""

@@ -1,0 +1,171 @@
+"""Rows of images and audio in shards: their columns, their values, and checks of what the columns say."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.shards.content import MediaKind
+
+PNG = b"\x89PNG\r\n\x1a\n"
+_HEADER_BYTES = 24
+"""Bytes of a PNG up to and with the width and the height."""
+MAX_PIXELS = 89_478_485
+"""Most pixels of an image, claimed or real: Pillow's limit, above which it warns of a decompression bomb."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A stored image.
+
+    Attributes:
+        png: the image as PNG; RGB, 8 bits a channel.
+        width: pixels.
+        height: pixels.
+        label: its label; "" without labels.
+    """
+
+    png: bytes
+    width: int
+    height: int
+    label: str
+
+    @property
+    def size(self) -> int:
+        """Pixels."""
+        return self.width * self.height
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in a shard."""
+        return len(self.png)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A stored clip.
+
+    Attributes:
+        frames: `(num_frames, mels)` float32 log-mel energies.
+        label: its label; "" without labels.
+    """
+
+    frames: NDArray[np.float32]
+    label: str
+
+    @property
+    def size(self) -> int:
+        """Frames."""
+        return len(self.frames)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in a shard."""
+        return int(self.frames.nbytes)
+
+
+Media = Image | Clip
+
+
+def joined_notes(notes: Sequence[str]) -> str | None:
+    """Notes on a kept row as the `detail` of its ledger row."""
+    return ", ".join(notes) or None
+
+
+def notes_of(detail: str | None) -> list[str]:
+    """The notes in the `detail` of a kept row."""
+    return detail.split(", ") if detail else []
+
+
+def media_arrays(rows: Sequence[Media]) -> dict[str, Any]:
+    """Columns of rows of one kind: those of `MEDIA_COLUMNS`, `label` and `num_tokens`."""
+    columns: dict[str, Any] = {"label": [row.label for row in rows], "num_tokens": [row.size for row in rows]}
+    images = [row for row in rows if isinstance(row, Image)]
+    if images:
+        return columns | {
+            "image": [row.png for row in images],
+            "width": [row.width for row in images],
+            "height": [row.height for row in images],
+        }
+    clips = [row.frames for row in rows if isinstance(row, Clip)]
+    offsets = np.cumsum([0, *(frames.size for frames in clips)]).astype(np.int32)
+    values = pa.array(np.concatenate([frames.reshape(-1) for frames in clips]))
+    return columns | {
+        "frames": pa.ListArray.from_arrays(pa.array(offsets), values),
+        "num_frames": [len(frames) for frames in clips],
+    }
+
+
+def media_rows(batch: pa.RecordBatch) -> Iterator[Media]:
+    """The rows of a record batch that `media_arrays` made."""
+    labels = batch.column("label").to_pylist()
+    if "image" in batch.schema.names:
+        columns = (batch.column(name).to_pylist() for name in ("image", "width", "height"))
+        for png, width, height, label in zip(*columns, labels, strict=True):
+            yield Image(png, width, height, label)
+        return
+    for frames, num_frames, label in zip(
+        lists(batch.column("frames")), batch.column("num_frames"), labels, strict=True
+    ):
+        yield Clip(frames.reshape(num_frames.as_py(), -1), label)
+
+
+def lists(column: pa.Array) -> Iterator[NDArray[Any]]:
+    """The lists of a column."""
+    values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+    for start, stop in pairwise(offsets.tolist()):
+        yield values[start:stop]
+
+
+def media_problem(batch: pa.RecordBatch, kind: MediaKind, mels: int) -> tuple[int, str] | None:
+    """The first row whose columns contradict each other, and its problem; None if all rows agree.
+
+    Args:
+        batch: rows of a shard without a `memory_problem`.
+        kind: kind of rows in the manifest.
+        mels: bands of a frame in the manifest.
+    """
+    if not len(batch):
+        return None
+    return _images_problem(batch) if kind == "images" else _audio_problem(batch, mels)
+
+
+def _images_problem(batch: pa.RecordBatch) -> tuple[int, str] | None:
+    """A wrong size, or a PNG whose header gives another size than the columns."""
+    width, height = (batch.column(name).to_numpy().astype(np.int64) for name in ("width", "height"))
+    said = batch.column("num_tokens").to_numpy()
+    wrong = (width < 1) | (height < 1) | (width * height != said) | (said > MAX_PIXELS)
+    if wrong.any():
+        row = int(wrong.argmax())
+        return row, (
+            f"num_tokens = {said[row]}, but the image has {width[row]} x {height[row]} pixels (at least 1 x 1, at most "
+            f"{MAX_PIXELS} in all)"
+        )
+    for row, image in enumerate(batch.column("image")):
+        head = image.as_buffer()[:_HEADER_BYTES].to_pybytes()
+        sizes = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+        if not head.startswith(PNG) or sizes != (width[row], height[row]):
+            return row, f"its image is no PNG of {width[row]} x {height[row]} pixels"
+    return None
+
+
+def _audio_problem(batch: pa.RecordBatch, mels: int) -> tuple[int, str] | None:
+    """A wrong number of frames or energies, or an energy that is not finite."""
+    column = batch.column("frames")
+    lengths = np.diff(column.offsets.to_numpy().astype(np.int64))
+    counted, said = batch.column("num_frames").to_numpy().astype(np.int64), batch.column("num_tokens").to_numpy()
+    wrong = (counted < 1) | (counted != said) | (counted * mels != lengths)
+    if wrong.any():
+        row = int(wrong.argmax())
+        return row, (
+            f"num_tokens = {said[row]}, num_frames = {counted[row]}, and {lengths[row]} energies, with {mels} bands a "
+            "frame in the manifest"
+        )
+    if not (finite := np.isfinite(column.flatten().to_numpy())).all():
+        row = int(np.searchsorted(np.cumsum(lengths), int((~finite).argmax()), side="right"))
+        return row, "it has energies that are not finite"
+    return None
