@@ -20,15 +20,16 @@ from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
 from pipeline.shards.shards import ShardSet
-from trainer.checkpoints.weights import trained_parameters
+from trainer.checkpoints.weights import turn_parameters
 from trainer.data.batches import RankBatch
 from trainer.data.plan import Plan
 from trainer.model.encoder import Encoder
 from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_feed, build_objective, build_stepper, load_tokenizer
+from trainer.setup.build import build_encoder, build_feed, load_tokenizer
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.turns import build_branch, build_turns
 from trainer.step.microbatch import Microbatch
 from trainer.step.step import Stepper
 
@@ -104,17 +105,27 @@ def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterato
 def _distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, float]:
     """Largest difference of a gradient's entry, and the largest one relative to the largest entry of the reference.
 
-    The parameters of the objective are compared separately from the encoder's, whose gradients may be much larger.
+    Encoder, objectives and frontends are compared separately, because their gradients differ in size; so are the turns.
     """
-    own = [name for name in reference if name.startswith("objective.")]
-    encoder = [name for name in reference if name != "loss" and name not in own]
+    parts: dict[str, list[str]] = {}
+    for name in reference:
+        if name != "loss":
+            parts.setdefault(_part(name), []).append(name)
     absolute, relative = [0.0], [0.0]
-    for names in filter(None, (encoder, own)):
+    for names in parts.values():
         difference = _largest([float((found[name] - reference[name]).abs().max()) for name in names])
         largest = _largest([float(reference[name].abs().max()) for name in names])
         absolute.append(difference)
         relative.append(difference / largest if largest else difference)
     return _largest(absolute), _largest(relative)
+
+
+def _part(name: str) -> str:
+    """The turn and module of a parameter: encoder, `objective`, `also.NAME.objective` or `also.NAME.frontend`."""
+    turn, _, parameter = name.rpartition(" ")
+    if parameter.startswith("also."):
+        return f"{turn} {'.'.join(parameter.split('.')[:3])}"
+    return f"{turn} {'objective' if parameter.startswith('objective.') else 'encoder'}"
 
 
 def _largest(values: list[float]) -> float:
@@ -123,8 +134,8 @@ def _largest(values: list[float]) -> float:
 
 
 def _single(config: TrainConfig, size: int, case: Case) -> tuple[dict[str, Tensor], int]:
-    stepper, batch = _prepare(config, size, case, World())
-    return _gradients(stepper, batch), batch.spans.num_tokens
+    turns, batch = _prepare(config, size, case, World())
+    return _gradients(turns, batch), batch.spans.num_tokens
 
 
 def _group(config: TrainConfig, size: int, cases: list[Case]) -> list[dict[str, Tensor]]:
@@ -156,29 +167,51 @@ def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str,
         dist.destroy_process_group()
 
 
-def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[Stepper, RankBatch]:
-    """The configuration's stepper, and this rank's share of the run's first batch."""
-    shards = ShardSet(data_folder(config.data, config.cache), "train")
-    tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
+def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[list[Stepper], RankBatch]:
+    """The configuration's steppers, and this rank's share of the run's first batch."""
     transformers_logging.disable_progress_bar()  # one per case and process
+    settings = config.branches()
+    shards = {name: ShardSet(data_folder(one.data, config.cache), "train") for name, one in settings.items()}
+    tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
-    plan = Plan(config.seed, shards.num_documents, size)
-    start, end = plan.slice(world.rank, world.size)
-    epochs, documents = plan.documents(0, 1, start, end)
-    exact = config.model_copy(update={"precision": "fp32", "objective": config.objective.exact()})
-    objective = build_objective(exact, encoder, shards.manifest)
-    batch = build_feed(objective, encoder, vocabulary).feed(shards.take(documents), epochs)
-    microbatch = Microbatch(case.microbatch_tokens)
-    return build_stepper(exact, encoder, objective, world, total_steps=1, microbatch=microbatch), batch
+    exact = _exact(config)
+    branches, shares = [], {}
+    for name, one in settings.items():
+        microbatch = Microbatch(case.microbatch_tokens)
+        branch = build_branch(exact, name, encoder, shards[name].manifest, world, microbatch)
+        rows = size if not name else min(size, one.batch_documents)
+        plan = Plan(one.seed, shards[name].num_documents, rows)
+        epochs, documents = plan.documents(0, 1, *plan.slice(world.rank, world.size))
+        feed = build_feed(branch.objective, encoder, vocabulary)
+        shares[name] = feed.feed(shards[name].take(documents), epochs)
+        branches.append(branch)
+    batch = dataclasses.replace(shares.pop(""), also=shares)
+    return build_turns(exact, branches, total_steps=1), batch
 
 
-def _gradients(stepper: Stepper, batch: RankBatch) -> dict[str, Tensor]:
-    """Summed gradients by parameter name, and the loss."""
-    found = stepper.gradients(batch, 1)
-    parameters = trained_parameters(stepper.encoder, stepper.objective)
-    named = {name: p for name, p in parameters.items() if p.requires_grad}
-    stepper.world.sum_gradients(list(named.values()))
-    mlm = stepper.world.sum(found.mlm_sum) / max(1, found.num_selected)
-    loss = sum(found.terms.values()) + stepper.objective.config.mlm_weight * mlm
-    gradients = {name: whole(p.grad).contiguous() for name, p in named.items() if p.grad is not None}
-    return {"loss": loss.detach().reshape(1), **gradients}
+def _exact(config: TrainConfig) -> TrainConfig:
+    """The configuration in float32 and without intended deviations from the exact gradient."""
+    also = {name: one.model_copy(update={"objective": one.objective.exact()}) for name, one in config.also.items()}
+    return config.model_copy(update={"precision": "fp32", "objective": config.objective.exact(), "also": also})
+
+
+def _gradients(turns: list[Stepper], batch: RankBatch) -> dict[str, Tensor]:
+    """Summed gradients of each turn by parameter name, and the loss."""
+    gradients: dict[str, Tensor] = {}
+    total = torch.zeros((), dtype=torch.float64)
+    for turn in turns:
+        share = batch.also[turn.name] if turn.name else batch
+        turn.optimizer.zero_grad(set_to_none=True)
+        found = turn.gradients(share, 1)
+        named = turn_parameters(turn)
+        named = {name: p for name, p in named.items() if p.requires_grad}
+        turn.world.sum_gradients(list(named.values()))
+        for branch, one in ((turn, found), *((each, found.also[each.name]) for each in turn.joined)):
+            mlm = turn.world.sum(one.mlm_sum) / max(1, one.num_selected)
+            loss = sum(one.terms.values()) + branch.objective.config.mlm_weight * mlm
+            total += branch.weight * loss.detach()
+        prefix = f"{turn.name} " if turn.name else ""
+        gradients |= {prefix + name: whole(p.grad).clone() for name, p in named.items() if p.grad is not None}
+        for parameter in named.values():
+            parameter.grad = None
+    return {"loss": total.reshape(1), **gradients}

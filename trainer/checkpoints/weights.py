@@ -48,9 +48,7 @@ def collect(
         if branch.frontend is not None:
             files[f"{branch.name}.{FRONTEND}"] = dict(branch.frontend.named_parameters())
     for turn in turns[:-1]:
-        files[f"{turn.name}.{OPTIMIZER}"] = _moments(
-            dict(encoder.named_parameters()) | own_parameters(turn), turn.optimizer
-        )
+        files[f"{turn.name}.{OPTIMIZER}"] = _moments(turn_parameters(turn), turn.optimizer)
     contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
     if next(encoder.parameters()).is_cuda:
         torch.cuda.synchronize()  # waits for the copies from the GPU
@@ -91,7 +89,7 @@ def load(
         if branch.frontend is not None:
             _copy(load_file(path / f"{branch.name}.{FRONTEND}"), dict(branch.frontend.named_parameters()), path)
     for turn in turns[:-1]:
-        parameters = dict(encoder.named_parameters()) | own_parameters(turn)
+        parameters = turn_parameters(turn)
         _load_moments(path / f"{turn.name}.{OPTIMIZER}", parameters, turn.optimizer)
 
 
@@ -131,6 +129,13 @@ def trained_parameters(
     own = {f"objective.{name}": parameter for name, parameter in objective.named_parameters()}
     others = [own_parameters(branch) for branch in joined]
     return reduce(or_, others, dict(encoder.named_parameters()) | own)
+
+
+def turn_parameters(turn: Stepper) -> dict[str, nn.Parameter]:
+    """Parameters of a turn's update by name."""
+    if turn.name:
+        return dict(turn.encoder.named_parameters()) | own_parameters(turn)
+    return trained_parameters(turn.encoder, turn.objective, turn.joined)
 
 
 def own_parameters(branch: Branch) -> dict[str, nn.Parameter]:

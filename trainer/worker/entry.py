@@ -19,6 +19,7 @@ from trainer.data.plan import Plan
 from trainer.data.stream import Ahead, batches, with_branches
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import ObjectiveError
+from trainer.setup.branches import data_hash_of
 from trainer.setup.build import (
     build_encoder,
     build_feed,
@@ -79,11 +80,10 @@ def _train(
     with heartbeat.doing("fetching"):
         run = run_folder(config.run, config.cache)
         settings = config.branches()
+        folders = {name: data_folder(one.data, config.cache) for name, one in settings.items()}
         # the driver has checked the shards
-        shards = {
-            name: ShardSet(data_folder(one.data, config.cache), "train", look=False) for name, one in settings.items()
-        }
-        hashed = shared_hash({name: one.manifest for name, one in shards.items()})
+        shards = {name: ShardSet(folder, "train", look=False) for name, folder in folders.items()}
+        hashed = data_hash_of({name: one.manifest for name, one in shards.items()})
         if store := store_of(config.run, run):
             fetch_run(store, {"config_hash": config.hash(), "data_hash": hashed}, world)
     try:
