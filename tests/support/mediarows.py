@@ -1,0 +1,43 @@
+"""Rows of images and sounds, as the shards hold them."""
+
+import io
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+MELS = 6
+
+
+def image_rows(sizes: list[tuple[int, int]], labels: str = "abab", seed: int = 0) -> pa.Table:
+    """Rows of random images of these widths and heights."""
+    columns = {"id": [], "image": [], "width": [], "height": [], "label": [], "num_tokens": []}
+    for number, (width, height) in enumerate(sizes):
+        rng = np.random.default_rng([seed, number])
+        stored = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(stored, "PNG")
+        columns["id"].append(rng.bytes(16))
+        columns["image"].append(stored.getvalue())
+        columns["width"].append(width)
+        columns["height"].append(height)
+        columns["label"].append(labels[number % len(labels)])
+        columns["num_tokens"].append(width * height)
+    return _table(columns, {"image": pa.binary(), "width": pa.int32(), "height": pa.int32()})
+
+
+def clip_rows(lengths: list[int], labels: str = "xyx", seed: int = 0) -> pa.Table:
+    """Rows of random spectrograms with these numbers of frames."""
+    columns = {"id": [], "frames": [], "num_frames": [], "label": [], "num_tokens": []}
+    for number, length in enumerate(lengths):
+        rng = np.random.default_rng([seed, number])
+        columns["id"].append(rng.bytes(16))
+        columns["frames"].append(rng.normal(size=length * MELS).astype(np.float32))
+        columns["num_frames"].append(length)
+        columns["label"].append(labels[number % len(labels)])
+        columns["num_tokens"].append(length)
+    return _table(columns, {"frames": pa.list_(pa.float32()), "num_frames": pa.int32()})
+
+
+def _table(columns: dict[str, list], types: dict[str, pa.DataType]) -> pa.Table:
+    types = {"id": pa.binary(16), "label": pa.string(), "num_tokens": pa.int64(), **types}
+    return pa.table({name: pa.array(values, types[name]) for name, values in columns.items()})

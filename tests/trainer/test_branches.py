@@ -1,0 +1,240 @@
+"""Additional branches: gradients for any number of workers and cuts, alone or together, from texts, images, sounds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from groups import run_group
+from measures import deviation
+from mediarows import clip_rows, image_rows
+from textrows import sentences
+from tiny import VOCABULARY, tiny_encoder
+
+from trainer.checkpoints.weights import turn_parameters
+from trainer.data.plan import Plan
+from trainer.model.frontend import Frontend, embedding_width
+from trainer.model.settings import FrontendConfig
+from trainer.objectives.config import RunContext
+from trainer.objectives.simcse.config import SimcseConfig
+from trainer.objectives.simcse.objective import Simcse
+from trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from trainer.objectives.supcon.objective import Supcon
+from trainer.parallel.sharding import shard, whole
+from trainer.parallel.world import World
+from trainer.setup.turns import used_parameters
+from trainer.step.branch import Branch
+from trainer.step.microbatch import Microbatch
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
+from trainer.step.step import Stepper
+from trainer.worker.bad_losses import BadLosses
+from trainer.worker.turns import Turn, Turns
+
+ROWS = {
+    "": sentences([5, 12, 9, 7, 3]),
+    "image": image_rows([(12, 10), (9, 9), (8, 15), (20, 8)]),
+    "audio": clip_rows([9, 4, 13, 2, 7]),
+    "more": sentences([4, 9, 6, 11], seed=1),
+}
+FRONTENDS = {"image": FrontendConfig(patch=(4, 4), size=8), "audio": FrontendConfig(patch=(3, 2), positions=False)}
+SHAPES = {"image": (48, 4, (0.5, 0.5)), "audio": (6, 12, (0.0, 1.0))}
+
+
+def branch_of(encoder, name, world, tokens, weight):
+    context = RunContext(seed=len(name), batch_documents=len(ROWS[name]), frontend=FRONTENDS.get(name))
+    config = SupconConfig(temperature=0.2, masks=MaskConfig(mels=2, frames=3)) if name in SHAPES else SimcseConfig()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(len(name))
+        objective = (Supcon if name in SHAPES else Simcse)(config, context, encoder.embedding_size)
+    frontend = None
+    if name in SHAPES:
+        values, places, normal = SHAPES[name]
+        frontend = Frontend(FRONTENDS[name], values, places, embedding_width(encoder.model), 5, normal).double()
+    return Branch(
+        encoder=encoder,
+        objective=objective.double().train(),
+        world=world,
+        seed=context.seed,
+        microbatch=Microbatch(tokens),
+        name=name,
+        frontend=frontend,
+        weight=weight,
+    )
+
+
+def turns_of(encoder, names, world=None, tokens=None, joint=True, weight=0.7, lr=1e-2, sharded=False):
+    """Steppers as `build_turns` makes them."""
+    world = world or World()
+    branches = [branch_of(encoder, name, world, tokens, weight if name else 1.0) for name in ("", *names)]
+    if sharded:
+        shard(encoder, world)
+    groups = [branches] if joint else [[one] for one in (*branches[1:], branches[0])]
+    steppers = []
+    for main, *joined in groups:
+        optim = OptimConfig(lr=lr if main.name else 1e-2)
+        modules = [part for one in (main, *joined) for part in (one.objective, one.frontend) if part is not None]
+        reached = used_parameters(encoder, [main, *joined])
+        made = {name: getattr(main, name) for name in main.__dataclass_fields__}
+        optimizer = build_optimizer(optim, encoder, *modules, reached=reached)
+        steppers.append(Stepper(**made, optimizer=optimizer, optim=optim, total_steps=10, joined=tuple(joined)))
+    return steppers
+
+
+def share_of(turn, world, epoch=1):
+    rows = ROWS[turn.name]
+    start, end = Plan(0, len(rows), len(rows)).slice(world.rank, world.size)
+    epochs = np.full(end - start, epoch)
+    return turn.objective.feed(VOCABULARY, 30).feed(rows.slice(start, end - start), epochs)
+
+
+def batch_of(steppers, world=None, epoch=1):
+    world = world or World()
+    branches = [one for stepper in steppers for one in (stepper, *stepper.joined)]
+    shares = {one.name: share_of(one, world, epoch) for one in branches}
+    return replace(shares.pop(""), also=shares)
+
+
+def gradients(names, world=None, tokens=None, joint=True, sharded=False, **encoder):
+    """Gradients of each turn by name, and the terms."""
+    made = tiny_encoder(**({"dropout": 0.2, "attention_dropout": 0.1} | encoder))
+    steppers = turns_of(made, names, world, tokens, joint, sharded=sharded)
+    batch, found, terms = batch_of(steppers, world), {}, {}
+    for stepper in steppers:
+        stepper.optimizer.zero_grad(set_to_none=True)
+        one = stepper.gradients(batch.also[stepper.name] if stepper.name else batch, 1)
+        reached = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
+        parameters = {name: p for name, p in turn_parameters(stepper).items() if id(p) in reached}
+        stepper.world.sum_gradients(list(parameters.values()))
+        found |= {f"{stepper.name} {name}": whole(p.grad).clone() for name, p in parameters.items()}
+        for name, part in {stepper.name: one, **one.also}.items():
+            terms |= {f"{name}_{term}": value.item() for term, value in part.terms.items()}
+    return found, terms
+
+
+CASES = {
+    "image, joint": (("image",), True),
+    "audio and image, alternating": (("audio", "image"), False),
+    "texts and audio, joint": (("more", "audio"), True),
+}
+
+
+def apart(found, expected):
+    """Largest deviation of encoder, objectives and frontends, each on its own scale."""
+    parts = {}
+    for name in expected:
+        turn, parameter = name.split(" ")
+        kept = parameter.split(".")[: 3 if parameter.startswith("also") else 1]
+        parts.setdefault((turn, *(kept if kept[0] in ("also", "objective") else ())), []).append(name)
+    return max(deviation([found[n] for n in names], [expected[n] for n in names]) for names in parts.values())
+
+
+def every_case(world, sharded):
+    return {
+        name: [gradients(names, world=world, tokens=tokens, joint=joint, sharded=sharded) for tokens in (None, 20)]
+        for name, (names, joint) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def single():
+    return {name: gradients(names, joint=joint) for name, (names, joint) in CASES.items()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("size", "sharded"), [(2, False), (3, False), (2, True)])
+def test_any_number_of_workers_and_microbatches(single, size, sharded):
+    """Dropout is on; rows are shared unevenly, and the branches have different numbers of them."""
+    for rank in run_group(size, every_case, sharded):
+        for name, results in rank.items():
+            for found, terms in results:
+                assert apart(found, single[name][0]) < 1e-10, name
+                assert terms == pytest.approx(single[name][1], rel=1e-10), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_microbatches_and_layouts_change_nothing(single, name):
+    names, joint = CASES[name]
+    for how in ({"tokens": 20}, {"tokens": 1}, {"layout": "padded"}):
+        found, terms = gradients(names, joint=joint, **how)
+        assert apart(found, single[name][0]) < 1e-10, how
+        assert terms == pytest.approx(single[name][1], rel=1e-10)
+
+
+def trained(names, steps=3, **how):
+    """The encoder's parameters after some steps."""
+    encoder = tiny_encoder(dropout=0.2)
+    steppers = turns_of(encoder, names, **how)
+    turns = Turns([Turn(stepper, BadLosses(False, 1)) for stepper in steppers])
+    for step in range(1, steps + 1):
+        turns.take(batch_of(steppers, epoch=step), step)
+    return {name: p.detach().clone() for name, p in encoder.named_parameters()}
+
+
+@pytest.mark.parametrize("how", [{"joint": True, "weight": 0.0}, {"joint": False, "lr": 1e-300}])
+def test_a_branch_without_weight_or_rate_leaves_the_main_one_alone(how):
+    alone, beside = trained(()), trained(("image", "more"), **how)
+    assert deviation(beside.values(), alone.values()) < 1e-12
+
+
+def test_branches_change_the_encoder():
+    """The test above would pass if branches did nothing."""
+    alone = trained(())
+    for how in ({"joint": True}, {"joint": False}):
+        assert deviation(trained(("image",), **how).values(), alone.values()) > 1e-4
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_packed_clips_equal_clips_one_by_one(name, layout):
+    encoder = tiny_encoder(dropout=0.0, layout=layout)
+    branch = branch_of(encoder, name, World(), None, 1.0)
+    clips = share_of(branch, World()).spans
+    together = encoder(clips, branch.frontend)[0]
+    alone = [encoder(clips.span_slice(i, i + 1), branch.frontend)[0] for i in range(clips.num_spans)]
+    assert len(set(clips.lengths.tolist())) > (name == "audio")
+    assert deviation([together], [torch.cat(alone)]) < 1e-12
+
+
+def test_embeddings_of_tokens_get_no_gradient_from_patches():
+    encoder = tiny_encoder(dropout=0.0)
+    branch = branch_of(encoder, "image", World(), None, 1.0)
+    encoder(share_of(branch, World()).spans, branch.frontend)[0].sum().backward()
+    touched = {name for name, p in encoder.named_parameters() if p.grad is not None}
+    assert touched
+    assert not [name for name in touched if "embeddings" in name]
+    assert branch.frontend.patches.weight.grad.abs().max() > 0
+    assert branch.frontend.cls.grad.abs().max() > 0
+
+
+def test_a_bad_loss_stops_or_skips_its_own_turn():
+    """The main branch is updated, the metrics name the branch, and its counter counts alone."""
+    encoder = tiny_encoder(dropout=0.2)
+    steppers = turns_of(encoder, ("image",), joint=False)
+    with torch.no_grad():
+        steppers[0].frontend.cls.fill_(float("nan"))
+    turns = Turns([Turn(stepper, BadLosses(True, 3)) for stepper in steppers])
+    before = {name: p.detach().clone() for name, p in encoder.named_parameters()}
+    measured = turns.take(batch_of(steppers), 1)
+    assert measured.also["image_skipped"]
+    assert not measured.skipped
+    assert [turn.bad_losses.skipped for turn in turns.turns] == [1, 0]
+    assert any(not torch.equal(p, before[name]) for name, p in encoder.named_parameters())
+    assert all(bool(p.isfinite().all()) for p in encoder.parameters())
+
+
+def test_views_of_a_clip_depend_on_row_and_epoch_alone():
+    encoder = tiny_encoder(dropout=0.0)
+    for name in SHAPES:
+        branch = branch_of(encoder, name, World(), None, 1.0)
+        feed = branch.objective.feed(VOCABULARY, 30)
+        whole_batch = feed.feed(ROWS[name], np.full(len(ROWS[name]), 2)).spans
+        one = feed.feed(ROWS[name].slice(2, 1), np.array([2])).spans
+        assert torch.equal(one.values, whole_batch.span_slice(4, 6).values)
+        assert torch.equal(one.keys, whole_batch.keys[4:6])
+        other = feed.feed(ROWS[name].slice(2, 1), np.array([3])).spans
+        assert not torch.equal(other.values, one.values)
+        first, second = one.span_slice(0, 1), one.span_slice(1, 2)
+        assert not torch.equal(first.values, second.values)
+        digests = [feed.feed(ROWS[name].slice(i, 1), np.array([2])).spans.digest() for i in range(len(ROWS[name]))]
+        assert sum(digests) % 2**40 == whole_batch.digest()
