@@ -110,5 +110,7 @@ def _parameters(config: TrainConfig) -> int:
         if encoder.projection.kind != "none":
             hidden, size = size, encoder.projection.size
             number += (hidden + 1) * size + (size + 1) * size
-        objective = implementation_of(config.objective)(config.objective, config.context("drop"), size)
-    return number + sum(parameter.numel() for parameter in objective.parameters())
+        for one in config.branches().values():
+            objective = implementation_of(one.objective)(one.objective, one.context("drop"), size)
+            number += sum(parameter.numel() for parameter in objective.parameters())
+    return number

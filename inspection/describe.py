@@ -17,8 +17,8 @@ from pipeline.shards.windows import Geometry, ShortDocuments
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.data.rows import document_keys, ragged
-from trainer.driver.checks import kind_problem
 from trainer.driver.export import EXPORT, SETTINGS, read_settings
+from trainer.driver.objective_checks import kind_problem
 from trainer.metrics.metrics import read_metrics
 from trainer.objectives.declutr.spans import draw, place
 from trainer.objectives.span_settings import SpanConfig

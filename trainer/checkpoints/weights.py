@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from common.console.logs import get_logger
 from trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
 from trainer.objectives.base import Objective
 from trainer.parallel.sharding import part_for, whole
@@ -85,12 +86,15 @@ def load(
     device = next(encoder.parameters()).device
     load_objective(path, objective, device)
     for branch in [*turns[:-1], *joined]:
+        if not (path / f"{branch.name}.{OBJECTIVE}").is_file():  # its state lists all files: this is a fork's first one
+            get_logger().info("%s has no branch %s, which starts with new weights", path, branch.name)
+            continue
         load_objective(path, branch.objective, device, f"{branch.name}.{OBJECTIVE}")
         if branch.frontend is not None:
             _copy(load_file(path / f"{branch.name}.{FRONTEND}"), dict(branch.frontend.named_parameters()), path)
     for turn in turns[:-1]:
-        parameters = turn_parameters(turn)
-        _load_moments(path / f"{turn.name}.{OPTIMIZER}", parameters, turn.optimizer)
+        if (path / f"{turn.name}.{OPTIMIZER}").is_file():
+            _load_moments(path / f"{turn.name}.{OPTIMIZER}", turn_parameters(turn), turn.optimizer)
 
 
 def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

@@ -1,8 +1,10 @@
 """The model card of an exported encoder."""
 
 import json
+from collections.abc import Iterator
 
-from pipeline.shards.manifest import load_manifest
+from pipeline.shards.content import MEDIA_KINDS
+from pipeline.shards.manifest import data_hash, load_manifest
 from trainer.checkpoints.state import RunState
 from trainer.metrics.settings import STSB
 from trainer.setup.cache import data_folder
@@ -20,6 +22,7 @@ def model_card(config: TrainConfig, state: RunState) -> str:
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
     source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
+    also = "".join(_branch_lines(config))
     sts = "" if STSB not in state.scores else f" {STSB}: Spearman correlation on STS-B's development set, in percent."
     return f"""---
 library_name: sentence-transformers
@@ -30,7 +33,7 @@ tags: [sentence-transformers, feature-extraction, {objective.kind}]
 
 Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
 Trained for {state.step} steps of {config.batch_documents} {rows} ({state.documents} {rows} read), {objective.learns}.
-{dropped}
+{dropped}{also}
     from sentence_transformers import SentenceTransformer
     embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
 
@@ -50,3 +53,18 @@ Trained for {state.step} steps of {config.batch_documents} {rows} ({state.docume
 {json.dumps(config.model_dump(mode="json"), indent=1)}
 ```
 """
+
+
+def _branch_lines(config: TrainConfig) -> Iterator[str]:
+    """A sentence for each additional branch: its method, data and parts that are not exported."""
+    turn = "in the same update" if config.turns == "joint" else "in updates of its own before each step"
+    for name, branch in config.also.items():
+        manifest = load_manifest(data_folder(branch.data, config.cache))
+        kind, objective = manifest.content.kind, branch.objective
+        parts = [*objective.dropped, *(["the embeddings of its patches"] if kind in MEDIA_KINDS else [])]
+        yield (
+            f"Also trained with {objective.method} on {kind} (branch {name}, {turn}): {branch.batch_documents} a step of "
+            f"{manifest.totals['kept_train']}, {objective.learns}, weight {branch.weight:g}, data hash "
+            f"`{data_hash(manifest)}`.\n"
+        )
+        yield from (f"Trained but not part of this encoder: {part}.\n" for part in parts)

@@ -11,15 +11,18 @@ from common.config import ConfigError, flat_keys
 from common.console.logs import get_logger
 from common.records import DamagedError, read_record
 from common.stores.retry import RemoteError
-from pipeline.shards.manifest import Manifest, ShardError, data_hash, load_manifest
+from pipeline.shards.content import MEDIA_KINDS
+from pipeline.shards.manifest import Manifest, ShardError, load_manifest
 from pipeline.shards.shards import check_shards
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import read_origin
+from trainer.driver.branch_checks import branch_problems
 from trainer.driver.encoder_checks import encoder_problems
+from trainer.driver.objective_checks import data_problems, kind_problem
 from trainer.driver.places import place_problems
 from trainer.driver.validation_checks import validation_problems
-from trainer.objectives.base import ObjectiveError, implementation_of
+from trainer.setup.branches import data_hash_of
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE
@@ -39,7 +42,10 @@ def problems(config: TrainConfig) -> list[str]:
         missing = any(problem.startswith("data = ") for problem in found)
         return found if missing else [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
-    found += [*_other_shards(config, run, manifest), *_data_problems(config, manifest)]
+    others, manifests = _branch_shards(config)
+    found += [*others, *_main_problems(config, manifest), *branch_problems(config, {"": manifest, **manifests})]
+    if len(manifests) == len(config.also):
+        found += _other_shards(config, run, data_hash_of({"": manifest, **manifests}))
     began_before = bool(checkpoint.steps_in(run / CHECKPOINTS))
     if not began_before and (remark := config.objective.remark_before(config.context(manifest.short_documents))):
         get_logger().warning("%s", remark)
@@ -48,6 +54,31 @@ def problems(config: TrainConfig) -> list[str]:
     if from_scratch or any(line.startswith("encoder.pretrained = ") for line in found):
         return found
     return list(dict.fromkeys([*found, *encoder_problems(config, manifest)]))  # both parts load the objective
+
+
+def _main_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+    """Problems of the main branch's objective, data and validation."""
+    if manifest.content.kind in MEDIA_KINDS:
+        return [
+            f"data = {config.data}: holds {manifest.content.kind}; the main branch reads texts, whose encoder is "
+            "exported: name it in a branch (also.NAME.data)"
+        ]
+    found = data_problems(config, manifest)
+    return found if kind_problem(config, manifest) else [*found, *validation_problems(config, manifest)]
+
+
+def _branch_shards(config: TrainConfig) -> tuple[list[str], dict[str, Manifest]]:
+    """Problems of the shards of additional branches, and the manifests of those that can be read."""
+    found, manifests = [], {}
+    for name, branch in config.also.items():
+        try:
+            folder = data_folder(branch.data, config.cache)
+            manifests[name] = load_manifest(folder)
+        except (ShardError, RemoteError, OSError) as error:
+            found.append(f"also.{name}.data = {branch.data}: {error}")
+        else:
+            found += [f"also.{name}.data = {branch.data}: {problem}" for problem in check_shards(folder)]
+    return found, manifests
 
 
 def refuse(found: list[str]) -> None:
@@ -139,53 +170,12 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     ]
 
 
-def _other_shards(config: TrainConfig, run: Path, manifest: Manifest) -> list[str]:
-    """A problem if the run was trained on other shards; its next steps would read the wrong documents."""
+def _other_shards(config: TrainConfig, run: Path, now: str) -> list[str]:
+    """A problem if the run was trained on shards of another hash; its next steps would read the wrong documents."""
     for _, state in checkpoint.states_in(run / CHECKPOINTS):
-        if state.data_hash != data_hash(manifest):
+        if state.data_hash != now:
             return [
                 f"run = {config.run}: was trained on other shards than data = {config.data} holds now; "
                 "name another folder"
             ]
     return []
-
-
-def _objective_problems(config: TrainConfig) -> list[str]:
-    """Problems of the objective's package."""
-    objective = config.objective
-    try:
-        implementation_of(objective)
-    except ObjectiveError as error:
-        return [str(error)]
-    if objective.mlm and "mlm" not in objective.metrics:
-        return [
-            f"objective.kind = {objective.kind}: mlm is true, but metrics = {list(objective.metrics)} lacks 'mlm', so "
-            "the MLM loss would not be recorded; add it"
-        ]
-    return []
-
-
-def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
-    """The problem of shards whose rows the objective cannot read."""
-    objective, kind = config.objective, manifest.content.kind
-    if kind in objective.reads:
-        return None
-    *others, last = objective.reads
-    kinds = f"{', '.join(others)} or {last}" if others else last
-    return (
-        f"objective.kind = {objective.kind} reads {kinds}; data = {config.data} holds {kind}: prepare it with "
-        f"content.kind={objective.reads[0]}"
-    )
-
-
-def _data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    found = _objective_problems(config)
-    if other_kind := kind_problem(config, manifest):
-        return [*found, other_kind]
-    found += config.objective.problems(config.context(manifest.short_documents), manifest)
-    if config.batch_documents > manifest.totals["kept_train"]:
-        found.append(
-            f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
-            "training documents, and a batch must not contrast a document with itself"
-        )
-    return [*found, *validation_problems(config, manifest)]

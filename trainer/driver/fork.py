@@ -11,18 +11,20 @@ from pathlib import Path
 from safetensors import safe_open
 
 from common.config import ConfigError
+from common.console.logs import get_logger
 from common.paths import expand
 from common.storage import folder_aside, write_json, write_text
 from common.stores.address import is_remote
-from pipeline.shards.manifest import data_hash
+from pipeline.shards.manifest import load_manifest
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.checkpoints.state import FORK, read_origin
+from trainer.checkpoints.state import FORK, RunState, read_origin
 from trainer.checkpoints.weights import load_objective
 from trainer.data.plan import Plan
 from trainer.driver.checks import changes, problems, read_decisive, refuse
 from trainer.metrics.metrics import METRICS, read_metrics
+from trainer.setup.branches import data_hash_of
 from trainer.setup.build import build_encoder, build_objective, load_tokenizer, total_steps
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
@@ -72,26 +74,44 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
             "increase steps"
         )
     refuse(wrong)
+    manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}
     with folder_aside(new) as aside:
-        shutil.copytree(path, checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step))
         folder = checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step)
-        data = data_hash(shards.manifest)
+        shutil.copytree(path, folder)
+        files = _kept_branches(config, folder, state)
+        data = data_hash_of(manifests)
         renewed = state.model_copy(
             update={
                 "config_hash": config.hash(),
                 "data_hash": data,
                 "documents": state.step * config.batch_documents,
+                "files": files,
+                "branches_skipped": {name: n for name, n in state.branches_skipped.items() if name in config.also},
                 "scores": state.scores if state.data_hash == data else {},
-                "sizes": {name: (folder / name).stat().st_size for name in state.files},
+                "sizes": {name: (folder / name).stat().st_size for name in files},
             }
         )
-        write_json(folder / "state.json", renewed.model_dump(mode="json"))
+        checkpoint.write_state(folder, renewed)
         lines = [line for line in read_metrics(old) if line["step"] <= state.step]
         write_text(aside / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         before = read_decisive(old) or {}
         write_json(aside / DECISIVE, config.decisive())
         write_json(aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, config.decisive())})
     return forked
+
+
+def _kept_branches(config: TrainConfig, folder: Path, state: RunState) -> dict[str, str]:
+    """Checksums of the files that the fork keeps; deletes and logs those of branches that it no longer has."""
+    kept = dict(state.files)
+    for file in state.files:
+        name, _, rest = file.partition(".")
+        if rest.count(".") and name not in config.also:
+            (folder / file).unlink()
+            del kept[file]
+    dropped = sorted({file.partition(".")[0] for file in set(state.files) - set(kept)})
+    if dropped:
+        get_logger().info("--fork: leaving out the branches %s of the old run", ", ".join(dropped))
+    return kept
 
 
 def _misfits(config: TrainConfig, path: Path, shards: ShardSet) -> list[str]:

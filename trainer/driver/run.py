@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.config import config_yaml
 from common.console.logs import get_logger
@@ -30,10 +30,13 @@ from trainer.driver.signals import Signals
 from trainer.driver.summary import SECONDS, SUMMARY, add_seconds, ended_early, first_and_last_scores, read_seconds
 from trainer.driver.supervisor import Supervisor
 from trainer.driver.waiting import oversubscribed
+from trainer.model.settings import EncoderConfig, FrontendConfig
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE, with_geometry
+
+Model = TypeVar("Model", EncoderConfig, FrontendConfig)
 
 _FILES = ("config.yaml", DECISIVE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
@@ -140,7 +143,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         settings = with_absolute_paths(config).model_dump(mode="json")
         supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks)
         try:
-            with ProgressBar(lambda: supervisor.line, steps, config.objective.metrics):
+            with ProgressBar(lambda: supervisor.line, steps, terms_of(config)):
                 done = supervisor.run_to_end()
         finally:
             add_seconds(run, time.monotonic() - began)
@@ -175,6 +178,13 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     return summary
 
 
+def terms_of(config: TrainConfig) -> list[str]:
+    """Names of the loss terms of all branches in the metrics."""
+    return [
+        f"{name}_{term}" if name else term for name, one in config.branches().items() for term in one.objective.metrics
+    ]
+
+
 def _send_at_the_end(store: RunStore) -> None:
     """Sends the driver's files, also after a failure of the run."""
     try:
@@ -185,9 +195,26 @@ def _send_at_the_end(store: RunStore) -> None:
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths, because each worker has a different working directory."""
-    given = {key: getattr(config, key) for key in ("run", "data")}
-    update: dict[str, Any] = {key: str(expand(at).absolute()) for key, at in given.items() if not is_remote(at)}
-    pretrained = config.encoder.pretrained
-    if pretrained is not None and expand(pretrained).is_dir():
-        update["encoder"] = config.encoder.model_copy(update={"pretrained": str(expand(pretrained).absolute())})
+    update: dict[str, Any] = {key: _absolute(getattr(config, key)) for key in ("run", "data")}
+    update["encoder"] = _with_absolute_model(config.encoder)
+    places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb")}
+    update["validation"] = config.validation.model_copy(update=places)
+    update["also"] = {
+        name: branch.model_copy(
+            update={"data": _absolute(branch.data), "frontend": _with_absolute_model(branch.frontend)}
+        )
+        for name, branch in config.also.items()
+    }
     return config.model_copy(update=update)
+
+
+def _absolute(place: str | None) -> str | None:
+    return place if place is None or is_remote(place) else str(expand(place).absolute())
+
+
+def _with_absolute_model(settings: Model) -> Model:
+    """Settings whose `pretrained` names a model; the name of a folder becomes absolute."""
+    pretrained = settings.pretrained
+    if pretrained is None or not expand(pretrained).is_dir():
+        return settings
+    return settings.model_copy(update={"pretrained": _absolute(pretrained)})

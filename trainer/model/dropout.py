@@ -58,6 +58,10 @@ class TokenRates:
         return (values.masked_fill(drops(mixed, self.limits[..., None]), 0.0) * factors).to(values.dtype)
 
 
+NEVER = 2.0**-60
+"""Probability of a layer that drops nothing but exists, because some batches have rates for it."""
+
+
 class DropoutKeys:
     """Keys of the tokens in an encoder, shared by all its dropout layers.
 

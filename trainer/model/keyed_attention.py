@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.model.dropout import DropoutKeys, TokenRates, drop_attention
+from trainer.model.dropout import NEVER, DropoutKeys, TokenRates, drop_attention
 
 
 def padded_attention(
@@ -52,7 +52,7 @@ def padded_attention(
 
 def drops_weights(module: torch.nn.Module, dropout: float, rates: TokenRates | None) -> bool:
     """True if attention weights are dropped; a layer's own rate may be 0 where the batch has rates."""
-    return dropout > 0 if rates is None else module.training and rates.any
+    return dropout > NEVER if rates is None else module.training and rates.any
 
 
 def attend_with_dropout(

@@ -14,6 +14,7 @@ from common import seeding
 from common.hub import hub_or_cache
 from common.paths import expand
 from trainer.data.vocabulary import Vocabulary
+from trainer.model.dropout import NEVER
 from trainer.model.settings import EncoderConfig
 from trainer.model.silence import silence
 from trainer.model.unloaded import Unloaded
@@ -92,6 +93,18 @@ def _source(pretrained: str) -> Iterator[str]:
 def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
     """Builds the masked language model in float32, with pretrained weights or weights drawn from the seed."""
     return load_model(config, hf, seed)[0]
+
+
+def load_with_dropout_layers(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", Unloaded]:
+    """As `load_model`, with all dropout layers; a family may leave out those whose rate is 0."""
+    zero = [name for name in _DROPOUTS if getattr(hf, name, None) == 0]
+    for name in zero:
+        setattr(hf, name, NEVER)
+    model, unloaded = load_model(config, hf, seed)
+    for name in zero:  # the exported config has the rates of the encoder
+        setattr(hf, name, 0.0)
+        setattr(model.config, name, 0.0)
+    return model, unloaded
 
 
 def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", Unloaded]:

@@ -16,15 +16,18 @@ from trainer.data.plan import Plan
 from trainer.data.vocabulary import Vocabulary
 from trainer.metrics.sts import StsValidator, read_stsb, together
 from trainer.model.encoder import Encoder
-from trainer.model.language_model import load_hf_config, load_model, max_span_tokens, vocabulary_of
+from trainer.model.language_model import (
+    load_hf_config,
+    load_model,
+    load_with_dropout_layers,
+    max_span_tokens,
+    vocabulary_of,
+)
 from trainer.model.layouts import fitting_layout
 from trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.step.branch import Branch
-
-_REPLACED = 0.1
-"""Rate of layers whose rate is replaced in every batch; any above 0."""
 
 
 def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any, Vocabulary]:
@@ -60,13 +63,12 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     """
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
-    settings = config.encoder
-    if config.objective.sets_rates:  # a family may leave out dropout layers whose own rate is 0
-        settings = settings.model_copy(update={"dropout": _REPLACED, "attention_dropout": _REPLACED})
-    hf = load_hf_config(settings, len(tokenizer), ids)
-    model, unloaded = load_model(config.encoder, hf, config.seed)
+    hf = load_hf_config(config.encoder, len(tokenizer), ids)
+    objectives = [one.objective for one in config.branches().values()]
+    load = load_with_dropout_layers if any(one.sets_rates for one in objectives) else load_model
+    model, unloaded = load(config.encoder, hf, config.seed)
     encoder = Encoder(config.encoder, model, config.seed, unloaded)
-    layout = fitting_layout(encoder, config.objective.mlm)
+    layout = fitting_layout(encoder, any(one.mlm for one in objectives))
     encoder.set_layout(config.encoder.model_copy(update={"layout": layout}))
     return encoder
 

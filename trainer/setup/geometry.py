@@ -1,10 +1,12 @@
 """Span lengths and anchors that the user leaves to the shards."""
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from common.storage import read_json
 from pipeline.shards.manifest import ShardError, load_manifest
+from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
@@ -24,15 +26,24 @@ def with_geometry(config: TrainConfig, run: Path) -> TrainConfig:
         config: of the run.
         run: folder of the run.
     """
+    also = {
+        name: branch.model_copy(update={"spans": _spans(config.of_branch(name), run, ("also", name))})
+        for name, branch in config.also.items()
+    }
+    return config.model_copy(update={"spans": _spans(config, run, ()), "also": also})
+
+
+def _spans(config: TrainConfig, run: Path, section: tuple[str, ...]) -> SpanConfig:
+    """The completed spans of a branch, whose settings are below `section` in those of the run."""
     missing = [key for key in _KEYS if key not in config.spans.model_fields_set]
     if not missing:
-        return config
-    values = _started_with(run) or _of_shards(config)
+        return config.spans
+    values = _started_with(run, section) or _of_shards(config)
     found = {key: values[key] for key in missing if key in values}
     if "min_tokens" in found:
         longest = found.get("max_tokens", config.spans.max_tokens)
         found["min_tokens"] = min(found["min_tokens"], longest)
-    return config.model_copy(update={"spans": config.spans.model_copy(update=found)})
+    return config.spans.model_copy(update=found)
 
 
 def unknown(config: TrainConfig) -> list[str]:
@@ -40,10 +51,10 @@ def unknown(config: TrainConfig) -> list[str]:
     return [f"spans.{key}" for key in _KEYS if key not in config.spans.model_fields_set]
 
 
-def _started_with(run: Path) -> dict[str, Any]:
-    """The spans of the run's settings; empty where there are none."""
+def _started_with(run: Path, section: tuple[str, ...]) -> dict[str, Any]:
+    """The spans of the run's settings below `section`; empty where there are none."""
     try:
-        spans = read_json(run / DECISIVE)["spans"]
+        spans = reduce(lambda found, key: found[key], (*section, "spans"), read_json(run / DECISIVE))
         return {key: int(spans[key]) for key in _KEYS}
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the checks report it
         return {}
