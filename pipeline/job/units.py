@@ -6,6 +6,7 @@ from pydantic import Field
 
 from common.config import Strict
 from common.storage import hash_json
+from pipeline.media.rows import blob_rules, media_rows
 from pipeline.readers.corpus import MIB, FilesCorpus, HubCorpus, Part, Record
 from pipeline.readers.files import Rules, rules_of
 from pipeline.readers.parts import Meter, read_part
@@ -13,7 +14,7 @@ from pipeline.readers.planning import file_parts
 from pipeline.readers.pydocs import PythonDocs, python_parts, read_python
 from pipeline.readers.skipped import Skipped
 from pipeline.readers.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
-from pipeline.shards.content import AnyContent, DocumentsContent, keys_of
+from pipeline.shards.content import AnyContent, AudioContent, DocumentsContent, ImagesContent, keys_of
 from pipeline.texts.pairs import MAX_FILE_BYTES
 from pipeline.texts.rows import rows
 
@@ -57,7 +58,10 @@ class Reading(Iterator[Record]):
         self._part_bytes = 0
         self._meter = Meter()
         self._most = 0
-        self._records = rows(self._read(), content)
+        if isinstance(content, ImagesContent | AudioContent):
+            self._records = media_rows(self._read(), content)
+        else:
+            self._records = rows(self._read(), content)
 
     def __iter__(self) -> "Reading":
         return self
@@ -83,7 +87,8 @@ class Reading(Iterator[Record]):
 
 def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent) -> Rules:
     """Rules for reading the files of a corpus with this content."""
-    return rules_of(corpus, keys_of(content), MAX_FILE_BYTES if content.kind == "pairs" else None)
+    max_file_bytes = MAX_FILE_BYTES if content.kind == "pairs" else None
+    return rules_of(corpus, keys_of(content), max_file_bytes, blob_rules(content))
 
 
 def plan_units(

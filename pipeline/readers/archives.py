@@ -1,7 +1,7 @@
 """Tar archives as streams: members are read one after the other, and nothing is written to disk."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream
@@ -109,12 +109,19 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
         start = stream.position
 
 
-def find_members(stream: ByteStream) -> tuple["array[int]", int | None]:
-    """Positions of the headers of all members and of the end; the end of a broken archive is None."""
+def find_members(stream: ByteStream, key: Callable[[str], str] | None = None) -> tuple["array[int]", int | None]:
+    """Positions of the headers of all members and of the end; the end of a broken archive is None.
+
+    With `key`, only the first of consecutive members with the same key of their names is listed.
+    """
     starts, ends = array("q"), [0]
+    before: str | None = None
     try:
         for member in members(stream, 1 << 62, ends):
-            starts.append(member.start)
+            now = key(member.name) if key else None
+            if now is None or now != before:
+                starts.append(member.start)
+            before = now
     except READ_ERRORS:
         return starts, None
     return starts, ends[-1]

@@ -16,7 +16,8 @@ END = 2**62
 
 MAX_DOCUMENT_MIB = Field(default=16.0, gt=0, le=512)
 
-Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
+Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv", "blob", "label", "other"]
+"""blob: one image or clip. label: a label of one. other: a file of a corpus of images or clips that is neither."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Cuts of one file into parts: byte ranges, members of an archive, row groups, record batches."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.readers.archives import find_members
+from pipeline.readers.blobs import blob_column_problem
 from pipeline.readers.corpus import END, Input, Part
 from pipeline.readers.streams import ByteStream
 from pipeline.readers.tables import TABLE_ERRORS, column_problem
@@ -22,12 +24,15 @@ class Cut(NamedTuple):
     """True if a search met the file and its format is unknown."""
 
 
-def cut_archive(file: Input, stream: ByteStream, part_bytes: int, max_parts: int) -> list[Part]:
+def cut_archive(
+    file: Input, stream: ByteStream, part_bytes: int, max_parts: int, key: Callable[[str], str] | None = None
+) -> list[Part]:
     """Parts of consecutive members of an archive. The last part of a broken archive extends to the damage.
 
     A compressed archive is cut into at most `max_parts`; 1 means that it is not compressed.
+    Consecutive members whose names have the same key stay together.
     """
-    starts, end = find_members(stream)
+    starts, end = find_members(stream, key)
     size = end or stream.position
     least = max(part_bytes, -(-size // max_parts)) if max_parts > 1 else part_bytes
     cuts = [0]
@@ -52,28 +57,37 @@ def cut_ranges(file: Input, known: str, part_bytes: int) -> list[Part]:
     return [make_part(file, known, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
 
 
-def cut_parquet(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -> Cut:
-    """Parts of consecutive row groups of a Parquet file."""
+def cut_parquet(file: Input, opened: BinaryIO, name: str, part_bytes: int, setting: str = "corpus.text_field") -> Cut:
+    """Parts of consecutive row groups of a Parquet file.
+
+    Args:
+        file: the file.
+        opened: its content.
+        name: column of its texts, images or clips.
+        part_bytes: bytes of the column in a part.
+        setting: setting that names the column.
+    """
+    problem_of = column_problem if setting == "corpus.text_field" else blob_column_problem
     try:
         with pq.ParquetFile(opened) as table:
             metadata = table.metadata
-            problem = column_problem(table.schema_arrow, text_field)
+            problem = problem_of(table.schema_arrow, name)
             paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     except TABLE_ERRORS:
         return Cut([make_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)])
     if problem:
-        return _without_text(file, "parquet", text_field, problem)
-    column = paths.index(text_field)
+        return _without_text(file, "parquet", setting, name, problem)
+    columns = [paths.index(name)] if name in paths else [n for n, p in enumerate(paths) if p.startswith(f"{name}.")]
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    weights = [max(0, group.column(column).total_uncompressed_size) for group in groups]
+    weights = [sum(max(0, group.column(n).total_uncompressed_size) for n in columns) for group in groups]
     sizes = [max(0, group.total_byte_size) for group in groups]
     return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
 
 
-def _without_text(file: Input, known: str, text_field: str, problem: str) -> Cut:
-    """The part of a table without a text column; it gives a failure for each row."""
+def _without_text(file: Input, known: str, setting: str, name: str, problem: str) -> Cut:
+    """The part of a table without the column; it gives a failure for each row."""
     part = make_part(file, known, 0, END if known == "parquet" else file.num_bytes, file.num_bytes, 0)
-    return Cut([part], f"corpus.text_field = {text_field!r}: {file.path}: {problem}")
+    return Cut([part], f"{setting} = {name!r}: {file.path}: {problem}")
 
 
 def cut_arrow(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -> Cut:
@@ -85,7 +99,7 @@ def cut_arrow(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -
     except TABLE_ERRORS:
         return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
     if problem:
-        return _without_text(file, "stream", text_field, problem)
+        return _without_text(file, "stream", "corpus.text_field", text_field, problem)
     sizes = [file.num_bytes // max(1, count)] * count
     return Cut(_grouped(file, "arrow", sizes, sizes, part_bytes))
 

@@ -1,11 +1,12 @@
 """Format detection, by content and name, and the records of one file or member of an archive."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from pipeline.readers.archives import Member, is_tar, members
+from pipeline.readers.blobs import BlobRules, blob_format, read_blob, read_parquet_blobs, with_labels
 from pipeline.readers.corpus import END, MIB, FilesCorpus, Format, HubCorpus, ReadFailure, Record
 from pipeline.readers.delimited import read_delimited
 from pipeline.readers.encodings import as_utf8, encoding_of
@@ -49,18 +50,35 @@ class Rules:
     """Keys of several values to read instead of a text; none for texts."""
     max_file_bytes: int | None = None
     """Largest file, uncompressed; None: any."""
+    blobs: BlobRules | None = None
+    """Rules for images or clips; None for texts."""
+
+    @property
+    def suffixes(self) -> Collection[str]:
+        """Endings of the files that are read."""
+        return sorted({*self.blobs.suffixes, ".parquet"}) if self.blobs else SUFFIXES
 
 
-def rules_of(corpus: FilesCorpus | HubCorpus, keys: Keys | None = None, max_file_bytes: int | None = None) -> Rules:
+def rules_of(
+    corpus: FilesCorpus | HubCorpus,
+    keys: Keys | None = None,
+    max_file_bytes: int | None = None,
+    blobs: BlobRules | None = None,
+) -> Rules:
     """The rules of a corpus."""
     fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
     # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
     max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
-    return Rules(fixed, corpus.text_field, max_bytes, keys or {}, max_file_bytes)
+    return Rules(fixed, corpus.text_field, max_bytes, keys or {}, max_file_bytes, blobs)
 
 
-def format_of(head: bytes, name: str, *, inside: bool) -> Format | None:
+def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format | None:
     """The format of uncompressed content that is not an archive."""
+    if rules.blobs:
+        known = blob_format(head, name, rules.blobs)
+        return known if inside or known in ("blob", "parquet") else None
+    if rules.format:
+        return rules.format
     if head.startswith(_PARQUET):
         return "parquet"
     if head.startswith(_ARROW_FILE):
@@ -105,7 +123,7 @@ def read_stream(
         yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1, allowance=allowance)
     elif archive:
         yield from read_archive(stream, source, rules, END, allowance, depth=depth)
-    elif (known := rules.format or format_of(head, source, inside=depth > 0)) is None:
+    elif (known := format_of(head, source, rules, inside=depth > 0)) is None:
         message = "neither its name nor its content tells a format; corpus.format can"
         yield ReadFailure(reason="unknown_format", source=source, offset=0, message=message)
     else:
@@ -116,6 +134,14 @@ def read_archive(
     stream: ByteStream, source: str, rules: Rules, stop: int, allowance: Allowance, *, depth: int = 0
 ) -> Iterator[Record]:
     """The records of the members whose headers start before `stop`."""
+    records = _read_members(stream, source, rules, stop, allowance, depth)
+    yield from with_labels(records, rules.max_bytes) if rules.blobs else records
+
+
+def _read_members(
+    stream: ByteStream, source: str, rules: Rules, stop: int, allowance: Allowance, depth: int
+) -> Iterator[Record]:
+    """The records of the members whose headers start before `stop`, labels among them."""
     try:
         for member in members(stream, stop):
             yield from _read_member(member, source, rules, depth, allowance)
@@ -138,6 +164,9 @@ def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowan
 
 def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: bytes) -> Iterator[Record]:
     """The records of uncompressed content of a known format."""
+    if known == "blob" or known == "label" or known == "other":
+        yield from read_blob(stream, source, known, rules.max_bytes)
+        return
     if known not in ("parquet", "arrow") and (encoding := encoding_of(head)):
         stream = as_utf8(stream, encoding)
     if rules.keys and known not in FIELD_FORMATS:
@@ -182,7 +211,9 @@ def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterato
         yield ReadFailure(reason="too_large", source=source, offset=0, message=message)
     else:
         file = pa.BufferReader(pa.py_buffer(held))
-        if rules.keys:
+        if rules.blobs:
+            yield from read_parquet_blobs(file, source, rules.blobs, rules.max_bytes, None, Rows())
+        elif rules.keys:
             yield from read_parquet_fields(file, source, rules.keys, rules.max_bytes, Rows())
         else:
             yield from read_parquet(file, source, rules.text_field, rules.max_bytes, None, Rows())

@@ -17,6 +17,8 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".tsv": "tsv",
 }
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
+AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".oga", ".opus"})
 MARKDOWN = {".md", ".markdown"}
 JSON_SUFFIX = ".json"
 """Read as JSON Lines if the file is named explicitly; in a searched folder it is more often a description."""

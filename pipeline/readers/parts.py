@@ -7,6 +7,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from common.stores.address import is_remote
+from pipeline.readers.blobs import read_parquet_blobs
 from pipeline.readers.corpus import END, Part, ReadFailure, Record
 from pipeline.readers.fields import read_json_fields, read_parquet_fields
 from pipeline.readers.files import Rules, read_archive, read_stream
@@ -66,7 +67,10 @@ def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
     rows = Rows()
     meter.measure = lambda: part.num_bytes * rows.share
     pieces = range(part.start, part.stop)
-    if rules.keys:
+    if rules.blobs:
+        groups = None if part.stop == END else pieces
+        yield from read_parquet_blobs(file, part.source, rules.blobs, rules.max_bytes, groups, rows)
+    elif rules.keys:
         yield from read_parquet_fields(file, part.source, rules.keys, rules.max_bytes, rows)
     elif part.format == "parquet":
         groups = None if part.stop == END else pieces

@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 from common.paths import expand
 from common.stores.address import is_remote
 from pipeline.readers.archives import is_tar
+from pipeline.readers.blobs import member_key
 from pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
 from pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_parquet, cut_ranges, make_part
 from pipeline.readers.encodings import encoding_of
 from pipeline.readers.fields import FIELD_FORMATS, fields_problem
 from pipeline.readers.files import Rules, format_of, rules_of
 from pipeline.readers.hub import hub_inputs
-from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix
+from pipeline.readers.names import JSON_SUFFIX, TAR_SUFFIX, bare_suffix
 from pipeline.readers.places import find_inputs, open_input, stream_of
 from pipeline.readers.skipped import UNREADABLE, Skipped, advice_on, describe_skipped
 from pipeline.readers.streams import (
@@ -55,7 +56,7 @@ def file_parts(
     if isinstance(corpus, HubCorpus):
         found, problems = hub_inputs(corpus)
     else:
-        found, problems = _corpus_files(corpus, skipped)
+        found, problems = _corpus_files(corpus, skipped, rules)
     unique = {file.path: file for file in reversed(found)}
     sources = Counter(file.source for file in unique.values())
     files = [
@@ -78,12 +79,12 @@ def file_parts(
         problems += failing[:_SHOWN_PROBLEMS]
     if not parts and files and not problems:
         problems.append(
-            f"corpus.paths: no file found is named like {' '.join(SUFFIXES)} or is an archive of such files"
+            f"corpus.paths: no file found is named like {' '.join(rules.suffixes)} or is an archive of such files"
         )
     return parts, list(dict.fromkeys(problems))
 
 
-def _corpus_files(corpus: FilesCorpus, skipped: Skipped) -> tuple[list[Input], list[str]]:
+def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[list[Input], list[str]]:
     """The files of all entries of `paths`, and their problems, one line each."""
     found: list[Input] = []
     problems: list[str] = []
@@ -98,15 +99,16 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped) -> tuple[list[Input], l
             problems.append(f"corpus.paths: {given!r} matches no file; looked at {where}")
         usable: list[Input] = []
         for file in matches:
-            if not file.searched or corpus.format != "auto" or _is_candidate(file):
+            if not file.searched or corpus.format != "auto" or _is_candidate(file, rules):
                 usable.append(file)
             else:
                 skipped.add_file(file.source)
         unnamed = [file for file in usable if not _is_unicode(file.source)]
         problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
         if matches and not usable:
+            named = " ".join(rules.suffixes)
             problems.append(
-                f"corpus.paths: {given!r} holds no file named like {' '.join(SUFFIXES)} and no archive of such files"
+                f"corpus.paths: {given!r} holds no file named like {named} and no archive of such files"
                 + "".join(f"; {line}" for line in describe_skipped(skipped.kinds()))
             )
         found += usable
@@ -118,13 +120,13 @@ def _is_unicode(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def _is_candidate(file: Input) -> bool:
+def _is_candidate(file: Input, rules: Rules) -> bool:
     """Returns True if a file found in a folder may be readable, by its name or because it is compressed."""
     suffix = bare_suffix(file.source)
     if file.lost and (not suffix or os.path.isdir(file.path)):  # noqa: PTH112
         return True
     compressed = any(file.source.lower().endswith(ending) for ending in COMPRESSED_SUFFIXES)
-    return suffix in SUFFIXES or suffix == TAR_SUFFIX or compressed
+    return suffix in rules.suffixes or suffix == TAR_SUFFIX or compressed
 
 
 def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterable[Cut]:
@@ -151,10 +153,12 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 stream = stream_of(opened, file.path)
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
-                return Cut(cut_archive(file, stream, part_bytes, 1))
-            known = rules.format or format_of(head, file.source, inside=False)
+                return Cut(cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
+            known = format_of(head, file.source, rules, inside=False)
             if known is None or (file.searched and rules.format is None and bare_suffix(file.source) == JSON_SUFFIX):
-                return _unknown(file)
+                return _unknown(file, rules)
+            if rules.blobs and known == "parquet":
+                return cut_parquet(file, opened, rules.blobs.column, part_bytes, rules.blobs.setting)
             if rules.keys:
                 return _cut_fields(file, opened, head, known, rules, part_bytes)
             if known in ("jsonl", "text") and encoding_of(head) is None:
@@ -206,10 +210,15 @@ def _lost(file: Input, why: str) -> Cut:
     return Cut([make_part(file, "lost", 0, 0, 0, 0)], f"corpus.paths: {file.path} cannot be read: {why}")
 
 
-def _unknown(file: Input) -> Cut:
+def _unknown(file: Input, rules: Rules) -> Cut:
     """The problem of an explicitly named file of unknown format; a file met by a search is skipped."""
     if file.searched:
         return Cut([], skipped=True)
+    if rules.blobs:
+        endings = " ".join(rules.suffixes)
+        return Cut(
+            [], f"corpus.paths: {file.path!r}: {rules.blobs.kind} are read from {endings} and from archives of them"
+        )
     return Cut(
         [],
         f"corpus.paths: the format of {file.path!r} is unknown; set corpus.format to jsonl, text, "
@@ -222,7 +231,7 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     weight = file.num_bytes * COMPRESSION_RATIO
     whole = [make_part(file, "stream", 0, file.num_bytes, file.num_bytes, weight)]
     suffix = bare_suffix(file.source)
-    named = rules.format is not None or suffix in SUFFIXES or suffix in (TAR_SUFFIX, JSON_SUFFIX)
+    named = rules.format is not None or suffix in rules.suffixes or suffix in (TAR_SUFFIX, JSON_SUFFIX)
     if named and weight <= part_bytes:
         return Cut(whole)
     opened.seek(0)
@@ -234,6 +243,7 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     if is_tar(head) and weight > part_bytes:
         whole_file = stream_of(opened, file.path)
         inner = decompressed(whole_file, compression, Allowance(whole_file))
-        return Cut(cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS))
+        key = member_key if rules.blobs else None
+        return Cut(cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, key))
     nested = is_tar(head) or compression_of(head) is not None
-    return Cut(whole) if named or nested or format_of(head, file.source, inside=False) else _unknown(file)
+    return Cut(whole) if named or nested or format_of(head, file.source, rules, inside=False) else _unknown(file, rules)

@@ -1,0 +1,174 @@
+"""Decoding of sounds: mean of the channels, resampled, as frames of log-mel energies.
+
+The energies are those of transformers' ASTFeatureExtractor before padding and normalisation.
+"""
+
+import math
+import warnings
+from functools import lru_cache
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError
+from pipeline.readers.corpus import document_id
+from pipeline.shards.content import AudioContent
+from pipeline.shards.media import Clip
+from pipeline.shards.windows import EMPTY, TOO_SHORT
+
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG")
+"""Formats of libsndfile that are read."""
+MAX_RATE = 768_000
+MAX_CHANNELS = 64
+SILENT = "silent"
+NOT_FINITE = "not_finite"
+CUT = "cut"
+RESAMPLED = "resampled"
+_BLOCK_FRAMES = 1 << 16
+_PREEMPHASIS = 0.97
+_FLOOR = 1.192092955078125e-07
+_LOWEST_HZ = 20
+_RIFF = (b"RIFF", b"RIFX")
+_UNKNOWN_BYTES = 0x7FFF_0000
+"""Sizes from here on in a header mean that a program did not know the size when it began to write."""
+
+
+def decode_clip(data: bytes, content: AudioContent, label: str) -> Decoded:
+    """A clip as the shards hold it.
+
+    At most `content.max_seconds` are read, whatever length the header gives.
+
+    Raises:
+        UndecodableError: `not_audio`, `unsupported`, `truncated`, `undecodable` or `not_finite`.
+        UnsuitableError: it is empty, silent or shorter than a frame.
+    """
+    if not data:
+        raise UnsuitableError(EMPTY, "the file has no bytes")
+    mono, rate, was_cut = _read(data, content.max_seconds)
+    if not np.isfinite(mono).all():
+        raise UndecodableError(NOT_FINITE, "it has samples that are not finite")
+    if len(mono) == 0:
+        raise UnsuitableError(EMPTY, "it has no samples")
+    if (mono == mono[0]).all():
+        raise UnsuitableError(SILENT, f"all {len(mono)} samples are {mono[0]:g}")
+    notes = [CUT] if was_cut else []
+    if rate != content.sample_rate:
+        mono = _resampled(mono, rate, content.sample_rate)
+        notes.append(RESAMPLED)
+    frame_length, _ = frame_samples(content)
+    if len(mono) < frame_length:
+        raise UnsuitableError(TOO_SHORT, f"{len(mono)} samples, a frame has {frame_length}")
+    frames = log_mel(mono - mono.mean(), content)
+    if not np.isfinite(frames).all():
+        raise UndecodableError(NOT_FINITE, "its samples are so large that energies are not finite")
+    identity = document_id(f"{frames.shape[0]} x {frames.shape[1]}\n".encode() + frames.tobytes())
+    return Decoded(Clip(frames, label), identity, tuple(notes))
+
+
+def frame_samples(content: AudioContent) -> tuple[int, int]:
+    """Samples of a frame, and between the starts of two frames."""
+    return max(2, int(content.sample_rate * content.frame_ms / 1000)), max(
+        1, int(content.sample_rate * content.shift_ms / 1000)
+    )
+
+
+def log_mel(samples: NDArray[np.float64], content: AudioContent) -> NDArray[np.float32]:
+    """Log-mel energies `(num_frames, mels)` of samples at `content.sample_rate`, at least one frame of them."""
+    # Imported here because it takes a second, and tasks for texts do not need it.
+    from transformers.audio_utils import spectrogram
+
+    frame_length, hop_length = frame_samples(content)
+    window, filters, fft_length = _filters(content.sample_rate, content.mels, frame_length)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that energies are finite
+        energies = spectrogram(
+            samples.astype(np.float32),
+            window,
+            frame_length=frame_length,
+            hop_length=hop_length,
+            fft_length=fft_length,
+            power=2.0,
+            center=False,
+            preemphasis=_PREEMPHASIS,
+            mel_filters=filters,
+            mel_floor=_FLOOR,
+            log_mel="log",
+            remove_dc_offset=True,
+        )
+    return np.ascontiguousarray(energies.T, np.float32)
+
+
+def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bool]:
+    """The mean of the channels `(num_samples,)`, the sample rate, and True if the clip was cut."""
+    import soundfile  # imported here because only audio needs it
+
+    try:
+        with soundfile.SoundFile(BytesIO(data)) as file:
+            _check(file)
+            most = max(1, round(max_seconds * file.samplerate))
+            parts, held = [], 0
+            # One sample more shows whether the clip is longer. Blocks, because the claimed length is not trusted.
+            while held <= most and len(block := file.read(min(_BLOCK_FRAMES, most + 1 - held), "float64", True)):
+                parts.append(block.mean(axis=1))
+                held += len(block)
+            rate, claimed = int(file.samplerate), int(file.frames)
+    except UndecodableError:
+        raise
+    except (soundfile.SoundFileError, RuntimeError, OSError, ValueError, TypeError) as error:
+        message = " ".join(str(error).split())[:200]
+        known = "not recognised" in message or "unknown format" in message.lower()
+        raise UndecodableError("not_audio" if known else "undecodable", f"{message} (libsndfile)") from error
+    if held < min(claimed, most) or _is_cut_off(data):
+        raise UndecodableError("truncated", f"{held} samples, its header gives {claimed} or more")
+    mono = np.concatenate(parts) if parts else np.zeros(0)
+    return mono[:most], rate, held > most
+
+
+def _check(file: Any) -> None:
+    """Raises UndecodableError for another format, or an impossible rate or number of channels."""
+    if file.format not in FORMATS:
+        raise UndecodableError("unsupported", f"the format {file.format}; read are WAV, FLAC and Ogg")
+    if not 1 <= file.samplerate <= MAX_RATE or not 1 <= file.channels <= MAX_CHANNELS:
+        raise UndecodableError(
+            "unsupported",
+            f"{file.channels} channels at {file.samplerate} Hz; read are up to {MAX_CHANNELS} at up to {MAX_RATE} Hz",
+        )
+
+
+def _is_cut_off(data: bytes) -> bool:
+    """Returns True if the header of a WAV file gives more bytes than there are."""
+    if data[:4] not in _RIFF:
+        return False
+    size = int.from_bytes(data[4:8], "little" if data[:4] == b"RIFF" else "big")
+    return size < _UNKNOWN_BYTES and size + 8 > len(data) + 1  # some programs leave out the last padding byte
+
+
+def _resampled(samples: NDArray[np.float64], rate: int, wanted: int) -> NDArray[np.float64]:
+    """The samples at another rate, by a polyphase low-pass filter."""
+    from scipy.signal import resample_poly  # imported here because it takes a second
+
+    common = math.gcd(rate, wanted)
+    found: NDArray[np.float64] = resample_poly(samples, wanted // common, rate // common)
+    return found
+
+
+@lru_cache(maxsize=4)
+def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[Any], NDArray[Any], int]:
+    """The window, the mel filters and the length of the Fourier transform."""
+    from transformers.audio_utils import mel_filter_bank, window_function
+
+    fft_length = 1 << (frame_length - 1).bit_length()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on filters narrower than a frequency bin, which stay at the floor
+        filters = mel_filter_bank(
+            num_frequency_bins=fft_length // 2 + 1,
+            num_mel_filters=mels,
+            min_frequency=_LOWEST_HZ,
+            max_frequency=sample_rate // 2,
+            sampling_rate=sample_rate,
+            norm=None,
+            mel_scale="kaldi",
+            triangularize_in_mel_space=True,
+        )
+    return window_function(frame_length, "hann", periodic=False), filters, fft_length

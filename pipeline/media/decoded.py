@@ -1,0 +1,32 @@
+"""The result of decoding one image or clip, and the reasons why it cannot be decoded."""
+
+from dataclasses import dataclass
+
+from pipeline.shards.media import Media
+
+
+class UndecodableError(ValueError):
+    """A file is damaged, hostile or of an unknown kind; `reason` is counted as a failure."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class UnsuitableError(ValueError):
+    """A sound file holds nothing to train on; `reason` is counted as a drop."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """An image or clip as the shards hold it."""
+
+    media: Media
+    id: bytes
+    """16 bytes: a hash of the stored pixels or frames, without the label."""
+    notes: tuple[str, ...]
+    """Changes that are counted, such as `first_frame`."""

@@ -1,0 +1,158 @@
+"""Decoding of images with Pillow: upright, RGB, 8 bits, shorter side at most `side`, stored as PNG.
+
+Transparent parts become white. 16-bit grey values are scaled to 8 bits. Colour profiles are ignored. Of an animation or
+a file of several pages the first is taken.
+"""
+
+import struct
+import warnings
+import zlib
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError
+from pipeline.readers.corpus import document_id
+from pipeline.shards.content import ImagesContent
+from pipeline.shards.media import MAX_PIXELS, Image
+from pipeline.shards.windows import EMPTY
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Formats that are tried; Pillow's others include interpreters of documents."""
+MAX_RATIO = 16
+"""A stored image is at most this many times `side` long."""
+FIRST_FRAME = "first_frame"
+SMALLER = "smaller"
+BROKEN_EXIF = "broken_exif"
+TOO_ELONGATED = "too_elongated"
+
+PILLOW_ERRORS = (
+    OSError,  # also UnidentifiedImageError, and a truncated file
+    SyntaxError,  # a damaged chunk or marker
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    EOFError,
+    RuntimeError,  # also NotImplementedError and RecursionError
+    ArithmeticError,  # overflow, division by zero
+    AssertionError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
+"""Errors that Pillow raises for damaged files."""
+_WHITE = (255, 255, 255, 255)
+_WIDE = 65535
+
+
+def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
+    """An image as the shards hold it.
+
+    The size in the header is checked before any pixel is decoded. The result depends on the bytes and the settings.
+
+    Raises:
+        UndecodableError: `not_an_image`, `too_many_pixels`, `truncated` or `undecodable`.
+        UnsuitableError: the file is empty, or the image is longer than MAX_RATIO times `side`.
+    """
+    from PIL import Image as Pillow  # imported here because only images need it
+
+    if not data:
+        raise UnsuitableError(EMPTY, "the file has no bytes")
+    notes: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on damaged metadata, which is not used
+        try:
+            opened = Pillow.open(BytesIO(data), formats=FORMATS)
+        except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
+            raise _refused(error, "not_an_image") from error
+        with opened:
+            _check_size(*opened.size, content.side)
+            try:
+                if getattr(opened, "is_animated", False):
+                    notes.append(FIRST_FRAME)
+                    opened.seek(0)
+                opened.load()
+                image = _rgb(_upright(opened, notes))
+            except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
+                raise _refused(error, "undecodable") from error
+        if (size := _stored_size(*image.size, content.side)) != image.size:
+            notes.append(SMALLER)
+            image = image.resize(size, Pillow.Resampling.BICUBIC, reducing_gap=None)
+    pixels = image.tobytes()
+    # A new image, because `save` would also store a colour profile and the like.
+    clean, stored = Pillow.frombytes("RGB", image.size, pixels), BytesIO()
+    clean.save(stored, "PNG")
+    width, height = image.size
+    identity = document_id(f"{width} x {height}\n".encode() + pixels)
+    return Decoded(Image(stored.getvalue(), width, height, label), identity, tuple(sorted(notes)))
+
+
+def _stored_size(width: int, height: int, side: int) -> tuple[int, int]:
+    """Size in which an image is stored: its shorter side is at most `side`."""
+    shorter = min(width, height)
+    if shorter <= side:
+        return width, height
+    return (width * side + shorter // 2) // shorter, (height * side + shorter // 2) // shorter
+
+
+def _check_size(width: int, height: int, side: int) -> None:
+    """Raises an error for the size in a header that is not decoded."""
+    if width < 1 or height < 1:
+        raise UndecodableError("undecodable", f"its header gives {width} x {height} pixels")
+    if width * height > MAX_PIXELS:
+        raise UndecodableError(
+            "too_many_pixels", f"its header gives {width} x {height} pixels, at most {MAX_PIXELS} are decoded"
+        )
+    if max(_stored_size(width, height, side)) > MAX_RATIO * side:
+        raise UnsuitableError(
+            TOO_ELONGATED, f"{width} x {height} pixels; the longer side may have {MAX_RATIO} * content.side"
+        )
+
+
+def _upright(image: Any, notes: list[str]) -> Any:
+    """The image turned as its EXIF data say; as it is if they are damaged."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except PILLOW_ERRORS:
+        notes.append(BROKEN_EXIF)
+        return image
+
+
+def _rgb(image: Any) -> Any:
+    """The image in RGB with 8 bits a channel."""
+    from PIL import Image as Pillow
+
+    if image.mode.startswith("I"):
+        return Pillow.fromarray(_narrowed(np.asarray(image)), "L").convert("RGB")
+    if image.mode == "F":
+        raise UndecodableError("undecodable", "its values are floating-point numbers of an unknown range")
+    if image.has_transparency_data:
+        with_alpha = image.convert("RGBA")
+        white = Pillow.new("RGBA", image.size, _WHITE)
+        return Pillow.alpha_composite(white, with_alpha).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _narrowed(values: np.ndarray) -> np.ndarray:
+    """16-bit grey values `(height, width)` scaled to uint8."""
+    wide = values.astype(np.int64)
+    if wide.min() < 0 or wide.max() > _WIDE:
+        raise UndecodableError("undecodable", f"grey values {wide.min()} to {wide.max()}, not 0 to {_WIDE}")
+    return ((wide * 255 + _WIDE // 2) // _WIDE).astype(np.uint8)
+
+
+def _refused(error: BaseException, reason: str) -> UndecodableError:
+    """The failure for an error of Pillow."""
+    if isinstance(error, UndecodableError):
+        return error
+    message = " ".join(str(error).split()) or type(error).__name__
+    if type(error).__name__ == "DecompressionBombError":
+        reason = "too_many_pixels"
+    elif "truncated" in message.lower():
+        reason = "truncated"
+    return UndecodableError(reason, f"{message[:200]} (Pillow)")
