@@ -1,4 +1,4 @@
-"""SimCSE, SCD and SCL against recorded losses and gradients of the released code, in float64."""
+"""SimCSE, SCD, SCL and SupCon against recorded losses and gradients of the released code, in float64."""
 
 import numpy as np
 import pytest
@@ -13,6 +13,8 @@ from trainer.objectives.scl.config import SclConfig
 from trainer.objectives.scl.objective import Scl
 from trainer.objectives.simcse.config import SimcseConfig
 from trainer.objectives.simcse.objective import Simcse
+from trainer.objectives.supcon.config import SupconConfig
+from trainer.objectives.supcon.objective import Supcon
 
 pytestmark = pytest.mark.golden
 
@@ -130,3 +132,30 @@ def test_scl_without_an_anchor_is_cross_entropy(figures):
     alone = differentiated(scl_of(case, arrays, contrast_share=0.0), views.transpose(0, 1), facts)
     assert with_contrast["classification"] == pytest.approx((1 - case["lamb"]) * alone["classification"], rel=1e-14)
     torch.testing.assert_close(gradient, (1 - case["lamb"]) * views.grad)
+
+
+def image_objective(case, **changes):
+    return Supcon(SupconConfig(temperature=case["tau"], head=False, **changes), RunContext(), 1)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "gradient", "changes"),
+    [
+        ("SupConLoss", "grad_SupConLoss", {}),
+        ("SupConLoss_simclr", None, {"labels": False}),
+        ("new_SupCon_forward", "grad_new_SupCon", {"released_supcon": True}),
+        ("new_SimCLR_forward", "grad_new_SimCLR", {"released_supcon": True, "labels": False}),
+    ],
+)
+def test_supcon(figures, recorded, gradient, changes):
+    """Khosla's loss and SimCLR, and the released forms, whose target is the rank of the class."""
+    arrays = figures.arrays("simcse_cases")
+    for case in figures.json("simcse_cases")["image"]:
+        first, second, labels = (arrays[f"image/{case['name']}/{part}"] for part in ("f1", "f2", "labels"))
+        views = tensor(np.stack([first, second], axis=1))
+        facts = {"label": torch.tensor(labels).long()}
+        terms = differentiated(image_objective(case, **changes), views, facts)
+        assert deviation([terms["supcon"]], [case[recorded]]) < LIMIT, case["name"]
+        if gradient is not None:
+            found = torch.cat(views.grad.unbind(1))
+            assert deviation([found], [arrays[f"image/{case['name']}/{gradient}"]]) < LIMIT, case["name"]

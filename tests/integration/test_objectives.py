@@ -15,10 +15,9 @@ from trainer.checkpoints.weights import collect, load
 from trainer.data.plan import Plan
 from trainer.model.language_model import vocabulary_of
 from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_feed, build_objective, freeze_unused
+from trainer.setup.build import build_encoder, build_feed
+from trainer.setup.turns import build_branch, build_turns
 from trainer.step.microbatch import Microbatch
-from trainer.step.optim import build_optimizer
-from trainer.step.step import Stepper
 
 STEPS = 24
 DROPOUT = {"encoder": {"dropout": 0.1}}
@@ -57,23 +56,13 @@ class Run:
     def __init__(self, data, **changes):
         self.config = config = runs.train_config(data, "unused", **{"optim": {"lr": 3e-3}, **changes})
         tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-        encoder = build_encoder(config, tokenizer)
-        freeze_unused(encoder, config)
+        encoder = build_encoder(config, tokenizer).train()
         self.shards = ShardSet(data, "train")
         self.plan = Plan(config.seed, self.shards.num_documents, config.batch_documents)
-        objective = build_objective(config, encoder.train(), self.shards.manifest)
-        self.feed = build_feed(objective, encoder, vocabulary_of(tokenizer))
-        self.stepper = Stepper(
-            encoder=encoder,
-            objective=objective,
-            optimizer=build_optimizer(config.optim, encoder, objective),
-            optim=config.optim,
-            world=World(),
-            seed=config.seed,
-            total_steps=STEPS,
-            microbatch=Microbatch.of(config.microbatch_tokens, torch.device("cpu")),
-            autocast=torch.bfloat16 if config.precision == "bf16" else None,
-        )
+        microbatch = Microbatch.of(config.microbatch_tokens, torch.device("cpu"))
+        branch = build_branch(config, "", encoder, self.shards.manifest, World(), microbatch)
+        self.feed = build_feed(branch.objective, encoder, vocabulary_of(tokenizer))
+        [self.stepper] = build_turns(config, [branch], STEPS)
 
     def steps(self, first, last):
         measured = []

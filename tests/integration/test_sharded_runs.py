@@ -15,8 +15,9 @@ from common.storage import hash_file
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints.checkpoint import steps_in
 from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_objective, build_stepper, build_validator, load_tokenizer
+from trainer.setup.build import build_encoder, build_validator, load_tokenizer
 from trainer.setup.config import TrainConfig
+from trainer.setup.turns import build_branch, build_turns
 from trainer.step.microbatch import Microbatch
 from trainer.train import train
 
@@ -29,8 +30,8 @@ def held_out_embeddings(world, values, chunk_documents):
     tokenizer, _ = load_tokenizer(runs.Path(config.data))
     encoder = build_encoder(config, tokenizer).double().train()
     shards = ShardSet(runs.Path(config.data), "train")
-    objective = build_objective(config, encoder, shards.manifest)
-    stepper = build_stepper(config, encoder, objective, world, 1, Microbatch())
+    branch = build_branch(config, "", encoder, shards.manifest, world, Microbatch())
+    [stepper] = build_turns(config, [branch], 1)
     assert encoder.sharded == (world.size > 1)
     validator = build_validator(config, stepper, shards, tokenizer, torch.device("cpu"))
     return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(encoder)

@@ -30,6 +30,7 @@ from trainer.worker.bad_losses import BadLosses
 from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat, Stopwatch
 from trainer.worker.loop import TrainingLoop
+from trainer.worker.turns import Turn, Turns
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
@@ -60,18 +61,15 @@ def worker(run, world=None, total_steps=6, **changes):
 
 def loop_of(config, run, stepper, data):
     """The loop of a worker, without batches and validation."""
-    bad_losses, heartbeat = (
-        BadLosses(config.on_bad_loss == "skip", config.max_skipped_steps),
-        Heartbeat(stepper.world.rank, stepper.world.size),
-    )
+    turns = Turns([Turn(stepper, BadLosses(config.on_bad_loss == "skip", config.max_skipped_steps))])
+    heartbeat = Heartbeat(stepper.world.rank, stepper.world.size)
     identity = data_hash(load_manifest(data))
-    checkpointing = Checkpointing(config, run, identity, stepper, bad_losses, heartbeat)
+    checkpointing = Checkpointing(config, run, identity, turns, heartbeat)
     return TrainingLoop(
         config,
         run,
         torch.device("cpu"),
-        stepper,
-        bad_losses,
+        turns,
         checkpointing,
         prefetch=lambda done: Ahead(iter(())),  # noqa: ARG005
         validator=None,
@@ -96,7 +94,7 @@ def batch(step, world=None, bad=BAD):
 
 
 def take(one, first, last, world=None, bad=BAD):
-    return [one.bad_losses.take(one.stepper, batch(step, world, bad), step) for step in range(first, last + 1)]
+    return [one.turns.take(batch(step, world, bad), step) for step in range(first, last + 1)]
 
 
 def tensors(one):
@@ -112,10 +110,10 @@ def test_a_bad_loss_changes_nothing_but_the_count(tmp_path, log):
     one, other = worker(tmp_path), worker(tmp_path)
     measured = take(one, 1, 6)
     assert [m.skipped for m in measured] == [step in BAD for step in range(1, 7)]
-    assert (one.bad_losses.skipped, one.bad_losses.in_a_row) == (2, 0)
+    assert (one.turns.main.bad_losses.skipped, one.turns.main.bad_losses.in_a_row) == (2, 0)
     assert len([line for line in log if "skipped" in line]) == 2
     for step in sorted(set(range(1, 7)) - BAD):
-        assert other.bad_losses.take(other.stepper, batch(step), step) == measured[step - 1]
+        assert other.turns.take(batch(step), step) == measured[step - 1]
     assert same(tensors(one), tensors(other))
 
 
@@ -129,10 +127,10 @@ def test_it_is_exact_over_a_resume(tmp_path):
         first.checkpointing.saver.wait()
     second = worker(tmp_path)
     assert second.checkpointing.resume() == 2
-    assert (second.bad_losses.skipped, second.bad_losses.in_a_row) == (1, 1)
+    assert (second.turns.main.bad_losses.skipped, second.turns.main.bad_losses.in_a_row) == (1, 1)
     again = take(second, 3, 6)
     assert [m.loss for m in again if not m.skipped] == [m.loss for m in whole[2:] if not m.skipped]
-    assert second.bad_losses.skipped == 2
+    assert second.turns.main.bad_losses.skipped == 2
     assert same(tensors(second), tensors(one))
 
 
@@ -178,7 +176,7 @@ def on_ranks(world, folder):
         skipped,
         ended,
         resumed,
-        other.bad_losses.skipped,
+        other.turns.main.bad_losses.skipped,
         same(tensors(other), tensors(one)),
         words,
     )

@@ -63,8 +63,8 @@ def _branch_lines(config: TrainConfig) -> Iterator[str]:
         kind, objective = manifest.content.kind, branch.objective
         parts = [*objective.dropped, *(["the embeddings of its patches"] if kind in MEDIA_KINDS else [])]
         yield (
-            f"Also trained with {objective.method} on {kind} (branch {name}, {turn}): {branch.batch_documents} a step of "
-            f"{manifest.totals['kept_train']}, {objective.learns}, weight {branch.weight:g}, data hash "
+            f"Also trained with {objective.method} on {kind} (branch {name}, {turn}): {branch.batch_documents} a step "
+            f"of {manifest.totals['kept_train']}, {objective.learns}, weight {branch.weight:g}, data hash "
             f"`{data_hash(manifest)}`.\n"
         )
         yield from (f"Trained but not part of this encoder: {part}.\n" for part in parts)
