@@ -38,16 +38,17 @@ def _annotated(config: BaseModel) -> Iterator[str]:
 def settings_tables(model: type[BaseModel], name: str) -> Iterator[str]:
     """Yield the lines of a Markdown section `name` with one table for each branch of a configuration."""
     yield from [f"## {name}", _summary(model), ""]
-    yield from _tables(model, "", PydanticUndefined)
+    yield from _tables(model, "", PydanticUndefined, {})
 
 
-def _tables(model: type[BaseModel], prefix: str, default: Any) -> Iterator[str]:
-    """The table of a branch, then the tables of the branches below it."""
+def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[BaseModel], str]) -> Iterator[str]:
+    """The table of a branch, then the tables of the branches below it; `shown` has the place of those already shown."""
     rows, below = [], []
     for name, field in model.model_fields.items():
         given = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
         models = list(branches_of(field.annotation))
-        below += [(one, f"{prefix}{name}", given, field, len(models)) for one in models]
+        path = f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
+        below += [(one, path, given, field, len(models)) for one in models]
         if not models or given is None:
             meaning = _cell(_meaning(field, "Selects the settings of this table."))
             rows.append(f"| `{prefix}{name}` | {_shown(given)} | {meaning} |")
@@ -57,7 +58,10 @@ def _tables(model: type[BaseModel], prefix: str, default: Any) -> Iterator[str]:
         kind = _kind(one)
         heading = f"`{path}`, kind `{kind}`" if kind and number > 1 else f"`{path}`"
         yield from [f"### {heading}", field.description or _summary(one), ""]
-        yield from _tables(one, f"{path}.", given)
+        if shown.setdefault(one, path) == path:
+            yield from _tables(one, f"{path}.", given, shown)
+        else:
+            yield from [f"The same settings as `{shown[one]}`.", ""]
 
 
 def _summary(model: type[BaseModel]) -> str:

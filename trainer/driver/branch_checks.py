@@ -5,6 +5,7 @@ from pipeline.shards.manifest import Manifest
 from trainer.driver.encoder_checks import encoder_problems
 from trainer.driver.objective_checks import data_problems
 from trainer.model.language_model import UnfitEncoderError
+from trainer.model.layouts import patch_problem
 from trainer.setup.build import build_encoder, load_tokenizer
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
@@ -26,7 +27,7 @@ def branch_problems(config: TrainConfig, manifests: dict[str, Manifest]) -> list
         wrong = data_problems(config.of_branch(name), manifest)
         branch, kind = config.also[name], manifest.content.kind
         if kind in MEDIA_KINDS:
-            wrong += [] if wrong or not branch.frontend.pretrained else _vit_problems(config, name, manifest)
+            wrong += [] if wrong or main is None else _frontend_problems(config, name, manifest)
         else:
             if branch.frontend.model_fields_set:
                 wrong.append(f"frontend: the shards hold {kind}, which have no patches; remove it")
@@ -40,12 +41,12 @@ def branch_problems(config: TrainConfig, manifests: dict[str, Manifest]) -> list
     return found
 
 
-def _vit_problems(config: TrainConfig, name: str, manifest: Manifest) -> list[str]:
-    """Problems of the ViT that a frontend names."""
-    main = data_folder(config.data, config.cache)
-    encoder = build_encoder(config, load_tokenizer(main)[0])
+def _frontend_problems(config: TrainConfig, name: str, manifest: Manifest) -> list[str]:
+    """Problems of the frontend: the ViT that it names, and an encoder whose layers cannot read patches."""
+    encoder = build_encoder(config, load_tokenizer(data_folder(config.data, config.cache))[0])
     try:
-        build_frontend(config.of_branch(name), encoder, manifest.content)
+        frontend = build_frontend(config.of_branch(name), encoder, manifest.content)
     except (UnfitEncoderError, OSError) as error:
         return [str(error).splitlines()[0]]
-    return []
+    problem = patch_problem(encoder, frontend) if frontend is not None else None
+    return [f"frontend: {problem}"] if problem else []

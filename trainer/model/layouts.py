@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from trainer.data.batches import SpanBatch
+from trainer.data.patches import PatchBatch
 from trainer.model.encoder import Encoder
+from trainer.model.frontend import Frontend
 from trainer.model.language_model import FAMILIES, UnfitEncoderError, max_span_tokens, mlm_head
 
 Layout = Literal["packed", "padded"]
@@ -68,6 +70,30 @@ def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
         if not trial.trains("padded"):
             raise UnfitEncoderError(f"model type {kind}: its forward fails in training{trial.why}; {advice}")
         return "padded"
+
+
+def patch_problem(encoder: Encoder, frontend: Frontend) -> str | None:
+    """The reason why the encoder's layers cannot read patches, or None.
+
+    Args:
+        encoder: the encoder in the layout that fits it; it is left unchanged.
+        frontend: the frontend of a branch.
+    """
+    kind, lengths = encoder.model.config.model_type, torch.tensor([3, 2])
+    values = torch.linspace(-1, 1, 5 * frontend.patches.in_features).view(5, -1)
+    clips = PatchBatch(values, torch.tensor([0, 1, 1, 0, 1]), lengths).to(next(encoder.parameters()).device)
+    training = encoder.training
+    encoder.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            together = encoder.hidden(clips, frontend)
+            alone = torch.cat([encoder.hidden(clips.span_slice(i, i + 1), frontend) for i in range(2)])
+    except _CANNOT as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"model type {kind} cannot read patches ({reason}); use another encoder"
+    finally:
+        encoder.train(training)
+    return None if _equal(together, alone) else f"model type {kind} mixes the patches of a batch; use another encoder"
 
 
 def _unequal(encoder: Encoder, what: str, why: str) -> str:

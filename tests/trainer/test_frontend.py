@@ -1,0 +1,123 @@
+"""Frontends: equal to ViT's embeddings, and read by the layers of every family."""
+
+import numpy as np
+import pytest
+import torch
+from families import PACKED, PADDED
+from measures import deviation
+from mediarows import image_rows
+from tiny import VOCABULARY, tiny_encoder
+from transformers import BertConfig, ViTConfig, ViTModel
+
+from trainer.model.encoder import Encoder
+from trainer.model.frontend import Frontend, embedding_width, load_vit
+from trainer.model.language_model import UnfitEncoderError, load_hf_config, load_model
+from trainer.model.layouts import fitting_layout, patch_problem
+from trainer.model.settings import EncoderConfig, FrontendConfig
+from trainer.objectives.config import RunContext
+from trainer.objectives.supcon.config import SupconConfig
+from trainer.objectives.supcon.objective import Supcon
+
+SIZES = {"patch": (4, 4), "size": 8}
+
+
+def clips(**frontend):
+    """Clips of real images, whose lengths are made to differ by leaving out the last patches of some."""
+    context = RunContext(frontend=FrontendConfig(**(SIZES | frontend)))
+    spans = Supcon(SupconConfig(), context, 8).feed(VOCABULARY, 9).feed(image_rows([(9, 9)] * 3), np.zeros(3, np.int64))
+    batch = spans.spans
+    kept = torch.cat([torch.arange(5 * i, 5 * i + size) for i, size in enumerate((5, 3, 5, 2, 4, 5))])
+    lengths = torch.tensor([5, 3, 5, 2, 4, 5])
+    return type(batch)(batch.values[kept], batch.places[kept], lengths, batch.keys)
+
+
+def encoder_of(family):
+    settings = EncoderConfig(scratch={"model_type": family, **(PACKED | PADDED)[family]}, dropout=0.0)
+    hf = load_hf_config(settings, 64, {"pad_token_id": 1})
+    encoder = Encoder(settings, load_model(settings, hf, 0)[0], 0).double()
+    encoder.set_layout(settings.model_copy(update={"layout": fitting_layout(encoder, mlm=False)}))
+    return encoder
+
+
+READING = [family for family in PACKED | PADDED if family != "longformer"]
+
+
+@pytest.mark.parametrize("family", READING)
+def test_every_family_reads_patches(family):
+    """Clips together equal clips one by one, depend on their patches, and leave the embeddings of tokens alone."""
+    encoder, batch = encoder_of(family), clips()
+    frontend = Frontend(FrontendConfig(**SIZES), 48, 4, embedding_width(encoder.model), 0, (0.5, 0.5)).double()
+    together = encoder(batch, frontend)[0]
+    alone = torch.cat([encoder(batch.span_slice(i, i + 1), frontend)[0] for i in range(batch.num_spans)])
+    assert deviation([together], [alone]) < (1e-6 if family in PADDED else 1e-12)  # some write masks in float32
+    assert deviation([together[:1]], [together[1:2]]) > 1e-3
+    together.square().sum().backward()
+    touched = [name for name, p in encoder.model.base_model.named_parameters() if p.grad is not None and p.grad.any()]
+    assert touched
+    assert not [name for name in touched if "embed" in name.split(".")[0] and "project" not in name]
+
+
+@pytest.mark.parametrize("family", ["bert", "albert", "mpnet", "longformer"])
+def test_an_encoder_that_cannot_read_patches_is_found(family):
+    """Longformer pads its input again, behind the frontend."""
+    encoder = encoder_of(family).float()
+    frontend = Frontend(FrontendConfig(**SIZES), 48, 4, embedding_width(encoder.model), 0)
+    problem = patch_problem(encoder, frontend)
+    assert (problem is None) == (family in READING)
+    assert problem is None or "model type longformer cannot read patches" in problem
+
+
+def test_layers_of_bert_as_released():
+    """`bert.encoder` on the hidden states themselves, as VisualCSE calls it."""
+    encoder = tiny_encoder(dropout=0.0, pooling="cls")
+    frontend = Frontend(FrontendConfig(**SIZES), 48, 4, embedding_width(encoder.model), 0).double()
+    batch = clips().span_slice(0, 1)
+    layers = encoder.model.base_model.encoder
+    encoder.set_layout(encoder.config.model_copy(update={"layout": "padded"}))
+    expected = layers(frontend(batch)[None])
+    expected = (expected.last_hidden_state if hasattr(expected, "last_hidden_state") else expected[0])[:, 0]
+    assert deviation([encoder(batch, frontend)[0]], [expected]) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """A folder with a small ViT."""
+    folder = tmp_path_factory.mktemp("vit")
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    torch.manual_seed(0)
+    ViTModel(ViTConfig(**shape, image_size=8, patch_size=4), add_pooling_layer=False).save_pretrained(folder)
+    return folder
+
+
+def test_embeddings_equal_those_of_vit(vit):
+    settings = FrontendConfig(**SIZES, pretrained=str(vit))
+    frontend = Frontend(settings, 48, 4, 16, 0, (0.5, 0.5))
+    load_vit(frontend)
+    batch = clips()
+    pixels = torch.randint(0, 256, (2, 8, 8, 3), dtype=torch.uint8)
+    patches = pixels.view(2, 2, 4, 2, 4, 3).permute(0, 1, 3, 5, 2, 4).reshape(2, 4, 48)
+    values = torch.cat([torch.zeros(2, 1, 48, dtype=torch.uint8), patches], dim=1).reshape(10, 48)
+    ours = frontend(type(batch)(values, torch.arange(5).repeat(2), torch.tensor([5, 5])))
+    theirs = ViTModel.from_pretrained(vit).embeddings((pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5)
+    assert deviation([ours], [theirs.reshape(10, 16)]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "width", "message"),
+    [
+        ({"size": 12}, 16, "image_size is 8, and this run needs 12"),
+        ({"patch": (2, 2)}, 16, "patch_size is 4, and this run needs 2"),
+        ({}, 24, "hidden_size is 16, and this run needs 24; use a ViT as wide as the encoder"),
+    ],
+)
+def test_a_vit_that_does_not_fit_is_refused(vit, changes, width, message):
+    frontend = Frontend(FrontendConfig(**(SIZES | changes), pretrained=str(vit)), 48, 4, width, 0)
+    with pytest.raises(UnfitEncoderError, match=message):
+        load_vit(frontend)
+
+
+def test_another_model_is_no_vit(tmp_path):
+    BertConfig().save_pretrained(tmp_path)
+    frontend = Frontend(FrontendConfig(**SIZES, pretrained=str(tmp_path)), 48, 4, 16, 0)
+    with pytest.raises(UnfitEncoderError, match="is of type bert, not vit"):
+        load_vit(frontend)
