@@ -62,14 +62,8 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
         files = {name: write_tensors(aside / name, contents[name]) for name in sorted(contents)}
         sizes = {name: (aside / name).stat().st_size for name in files}
         done = state.model_copy(update={"files": files, "sizes": sizes})
-        write_state(aside, done)
+        write_json(aside / STATE, done.model_dump(mode="json"))
     return path
-
-
-def write_state(folder: Path, state: RunState) -> None:
-    """Writes the state of a checkpoint; a run without additional branches has the file of before."""
-    absent = None if state.branches_skipped else {"branches_skipped"}
-    write_json(folder / STATE, state.model_dump(mode="json", exclude=absent))
 
 
 def discard(path: Path) -> None:

@@ -91,7 +91,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
                 "sizes": {name: (folder / name).stat().st_size for name in files},
             }
         )
-        checkpoint.write_state(folder, renewed)
+        write_json(folder / "state.json", renewed.model_dump(mode="json"))
         lines = [line for line in read_metrics(old) if line["step"] <= state.step]
         write_text(aside / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         before = read_decisive(old) or {}
