@@ -82,7 +82,7 @@ def log_mel(samples: NDArray[np.float64], content: AudioContent) -> NDArray[np.f
     frame_length, hop_length = frame_samples(content)
     window, filters, fft_length = _filters(content.sample_rate, content.mels, frame_length)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that energies are finite
-        energies = spectrogram(
+        powers = spectrogram(
             samples.astype(np.float32),
             window,
             frame_length=frame_length,
@@ -91,12 +91,11 @@ def log_mel(samples: NDArray[np.float64], content: AudioContent) -> NDArray[np.f
             power=2.0,
             center=False,
             preemphasis=_PREEMPHASIS,
-            mel_filters=filters,
-            mel_floor=_FLOOR,
-            log_mel="log",
             remove_dc_offset=True,
         )
-    return np.ascontiguousarray(energies.T, np.float32)
+        # Not by `spectrogram`: a dense product waits for BLAS threads, and its sums depend on the kind of processor.
+        energies = filters @ np.ascontiguousarray(powers)
+    return np.ascontiguousarray(np.log(np.maximum(energies, _FLOOR)).T, np.float32)
 
 
 def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bool]:
@@ -154,8 +153,9 @@ def _resampled(samples: NDArray[np.float64], rate: int, wanted: int) -> NDArray[
 
 
 @lru_cache(maxsize=4)
-def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """The window, the mel filters and the length of the Fourier transform."""
+def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[np.float64], Any, int]:
+    """The window, the sparse mel filters `(mels, bins)` and the length of the Fourier transform."""
+    from scipy.sparse import csr_array
     from transformers.audio_utils import mel_filter_bank, window_function
 
     fft_length = 1 << (frame_length - 1).bit_length()
@@ -171,4 +171,4 @@ def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[An
             mel_scale="kaldi",
             triangularize_in_mel_space=True,
         )
-    return window_function(frame_length, "hann", periodic=False), filters, fft_length
+    return window_function(frame_length, "hann", periodic=False), csr_array(filters.T), fft_length

@@ -44,6 +44,8 @@ PILLOW_ERRORS = (
     zlib.error,
 )
 """Errors that Pillow raises for damaged files."""
+_PNG_LEVEL = 3
+"""A quarter of the time of the default level 6, for files that are a tenth larger."""
 _WHITE = (255, 255, 255, 255)
 _WIDE = 65535
 
@@ -84,7 +86,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
     pixels = image.tobytes()
     # A new image, because `save` would also store a colour profile and the like.
     clean, stored = Pillow.frombytes("RGB", image.size, pixels), BytesIO()
-    clean.save(stored, "PNG")
+    clean.save(stored, "PNG", compress_level=_PNG_LEVEL)
     width, height = image.size
     identity = document_id(f"{width} x {height}\n".encode() + pixels)
     return Decoded(Image(stored.getvalue(), width, height, label), identity, tuple(sorted(notes)))
