@@ -22,6 +22,8 @@ FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG")
 """Formats of libsndfile that are read."""
 MAX_RATE = 768_000
 MAX_CHANNELS = 64
+MAX_TERM = 192_000
+"""Largest term of the ratio of two sample rates, in lowest terms."""
 SILENT = "silent"
 NOT_FINITE = "not_finite"
 CUT = "cut"
@@ -148,6 +150,8 @@ def _resampled(samples: NDArray[np.float64], rate: int, wanted: int) -> NDArray[
     from scipy.signal import resample_poly  # imported here because it takes a second
 
     common = math.gcd(rate, wanted)
+    if max(rate, wanted) // common > MAX_TERM:  # the filter has 20 times as many taps
+        raise UndecodableError("unsupported", f"{rate} Hz has no simple ratio to content.sample_rate = {wanted}")
     found: NDArray[np.float64] = resample_poly(samples, wanted // common, rate // common)
     return found
 
