@@ -71,7 +71,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
         except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
             raise _refused(error, "not_an_image") from error
         with opened:
-            _check_size(*opened.size, content.side)
+            _check_size(opened.width, opened.height, content.side)
             try:
                 if getattr(opened, "is_animated", False):
                     notes.append(FIRST_FRAME)
@@ -80,7 +80,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
                 image = _rgb(_upright(opened, notes))
             except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
                 raise _refused(error, "undecodable") from error
-        if (size := _stored_size(*image.size, content.side)) != image.size:
+        if (size := _stored_size(image.width, image.height, content.side)) != image.size:
             notes.append(SMALLER)
             image = image.resize(size, Pillow.Resampling.BICUBIC, reducing_gap=None)
     pixels = image.tobytes()

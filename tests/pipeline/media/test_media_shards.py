@@ -13,14 +13,10 @@ from mediafiles import animated, claimed_png, picture, png, sound, spread, store
 from PIL import Image
 
 from common.storage import hash_file
-from pipeline.duplicates.search import find_duplicates
-from pipeline.duplicates.table import DUPLICATES
-from pipeline.job.selection import write_selected
 from pipeline.job.units import plan_units
 from pipeline.job.worker import CANDIDATES, write_unit
 from pipeline.readers.blobs import with_labels
 from pipeline.readers.corpus import Blob
-from pipeline.shards.index import load_index
 from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
 from pipeline.shards.media import media_problem
 from pipeline.shards.schema import media_schema
@@ -37,7 +33,9 @@ def taken(folder, split="train"):
 @pytest.fixture
 def folder(tmp_path):
     """Two classes, with files of other kinds among them."""
-    files = {f"cats/{n}.png": png(n) for n in range(5)} | {f"dogs/{n}.jpg": stored(picture(n), "JPEG") for n in range(4)}
+    files = {f"cats/{n}.png": png(n) for n in range(5)} | {
+        f"dogs/{n}.jpg": stored(picture(n), "JPEG") for n in range(4)
+    }
     files |= {"dogs/loop.gif": animated(), "README.md": b"read me", "cats/notes.txt": b"x", "cats/.hidden.png": png(8)}
     return spread(tmp_path / "in", files | {"alone.png": png(70), "cats/text.png": b"a text named .png"})
 
@@ -65,7 +63,11 @@ def test_rows_of_class_folders(folder, make_media, prepare_media):
 
 def test_rows_of_clips(tmp_path, make_media, prepare_media):
     files = {f"{n}_ann_{k}.wav": sound(tone(0.4 + 0.3 * k, number=n)) for n in range(3) for k in range(3)}
-    files |= {"x_ann_0.wav": sound(tone()), "1_silent.wav": sound(np.zeros((9000, 1))), "1_short.wav": sound(tone()[:9])}
+    files |= {
+        "x_ann_0.wav": sound(tone()),
+        "1_silent.wav": sound(np.zeros((9000, 1))),
+        "1_short.wav": sound(tone()[:9]),
+    }
     files |= {"2_half.flac": sound(tone(2.0), format="FLAC"), "1.mp3": b"ID3"}
     manifest, ledger, out = prepare_media(make_media(DIGITS, spread(tmp_path / "in", files)))
     assert manifest.labels == {"0": 3, "1": 3, "2": 4}
@@ -112,7 +114,9 @@ MEMBERS = [
 def test_labels_of_webdataset_go_to_images_of_their_name(packed, tmp_path, make_media, prepare_media):
     data = tar_of(MEMBERS)
     data = gzip.compress(data) if packed.endswith("gz") else data
-    data, inner = (tar_of([("in/shard.tar", data)]), "outer.tar!in/shard.tar") if packed == "outer.tar" else (data, packed)
+    data, inner = (
+        (tar_of([("in/shard.tar", data)]), "outer.tar!in/shard.tar") if packed == "outer.tar" else (data, packed)
+    )
     manifest, ledger, out = prepare_media(make_media("images", spread(tmp_path / "in", {packed: data})))
     found = {source.removeprefix(f"{inner}!"): row["label"] for (source, _), row in taken(out).items()}
     assert found == {
@@ -129,9 +133,9 @@ def test_labels_of_webdataset_go_to_images_of_their_name(packed, tmp_path, make_
 
 def test_an_archive_is_never_cut_between_an_image_and_its_label(tmp_path, make_media, prepare_media):
     members = [(f"{n:03}.{end}", data) for n in range(30) for end, data in (("png", png(n)), ("cls", b"%d" % (n % 4)))]
-    config = make_media("images", spread(tmp_path / "in", {"a.tar": tar_of(members)}), unit_mib=0.005)
+    config = make_media("images", spread(tmp_path / "in", {"a.tar": tar_of(members)}), unit_mib=0.03)
     units, _ = plan_units(config.corpus, config.unit_mib, None, config.content)
-    assert len(units) > 10
+    assert len(units) > 3
     manifest, _, out = prepare_media(config)
     assert manifest.labels == {"0": 8, "1": 8, "2": 7, "3": 7}
     assert {source: row["label"] for (source, _), row in taken(out).items()} == {
@@ -150,7 +154,7 @@ def test_images_of_one_name_are_held_within_a_limit():
 
     out = []
     for record in with_labels(records(), 100):
-        out.append(record)
+        out.append(record)  # noqa: PERF402 - `records` looks at it
     assert [blob.source for blob in out] == [blob.source for blob in blobs]
     assert max(held) <= 12
 
@@ -183,8 +187,8 @@ def test_parquet_with_class_names(tmp_path, make_media, prepare_media):
 @pytest.mark.parametrize("packed", [False, True])
 def test_parquet_of_bytes_and_words(packed, tmp_path, make_media, prepare_media):
     (tmp_path / "in").mkdir()
-    path = table(tmp_path / "in" / "a.parquet", [sound(tone(number=n)) for n in range(6)], ["a", "b", "", None, "a", "é"],
-                 struct=False, column="wave")  # fmt: skip
+    sounds, labels = [sound(tone(number=n)) for n in range(6)], ["a", "b", "", None, "a", "é"]
+    path = table(tmp_path / "in" / "a.parquet", sounds, labels, struct=False, column="wave")
     if packed:
         path.write_bytes(gzip.compress(path.read_bytes()))
         path.rename(path.with_suffix(".parquet.gz"))
@@ -197,7 +201,9 @@ def test_another_column_is_named_before_any_work(tmp_path, make_media):
     path = table(tmp_path / "a.parquet", [png()], [0], column="img")
     config = make_media("images", path)
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
-    assert re.fullmatch(r"content.image = 'image': .*a.parquet: no column 'image' .*; found \['img', 'label'\]", *problems)
+    assert re.fullmatch(
+        r"content.image = 'image': .*a.parquet: no column 'image' .*; found \['img', 'label'\]", *problems
+    )
     config = make_media({"kind": "images", "image": "label"}, path)
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
     assert "of type int64, not bytes" in problems[0]
@@ -217,7 +223,7 @@ def test_a_file_above_the_limit_is_a_failure(tmp_path, make_media, prepare_media
     corpus = config.corpus.model_copy(update={"max_document_mib": 0.05})
     manifest, ledger, _ = prepare_media(config.model_copy(update={"corpus": corpus}))
     assert manifest.failed == {"too_large": 1}
-    assert "corpus.max_document_mib = 0.05 MiB" in ledger["a/large.png", 0].detail
+    assert "more than corpus.max_document_mib" in ledger["a/large.png", 0].detail
 
 
 def test_copies_under_other_names_are_found_and_the_bytes_are_the_same_twice(tmp_path, make_media):
@@ -228,7 +234,6 @@ def test_copies_under_other_names_are_found_and_the_bytes_are_the_same_twice(tmp
     for name in ("one", "two"):
         out = tmp_path / name
         write_unit(unit, out, config, None, None)
-        find_duplicates(out / CANDIDATES, ["00000"], config.duplicates, config.session, run=list) if False else None
         digests.append({path.name: hash_file(path) for path in sorted((out / CANDIDATES).rglob("*.arrow"))})
     assert digests[0] == digests[1]
     assert {name.partition("-")[0] for name in digests[0]} >= {"train", "held"}
@@ -287,4 +292,3 @@ def test_a_changed_shard_is_refused_by_the_reader(folder, make_media, prepare_me
     (out / MANIFEST).write_text(json.dumps(manifest | {"config": manifest["config"] | {"content": "documents"}}))
     with pytest.raises(ShardError, match="names no tokenizer, but its rows are documents"):
         load_manifest(out)
-    assert load_index(out).kind == "documents" if False else True
