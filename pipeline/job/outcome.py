@@ -8,7 +8,7 @@ from pipeline.config import PipelineConfig
 from pipeline.media.labels import NO_LABEL
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.names import SUFFIXES, bare_suffix
-from pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, size_noun
+from pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, noun_of, size_noun
 from pipeline.shards.manifest import Counts, Manifest, Sidecar
 from pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
 from pipeline.texts.pairs import LACKS
@@ -94,7 +94,7 @@ def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: Pipelin
     examples = [f"  {example}" for sidecar in sidecars for example in sidecar.failures][:_EXAMPLES]
     share = failed / counts.read
     head = (
-        f"{failed:,} of {counts.read:,} documents failed ({by_reason}): {share:.2%} is more than max_error_share = "
+        f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {share:.2%} is more than max_error_share = "
         f"{config.max_error_share:g}. Repair the inputs and prepare into a new folder, or allow more with "
         f"max_error_share={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
     )

@@ -26,6 +26,9 @@ TOKENIZER = "tokenizer"
 MAX_EXAMPLES = 100
 """Failures listed in a manifest and in each sidecar; all failures are counted."""
 
+MAX_LABELS = 1_000_000
+"""Most different labels of images or clips."""
+
 _CONTENT: TypeAdapter[AnyContent] = TypeAdapter(AnyContent)
 
 _LIBRARIES = {"images": ("numpy", "pillow"), "audio": ("numpy", "scipy", "soundfile", "transformers")}
@@ -142,6 +145,11 @@ def build_manifest(
     kept = {split: sum(shard.num_documents for shard in shards if shard.split == split) for split in SPLITS}
     if (rows := sum(sidecar.ledger.num_rows for sidecar in sidecars)) != counts.read:
         raise ShardError(f"manifest: {counts.read} documents read, but {rows} in the ledgers")
+    if len(counts.labels) > MAX_LABELS:
+        raise ShardError(
+            f"content.label = {config['content'].get('label')!r}: {len(counts.labels):,} different labels, at most "
+            f"{MAX_LABELS:,} are possible; choose an expression that groups files, or null"
+        )
     if sum(kept.values()) != counts.kept:
         raise ShardError(f"manifest: {counts.kept} documents kept, but {sum(kept.values())} in the shards")
     return Manifest(
