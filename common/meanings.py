@@ -57,7 +57,7 @@ def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[
     for one, path, given, field, number in below:
         kind = _kind(one)
         heading = f"`{path}`, kind `{kind}`" if kind and number > 1 else f"`{path}`"
-        yield from [f"### {heading}", field.description or _summary(one), ""]
+        yield from [f"### {heading}", (field.description if number == 1 else None) or _summary(one), ""]
         if shown.setdefault(one, path) == path:
             yield from _tables(one, f"{path}.", given, shown)
         else:

@@ -9,8 +9,10 @@ from transformers import AutoTokenizer
 from common.excerpt import shorten
 from common.records import DamagedError
 from common.scores import comparable, read_scores
+from inspection.media import media_lines
 from inspection.texts import text_lines
 from inspection.views import view_lines
+from pipeline.shards.content import size_noun
 from pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
 from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, ShortDocuments
@@ -75,7 +77,7 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int, run: TrainCon
         yield f"    {failure}"
     yield f"  {totals['kept_train']:,} for training, {totals['kept_held_out']:,} held out"
     longest = f"{totals['longest_tokens']:,} in the longest {manifest.noun.removesuffix('s')}"
-    yield f"  {totals['num_tokens']:,} tokens kept, {longest}"
+    yield f"  {totals['num_tokens']:,} {size_noun(manifest.content.kind)} kept, {longest}"
     geometry, tokenizer, kind = manifest.geometry, manifest.tokenizer, manifest.content.kind
     yield f"  {_room(geometry, manifest.short_documents) if kind == 'documents' else _texts(manifest)}"
     if tokenizer is not None:
@@ -108,12 +110,15 @@ def default_spans(manifest: Manifest) -> SpanConfig:
 def row_lines(
     path: Path, shards: ShardSet, rows: Sequence[int], seed: int, epoch: int, run: TrainConfig | None
 ) -> Iterator[str]:
-    """Show rows of short texts by number: their texts, or with a run the spans and views that it makes of them.
+    """Show rows by number: their texts, size or length, or with a run the spans and views that it makes of the texts.
 
     Raises:
         DescribeError: the run's objective cannot read such rows.
         ObjectiveError: the run's objective cannot be loaded.
     """
+    if shards.manifest.tokenizer is None:
+        yield from media_lines(shards, rows)
+        return
     if run is None:
         yield from text_lines(path, shards, rows)
         return
@@ -125,7 +130,10 @@ def row_lines(
 
 
 def _texts(manifest: Manifest) -> str:
-    """Describe rows of short texts."""
+    """Describe rows of short texts, images or clips."""
+    if manifest.tokenizer is None:
+        notes = ", ".join(f"{number:,} {note}" for note, number in manifest.notes.items())
+        return f"rows of {manifest.content.kind}, {len(manifest.labels):,} labels" + (notes and f"; changed: {notes}")
     hypotheses = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
     return f"rows of {manifest.content.kind}" + (f", hypotheses: {hypotheses}" if hypotheses else "")
 

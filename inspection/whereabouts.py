@@ -9,6 +9,7 @@ from evaluation.report.examples import entries_at
 from inspection.describe import DescribeError, row_lines, span_lines
 from pipeline.duplicates.table import removed
 from pipeline.job.selection import REASONS
+from pipeline.shards.content import size_noun
 from pipeline.shards.ledger import find_entries
 from pipeline.shards.manifest import SPLITS, load_manifest
 from pipeline.shards.shards import ShardSet
@@ -30,6 +31,8 @@ def whereabouts(
         ShardError: a manifest that cannot be read.
     """
     manifest = load_manifest(folder)
+    unit_noun = size_noun(manifest.content.kind)
+    of_text, done = (" of text", "tokenized") if manifest.tokenizer else (" of its file", "decoded")
     found = 0
     for unit, ordinal, entry in find_entries(folder, wanted):
         found += 1
@@ -37,8 +40,8 @@ def whereabouts(
             yield f"... and more; only {_SHOWN} are shown"
             return
         yield f"Document {entry.id.hex() if entry.id else '(without an id)'}: {entry.source} at {entry.offset}"
-        yield f"  read by unit {unit} as its document {ordinal}; {entry.text_bytes:,} bytes of text" + (
-            f", {entry.num_tokens:,} tokens" if entry.num_tokens is not None else ", not tokenized"
+        yield f"  read by unit {unit} as its document {ordinal}; {entry.text_bytes:,} bytes{of_text}" + (
+            f", {entry.num_tokens:,} {unit_noun}" if entry.num_tokens is not None else f", not {done}"
         )
         if entry.language:
             yield f"  language: {entry.language}"

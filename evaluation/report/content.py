@@ -11,11 +11,13 @@ from evaluation.report.clusters import Clusters, find_clusters
 from evaluation.report.examples import Example, kept_examples, rejected_examples
 from evaluation.report.grouping import group_sources
 from evaluation.report.markup import share
+from evaluation.report.media import MediaSurvey, media_bars, survey_media
 from evaluation.report.survey import NUM_BINS, Survey, survey
 from evaluation.report.tally import Tally, total
 from evaluation.report.texts import TextSurvey, survey_texts, text_bars
 from pipeline.job.estimate import Estimate, load_estimate
 from pipeline.job.progress import seconds_spent
+from pipeline.shards.content import size_noun
 from pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
 from pipeline.shards.shards import check_shards
 from pipeline.shards.windows import TOO_SHORT
@@ -39,7 +41,9 @@ class Content:
     """Duration of the preparation, summed over all its runs."""
     fates: dict[str, Tally]
     texts: TextSurvey | None
-    """Figures of short texts; None for documents."""
+    """Figures of short texts; None for documents, images and audio."""
+    media: MediaSurvey | None
+    """Figures of images or clips; None for texts."""
 
     @property
     def noun(self) -> str:
@@ -104,6 +108,7 @@ def gather(folder: Path) -> Content:
         seconds=seconds_spent(folder),
         fates=found.fates.all(),
         texts=survey_texts(folder, manifest),
+        media=survey_media(folder, manifest),
     )
 
 
@@ -121,6 +126,9 @@ def lengths_chart(content: Content) -> Histogram:
     told[content.found.shortest] = "shortest document kept"
     marks = [Mark(limit, f"{limit:,}: {told[limit]}") for limit in content.found.limits]
     edges = content.found.bin_edges()
+    if content.media is not None:
+        axis = f"{size_noun(content.manifest.content.kind)} (logarithmic)"
+        return Histogram("lengths", f"{content.noun.capitalize()} by size", axis, edges, series[:1], []).trimmed()
     return Histogram("lengths", "Documents by length", "tokens (logarithmic)", edges, series, marks).trimmed()
 
 
@@ -133,7 +141,7 @@ def bar_charts(content: Content) -> list[Bars]:
     ]
     charts = [Bars("reasons", f"{content.noun.capitalize()} that are not kept, by reason", reasons)]
     for name, title, rows in (
-        ("sources", "Kept tokens by source", content.sources()),
+        ("sources", f"Kept {size_noun(content.manifest.content.kind)} by source", content.sources()),
         ("languages", "Kept tokens by language", content.languages()),
     ):
         bars = [
@@ -150,6 +158,8 @@ def bar_charts(content: Content) -> list[Bars]:
         Bar(f"{size} {content.noun}", number, "dropped", f"{number:,}") for size, number in content.clusters.by_size()
     ]
     charts.append(Bars("clusters", "Clusters of duplicates by size", sizes))
+    if content.media is not None:
+        charts += media_bars(content.media, content.manifest)
     if content.texts is not None:
         charts += text_bars(content.texts, content.manifest.labels)
     return [chart for chart in charts if chart.bars]

@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common import seeding
+from evaluation.report.media import thumbnail
 from evaluation.report.survey import Survey
 from pipeline.shards.content import LABELS
 from pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_batches
@@ -20,6 +21,7 @@ from pipeline.shards.shards import ShardSet
 
 SHOWN_CHARACTERS = 600
 _KEPT_EXAMPLES = 4
+_KEPT_PICTURES = 24
 _TOKENS_READ = 1_000
 """More than 600 characters in any language, and bounded whatever the length of the document."""
 
@@ -34,10 +36,14 @@ class Example:
     text_bytes: int | None
     detail: str | None
     text: str | None
+    picture: str | None = None
+    """Thumbnail of an image or clip as a data URI; None for texts."""
 
 
 def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
-    """Some documents of the training split, drawn by the corpus's seed, in corpus order; text decoded from the shards.
+    """Some rows of the training split, drawn by the corpus's seed, in corpus order; text decoded from the shards.
+
+    Images and clips have their label as text.
 
     Raises:
         ShardError: a shard that is not what the manifest says.
@@ -46,8 +52,15 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
     if not number:
         return []
     zero = np.zeros(1, np.uint64)
-    drawn = seeding.unit(seeding.words(int(manifest.config.get("seed", 0)), "report", zero, zero, _KEPT_EXAMPLES))[0]
+    media = manifest.tokenizer is None
+    wanted = _KEPT_PICTURES if media else _KEPT_EXAMPLES
+    drawn = seeding.unit(seeding.words(int(manifest.config.get("seed", 0)), "report", zero, zero, wanted))[0]
     rows = np.unique(np.floor(drawn * number).astype(np.int64))
+    if media:
+        return [
+            Example(row["source"], row["offset"], row["num_tokens"], None, None, row["label"], thumbnail(row))
+            for row in ShardSet(folder, "train").take(rows).to_pylist()
+        ]
     decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))
     found = []
     for row in ShardSet(folder, "train").take(rows).to_pylist():

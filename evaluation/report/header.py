@@ -9,6 +9,7 @@ from evaluation.report.content import Content
 from evaluation.report.markup import Html, details, in_mib, join, share, tag
 from pipeline.job.outcome import lines_hint
 from pipeline.readers.skipped import describe_skipped
+from pipeline.shards.content import size_noun
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 _PREVIEW = 12
@@ -49,15 +50,22 @@ def _equation(content: Content) -> Html:
 
 def _facts(content: Content) -> Html:
     manifest = content.manifest
-    totals = manifest.totals
+    totals, unit = manifest.totals, size_noun(manifest.content.kind)
+    read, of_tokens = (
+        ("Text read", "without special tokens") if content.media is None else ("Files read", "in all rows")
+    )
     shard_bytes = sum(shard.num_bytes for shard in manifest.shards)
     facts: list[tuple[str, object, str]] = [
-        ("Tokens kept", tag("span", totals["num_tokens"], id="total-num_tokens"), "without special tokens"),
-        ("Text read", in_mib(totals["text_bytes"]), f"{in_mib(content.kept_tally.text_bytes)} of it kept"),
+        (f"{unit.capitalize()} kept", tag("span", totals["num_tokens"], id="total-num_tokens"), of_tokens),
+        (read, in_mib(totals["text_bytes"]), f"{in_mib(content.kept_tally.text_bytes)} of it kept"),
         ("Input", in_mib(totals["num_bytes"]), "as stored, compressed or not"),
         ("For training", totals["kept_train"], f"and {totals['kept_held_out']:,} held out"),
         ("Shards", len(manifest.shards), in_mib(shard_bytes)),
-        (f"Longest {manifest.noun.removesuffix('s')}", totals["longest_tokens"], "tokens, kept or not"),
+        (
+            f"{'Longest' if content.media is None else 'Largest'} {manifest.noun.removesuffix('s')}",
+            totals["longest_tokens"],
+            f"{unit}, kept or not",
+        ),
         *_tokenizer_facts(manifest.tokenizer),
         _content_fact(content),
     ]
@@ -80,12 +88,14 @@ def _tokenizer_facts(tokenizer: TokenizerInfo | None) -> list[tuple[str, object,
 def _content_fact(content: Content) -> tuple[str, object, str]:
     """The kind of rows; for documents the room that they have for spans."""
     manifest, geometry = content.manifest, content.manifest.geometry
-    if content.texts is None:
+    if manifest.content.kind == "documents":
         return (
             "Geometry",
             f"{geometry.num_anchors} anchors, spans up to {geometry.max_tokens:,} tokens",
             f"shortest document kept: {content.found.shortest:,} tokens",
         )
+    if content.media is not None:
+        return "Content", manifest.content.kind, f"{len(manifest.labels):,} labels"
     hypotheses = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
     return "Content", manifest.content.kind, f"hypotheses: {hypotheses}" if hypotheses else "one text a row"
 
@@ -100,9 +110,13 @@ def _glance(content: Content) -> list[str]:
     if totals["kept"]:
         mean = totals["num_tokens"] / totals["kept"]
         noun = content.noun.removesuffix("s")
+        unit = size_noun(content.manifest.content.kind)
+        of_text = f"a token stands for {kept.text_bytes / max(1, totals['num_tokens']):.2f} bytes of text."
+        if content.media is not None:
+            of_text = f"its file has {kept.text_bytes / totals['kept']:,.0f} bytes on average."
         lines.append(
-            f"A kept {noun} has {mean:,.0f} tokens on average, about {content.median_tokens():,} in the median; a "
-            f"token stands for {kept.text_bytes / max(1, totals['num_tokens']):.2f} bytes of text."
+            f"A kept {noun} has {mean:,.0f} {unit} on average, about {content.median_tokens():,} in the median; "
+            f"{of_text}"
         )
     reasons = content.reasons()
     if reasons:
@@ -115,7 +129,8 @@ def _glance(content: Content) -> list[str]:
     if len(sources) > 1:
         name, top = sources[0]
         lines.append(
-            f"The largest source, {name}, gives {share(top.kept_tokens, totals['num_tokens'])} of the kept tokens."
+            f"The largest source, {name}, gives {share(top.kept_tokens, totals['num_tokens'])} of the kept "
+            f"{size_noun(content.manifest.content.kind)}."
         )
     if totals["failed"]:
         lines.append(f"{totals['failed']:,} {content.noun} could not be read: see the places below before training.")

@@ -10,7 +10,7 @@ import html
 
 from common.console.terminal import visible as visible
 
-_VOID = frozenset({"meta", "br", "rect", "line"})
+_VOID = frozenset({"meta", "br", "rect", "line", "img"})
 
 
 class Html(str):
@@ -81,3 +81,8 @@ def in_mib(num_bytes: float) -> str:
 def policy_hash(text: str) -> str:
     """Source expression that permits exactly this style or script in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def place(source: str, offset: int) -> Html:
+    """A place in the form that `declutr inspect --document` accepts."""
+    return tag("code", tag("bdi", f"{source}:{offset}"))

@@ -5,14 +5,15 @@ from pathlib import Path
 
 from common.storage import write_text
 from evaluation.report.content import Content, bar_charts, gather, lengths_chart
+from evaluation.report.example_section import examples
 from evaluation.report.header import header
 from evaluation.report.markup import Html, join, markup, policy_hash, tag
+from evaluation.report.media_section import media
 from evaluation.report.png import save_bars, save_histogram
 from evaluation.report.sections import (
     contamination,
     duplicates,
     estimate,
-    examples,
     languages,
     lengths,
     reasons,
@@ -34,7 +35,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     """
     target = output or folder / REPORT
     content = gather(folder)
-    if content.texts is None:
+    if content.texts is None:  # documents, images or clips
         save_histogram(lengths_chart(content), target / "charts" / "lengths.png")
     for chart in bar_charts(content):
         save_bars(chart, target / "charts" / f"{chart.name}.png")
@@ -46,7 +47,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
 def _page(content: Content) -> str:
     """Renders the document. The same content gives the same text."""
     parts = {
-        "lengths": ("Lengths", lengths(content) if content.texts is None else texts(content)),
+        "lengths": ("Sizes and labels" if content.media else "Lengths", _lengths(content)),
         "reasons": ("What is not kept", reasons(content)),
         "duplicates": ("Duplicates", duplicates(content)),
         "contamination": ("Evaluation sets", contamination(content)),
@@ -74,18 +75,29 @@ def _page(content: Content) -> str:
             " from the manifest, the ledgers and the shards of this corpus.",
         ),
     )
-    return document(title, body)
+    return document(title, body, pictures=content.media is not None)
 
 
-def document(title: str, body: Html) -> str:
-    """A page of this title and body, with our style sheet and content security policy."""
-    return f"<!DOCTYPE html>\n{tag('html', _head(title), body, lang='en')}\n"
+def _lengths(content: Content) -> Html:
+    """The section on lengths or sizes that fits the kind of rows."""
+    if content.media is not None:
+        return media(content)
+    return lengths(content) if content.texts is None else texts(content)
 
 
-def _head(title: str) -> Html:
+def document(title: str, body: Html, pictures: bool = False) -> str:
+    """A page of this title and body, with our style sheet and content security policy.
+
+    The policy permits images that are part of the page if there are `pictures`.
+    """
+    return f"<!DOCTYPE html>\n{tag('html', _head(title, pictures), body, lang='en')}\n"
+
+
+def _head(title: str, pictures: bool) -> Html:
     """Head of the page. Its policy forbids all scripts, and every style except ours, which it names by hash."""
     style = (files("evaluation.report") / "style.css").read_text(encoding="utf-8")
-    policy = f"default-src 'none'; style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'"
+    images = "img-src data:; " if pictures else ""
+    policy = f"default-src 'none'; {images}style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'"
     return join(
         Html("<head>"),
         tag("meta", charset="utf-8"),

@@ -5,11 +5,11 @@ from itertools import pairwise
 import numpy as np
 
 from evaluation.report.content import Content, lengths_chart
-from evaluation.report.examples import SHOWN_CHARACTERS, Example
-from evaluation.report.markup import Html, details, in_mib, join, share, table, tag
+from evaluation.report.markup import Html, details, in_mib, join, place, share, table, tag
 from evaluation.report.survey import CONTAMINATED
 from evaluation.report.svg import draw_bar, draw_histogram
 from evaluation.report.tally import Tally
+from pipeline.shards.content import size_noun
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import SPLITS
 from pipeline.shards.windows import TOO_SHORT
@@ -87,7 +87,7 @@ def reasons(content: Content) -> Html:
     parts = [table(f"{noun.capitalize()} that are not kept", ["reason", "kind", noun, f"of {noun}", "of text"], rows)]
     if failures := content.manifest.failures:
         shown = [
-            tag("li", _place(one.source, one.offset), f" {one.reason}: {one.message}")
+            tag("li", place(one.source, one.offset), f" {one.reason}: {one.message}")
             for one in failures[:_SHOWN_FAILURES]
         ]
         more = totals["failed"] - len(shown)
@@ -159,7 +159,8 @@ def contamination(content: Content) -> Html:
 
 def sources(content: Content) -> Html:
     """Tokens and text by source: files and archives, or their folders where there are many."""
-    return _tallies(content, "Sources by tokens kept", "source", content.sources())
+    unit = size_noun(content.manifest.content.kind)
+    return _tallies(content, f"Sources by {unit} kept", "source", content.sources())
 
 
 def languages(content: Content) -> Html:
@@ -182,34 +183,8 @@ def _tallies(content: Content, caption: str, head: str, tallies: list[tuple[str,
         ]
         for name, tally in tallies
     ]
-    return table(caption, [head, "tokens kept", "of tokens", f"{content.noun} read", "kept", "text read"], rows)
-
-
-def examples(content: Content) -> Html:
-    """The beginnings of some documents that are kept and of some that are not."""
-    parts = [
-        tag(
-            "p",
-            f"The first {SHOWN_CHARACTERS} characters at most, drawn by the corpus's seed. Characters that would steer "
-            "the page are shown as their code points.",
-        ),
-        tag("h3", "Kept, as the trainer sees them"),
-        *(_example(example) for example in content.kept),
-    ]
-    for reason, _, tally in content.reasons():
-        shown = [_example(example) for example in content.rejected.get(reason, [])]
-        parts.append(details(join("Not kept: ", tag("strong", reason), f" ({tally.read:,})"), *shown))
-    if any(example.text is None for some in content.rejected.values() for example in some):
-        parts.append(
-            tag(
-                "p",
-                f"Texts of dropped {content.noun} exist only if prepared with ",
-                tag("code", "write_rejected: true"),
-                ".",
-                class_="note",
-            )
-        )
-    return join(*parts)
+    unit, read = size_noun(content.manifest.content.kind), "text read" if content.media is None else "files read"
+    return table(caption, [head, f"{unit} kept", f"of {unit}", f"{content.noun} read", "kept", read], rows)
 
 
 def estimate(content: Content) -> Html:
@@ -225,24 +200,8 @@ def estimate(content: Content) -> Html:
     return join(tag("p", read), table("Estimate and outcome", ["", "estimated", "came out", "difference"], rows))
 
 
-def _example(example: Example) -> Html:
-    facts = [f"{example.num_tokens:,} tokens"] if example.num_tokens is not None else []
-    facts += [f"{example.text_bytes:,} bytes"] if example.text_bytes else []
-    head = tag(
-        "p", _place(example.source, example.offset), tag("span", ", ".join(facts), class_="note"), class_="where"
-    )
-    detail = tag("p", example.detail, class_="note") if example.detail else _NOTHING
-    text = tag("blockquote", example.text, dir="auto") if example.text else _NOTHING
-    return tag("article", head, detail, text)
-
-
 def _entry(entry: Entry) -> Html:
     kept = (entry.detail or "").partition("similarity ")[2]
     facts = [f"{entry.num_tokens:,} tokens"] if entry.num_tokens is not None else []
     facts += [f"similarity {kept}"] if kept and entry.fate not in SPLITS else []
-    return join(_place(entry.source, entry.offset), " ", tag("span", ", ".join(facts), class_="note"))
-
-
-def _place(source: str, offset: int) -> Html:
-    """A place in the form that `declutr inspect --document` accepts."""
-    return tag("code", tag("bdi", f"{source}:{offset}"))
+    return join(place(entry.source, entry.offset), " ", tag("span", ", ".join(facts), class_="note"))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from evaluation.report.charts import Bar, Bars
 from evaluation.report.markup import share
-from pipeline.shards.content import LABELS
+from pipeline.shards.content import LABELS, MEDIA_KINDS
 from pipeline.shards.manifest import SPLITS, Manifest
 from pipeline.shards.shards import ShardSet
 
@@ -67,13 +67,13 @@ class TextSurvey:
 
 
 def survey_texts(folder: Path, manifest: Manifest) -> TextSurvey | None:
-    """Reads the rows of all shards; None if they hold documents.
+    """Reads the rows of all shards; None if they hold documents, images or audio.
 
     Raises:
         ShardError: a shard differs from the manifest.
     """
     kind = manifest.content.kind
-    if kind == "documents":
+    if kind == "documents" or kind in MEDIA_KINDS:
         return None
     found = TextSurvey()
     for split in SPLITS:

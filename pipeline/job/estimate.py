@@ -24,6 +24,7 @@ from pipeline.job.unit_writer import Tally
 from pipeline.job.units import Unit, read_unit
 from pipeline.job.worker import judged_records
 from pipeline.readers.corpus import MIB
+from pipeline.shards.content import MEDIA_KINDS, ContentKind, noun_of, size_noun
 from pipeline.shards.manifest import SPLITS, Counts, Manifest
 from pipeline.shards.media import Clip, Image, Media
 from pipeline.shards.schema import UINT16_VOCABULARY
@@ -67,17 +68,20 @@ class Estimate(Strict):
     """Duration on `num_cpus` CPUs, without Ray's start; None in an estimate of an earlier version."""
     deviations: dict[str, float] = Field(default_factory=dict)
     """Standard deviations of the estimates, by name."""
+    kind: ContentKind = Field(default="documents", exclude_if=lambda kind: kind not in MEDIA_KINDS)
+    """Kind of the rows; in the file only if they are images or audio."""
 
     def lines(self) -> list[str]:
         """The estimate as text."""
         seconds = self._seconds
+        rows, content = (noun_of(self.kind), "files") if self.kind in MEDIA_KINDS else ("documents", "text")
         long = f"{seconds / 60:,.1f} minutes" if seconds >= _LEAST_SECONDS else f"{math.ceil(seconds)} seconds"
         kept = f"of which {self.kept:,} kept{self._range('kept')} ({self.kept / max(1, self.documents):.0%})"
         return [
             f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
-            f"  documents   {self.documents:,}{self._range('documents')}, {kept}",
-            f"  text        {self.text_bytes / MIB:,.1f} MiB",
-            f"  tokens      {self.num_tokens:,} kept{self._range('num_tokens')}",
+            f"  {rows:11} {self.documents:,}{self._range('documents')}, {kept}",
+            f"  {content:11} {self.text_bytes / MIB:,.1f} MiB",
+            f"  {size_noun(self.kind):11} {self.num_tokens:,} kept{self._range('num_tokens')}",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
             f"  time        {long} on {self.num_cpus} CPUs (and up to a minute for Ray to start)",
         ]
@@ -170,6 +174,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         cpu_seconds=found.cpu_seconds,
         num_cpus=num_cpus,
         seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
+        kind=config.content.kind,
         deviations={name: round(math.sqrt(getattr(spread, name)), 3) for name in _RANGED},
     )
 

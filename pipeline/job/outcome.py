@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.config import PipelineConfig
+from pipeline.media.labels import NO_LABEL
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.names import SUFFIXES, bare_suffix
-from pipeline.shards.content import AnyContent, PairsContent, keys_of
+from pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, noun_of, size_noun
 from pipeline.shards.manifest import Counts, Manifest, Sidecar
 from pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
 from pipeline.texts.pairs import LACKS
@@ -58,10 +59,13 @@ def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]
     message = f"corpus: none of {counts.read:,} records became a row of {content.kind}: {reasons}"
     if isinstance(content, PairsContent) and any(reason.startswith(LACKS) for reason in lost):
         message += f"; content.needs = [{', '.join(content.needs)}] drops premises without a hypothesis of each label"
+    elif NO_LABEL in lost:
+        message += "; content.label decides the labels, and null needs none"
     elif lost and keys:
         message += f"; read with {keys}"
     else:
-        message += "; check corpus.paths, corpus.format, corpus.text_field and `choosing`"
+        settings = "" if content.kind in MEDIA_KINDS else ", corpus.format, corpus.text_field and `choosing`"
+        message += f"; check corpus.paths{settings}"
     return f"{message}. The first failure: {failures[0]}" if failures else message
 
 
@@ -90,7 +94,7 @@ def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: Pipelin
     examples = [f"  {example}" for sidecar in sidecars for example in sidecar.failures][:_EXAMPLES]
     share = failed / counts.read
     head = (
-        f"{failed:,} of {counts.read:,} documents failed ({by_reason}): {share:.2%} is more than max_error_share = "
+        f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {share:.2%} is more than max_error_share = "
         f"{config.max_error_share:g}. Repair the inputs and prepare into a new folder, or allow more with "
         f"max_error_share={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
     )
@@ -103,13 +107,16 @@ def summary(manifest: Manifest, output: str) -> str:
     lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
     return (
         f"{output}: {totals['read']:,} {manifest.noun} read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
-        f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} tokens in "
-        f"{len(manifest.shards)} shards{_hypotheses(manifest)}{_not_read(manifest)}"
+        f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} "
+        f"{size_noun(manifest.content.kind)} in {len(manifest.shards)} shards{_labels(manifest)}{_not_read(manifest)}"
     )
 
 
-def _hypotheses(manifest: Manifest) -> str:
-    """The kept hypotheses by label, as text."""
+def _labels(manifest: Manifest) -> str:
+    """The kept hypotheses by label, or the number of labels and the changes of images or clips, as text."""
+    if manifest.content.kind in MEDIA_KINDS:
+        notes = ", ".join(f"{number:,} {note}" for note, number in manifest.notes.items())
+        return f"; {len(manifest.labels):,} labels" + (notes and f"; changed: {notes}")
     labels = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
     return labels and f"; hypotheses: {labels}"
 

@@ -22,6 +22,8 @@ FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG")
 """Formats of libsndfile that are read."""
 MAX_RATE = 768_000
 MAX_CHANNELS = 64
+MAX_TERM = 192_000
+"""Largest term of the ratio of two sample rates, in lowest terms."""
 SILENT = "silent"
 NOT_FINITE = "not_finite"
 CUT = "cut"
@@ -82,7 +84,7 @@ def log_mel(samples: NDArray[np.float64], content: AudioContent) -> NDArray[np.f
     frame_length, hop_length = frame_samples(content)
     window, filters, fft_length = _filters(content.sample_rate, content.mels, frame_length)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that energies are finite
-        energies = spectrogram(
+        powers = spectrogram(
             samples.astype(np.float32),
             window,
             frame_length=frame_length,
@@ -91,12 +93,11 @@ def log_mel(samples: NDArray[np.float64], content: AudioContent) -> NDArray[np.f
             power=2.0,
             center=False,
             preemphasis=_PREEMPHASIS,
-            mel_filters=filters,
-            mel_floor=_FLOOR,
-            log_mel="log",
             remove_dc_offset=True,
         )
-    return np.ascontiguousarray(energies.T, np.float32)
+        # Not by `spectrogram`: a dense product waits for BLAS threads, and its sums depend on the kind of processor.
+        energies = filters @ np.ascontiguousarray(powers)
+    return np.ascontiguousarray(np.log(np.maximum(energies, _FLOOR)).T, np.float32)
 
 
 def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bool]:
@@ -149,13 +150,16 @@ def _resampled(samples: NDArray[np.float64], rate: int, wanted: int) -> NDArray[
     from scipy.signal import resample_poly  # imported here because it takes a second
 
     common = math.gcd(rate, wanted)
+    if max(rate, wanted) // common > MAX_TERM:  # the filter has 20 times as many taps
+        raise UndecodableError("unsupported", f"{rate} Hz has no simple ratio to content.sample_rate = {wanted}")
     found: NDArray[np.float64] = resample_poly(samples, wanted // common, rate // common)
     return found
 
 
 @lru_cache(maxsize=4)
-def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """The window, the mel filters and the length of the Fourier transform."""
+def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[np.float64], Any, int]:
+    """The window, the sparse mel filters `(mels, bins)` and the length of the Fourier transform."""
+    from scipy.sparse import csr_array
     from transformers.audio_utils import mel_filter_bank, window_function
 
     fft_length = 1 << (frame_length - 1).bit_length()
@@ -171,4 +175,4 @@ def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[An
             mel_scale="kaldi",
             triangularize_in_mel_space=True,
         )
-    return window_function(frame_length, "hann", periodic=False), filters, fft_length
+    return window_function(frame_length, "hann", periodic=False), csr_array(filters.T), fft_length

@@ -44,6 +44,8 @@ PILLOW_ERRORS = (
     zlib.error,
 )
 """Errors that Pillow raises for damaged files."""
+_PNG_LEVEL = 3
+"""A quarter of the time of the default level 6, for files that are a tenth larger."""
 _WHITE = (255, 255, 255, 255)
 _WIDE = 65535
 
@@ -69,7 +71,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
         except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
             raise _refused(error, "not_an_image") from error
         with opened:
-            _check_size(*opened.size, content.side)
+            _check_size(opened.width, opened.height, content.side)
             try:
                 if getattr(opened, "is_animated", False):
                     notes.append(FIRST_FRAME)
@@ -78,13 +80,13 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
                 image = _rgb(_upright(opened, notes))
             except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
                 raise _refused(error, "undecodable") from error
-        if (size := _stored_size(*image.size, content.side)) != image.size:
+        if (size := _stored_size(image.width, image.height, content.side)) != image.size:
             notes.append(SMALLER)
             image = image.resize(size, Pillow.Resampling.BICUBIC, reducing_gap=None)
     pixels = image.tobytes()
     # A new image, because `save` would also store a colour profile and the like.
     clean, stored = Pillow.frombytes("RGB", image.size, pixels), BytesIO()
-    clean.save(stored, "PNG")
+    clean.save(stored, "PNG", compress_level=_PNG_LEVEL)
     width, height = image.size
     identity = document_id(f"{width} x {height}\n".encode() + pixels)
     return Decoded(Image(stored.getvalue(), width, height, label), identity, tuple(sorted(notes)))

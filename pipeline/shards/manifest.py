@@ -1,6 +1,5 @@
 """The manifest of prepared shards: files, counts of documents, and configuration."""
 
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,9 @@ from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.skipped import Skip
 from pipeline.readers.stamp import Stamp
 from pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
+from pipeline.shards.counts import Counts as Counts
+from pipeline.shards.counts import ShardError as ShardError
+from pipeline.shards.counts import sum_counts as sum_counts
 from pipeline.shards.ledger import LedgerFile
 from pipeline.shards.schema import SCHEMA_VERSION
 from pipeline.shards.windows import Geometry, ShortDocuments
@@ -24,6 +26,9 @@ TOKENIZER = "tokenizer"
 MAX_EXAMPLES = 100
 """Failures listed in a manifest and in each sidecar; all failures are counted."""
 
+MAX_LABELS = 1_000_000
+"""Most different labels of images or clips."""
+
 _CONTENT: TypeAdapter[AnyContent] = TypeAdapter(AnyContent)
 
 _LIBRARIES = {"images": ("numpy", "pillow"), "audio": ("numpy", "scipy", "soundfile", "transformers")}
@@ -31,10 +36,6 @@ _LIBRARIES = {"images": ("numpy", "pillow"), "audio": ("numpy", "scipy", "soundf
 
 Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = ("train", "held-out")
-
-
-class ShardError(ValueError):
-    """Shards that are missing, damaged, or different from their manifest."""
 
 
 class Shard(Strict):
@@ -46,36 +47,6 @@ class Shard(Strict):
     num_tokens: int
     num_bytes: int
     sha256: str
-
-
-class Counts(Strict):
-    """Counts of the documents that were read. They balance: read = kept + all dropped + all failed."""
-
-    read: int
-    kept: int
-    dropped: dict[str, int]
-    """Documents by drop reason."""
-    failed: dict[str, int]
-    """Documents by failure reason; a file that breaks off counts once."""
-    text_bytes: int
-    """UTF-8 bytes of the readable documents, whitespace-normalised."""
-    longest_tokens: int
-    """Tokens of the longest document, kept or not."""
-    labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
-    """Kept hypotheses, images or clips by label; left out of the file if there are none."""
-    notes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda notes: not notes)
-    """Kept images or clips by what was changed, such as `first_frame` or `cut`; left out of the file if there are
-    none."""
-
-    def check(self, what: str) -> None:
-        """Checks that the counts balance.
-
-        Raises:
-            ShardError: they do not.
-        """
-        explained = self.kept + sum(self.dropped.values()) + sum(self.failed.values())
-        if self.read != explained:
-            raise ShardError(f"{what}: {self.read} documents read, but {explained} kept, dropped or failed")
 
 
 class Sidecar(Strict):
@@ -154,26 +125,6 @@ class Manifest(Strict):
         return sorted((shard for shard in self.shards if shard.split == split), key=lambda shard: shard.name)
 
 
-def sum_counts(counts: list[Counts]) -> Counts:
-    """Sums counts over units."""
-    dropped, failed, labels, notes = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
-    for count in counts:
-        dropped.update(count.dropped)
-        failed.update(count.failed)
-        labels.update(count.labels)
-        notes.update(count.notes)
-    return Counts(
-        read=sum(count.read for count in counts),
-        kept=sum(count.kept for count in counts),
-        dropped=dict(sorted(dropped.items())),
-        failed=dict(sorted(failed.items())),
-        text_bytes=sum(count.text_bytes for count in counts),
-        longest_tokens=max((count.longest_tokens for count in counts), default=0),
-        labels=dict(sorted(labels.items())),
-        notes=dict(sorted(notes.items())),
-    )
-
-
 def build_manifest(
     sidecars: list[Sidecar],
     tokenizer: TokenizerInfo | None,
@@ -194,6 +145,11 @@ def build_manifest(
     kept = {split: sum(shard.num_documents for shard in shards if shard.split == split) for split in SPLITS}
     if (rows := sum(sidecar.ledger.num_rows for sidecar in sidecars)) != counts.read:
         raise ShardError(f"manifest: {counts.read} documents read, but {rows} in the ledgers")
+    if len(counts.labels) > MAX_LABELS:
+        raise ShardError(
+            f"content.label = {config['content'].get('label')!r}: {len(counts.labels):,} different labels, at most "
+            f"{MAX_LABELS:,} are possible; choose an expression that groups files, or null"
+        )
     if sum(kept.values()) != counts.kept:
         raise ShardError(f"manifest: {counts.kept} documents kept, but {sum(kept.values())} in the shards")
     return Manifest(

@@ -1,0 +1,178 @@
+"""Images and sounds prepared for real, on Ray: accounted for, without copies, continued after a kill, refused."""
+
+import io
+import time
+
+import numpy as np
+import pytest
+import soundfile
+import tinyruns as runs
+import yaml
+from mediafiles import picture, png, sound, spread, stored, tar_of, tone
+
+from common.storage import hash_file
+from inspection.describe import describe
+from pipeline.config import PipelineConfig
+from pipeline.job.units import plan_units, read_unit
+from pipeline.prepare import main, prepare
+from pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from trainer.driver.checks import problems
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """90 images in class folders and in an archive with labels; six copies with other names, formats and labels."""
+    files = {f"{'ab'[n % 2]}/{n:03}.png": png(n) for n in range(60)}
+    files |= {f"copies/{n}.bmp": stored(picture(n), "BMP") for n in range(3)}
+    members = [(f"{n}.{end}", data) for n in range(60, 90) for end, data in (("png", png(n)), ("cls", b"c"))]
+    members += [(f"copy{n}.png", png(n)) for n in (3, 60, 61)] + [(f"copy{n}.cls", b"d") for n in (3, 60, 61)]
+    members.sort()
+    folder = tmp_path_factory.mktemp("images")
+    return spread(folder, files | {"more.tar": tar_of(members), "a/broken.png": b"x", "notes.md": b"x"})
+
+
+def values_of(corpus, output, **changes):
+    values = {
+        "output": str(output),
+        "corpus": {"kind": "files", "paths": [str(corpus)]},
+        "content": {"kind": "images", "side": 24},
+        "held_out_share": 0.2,
+        "max_error_share": 0.05,
+        "unit_mib": 0.08,
+        "block_documents": 16,
+    }
+    return values | changes
+
+
+def contents(folder):
+    """Checksums of everything but the log of how long it took."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
+    return {str(path.relative_to(folder)): hash_file(path) for path in files}
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "images"
+    return folder, prepare(PipelineConfig.model_validate(values_of(corpus, folder)))
+
+
+def test_every_file_is_accounted_for_and_copies_are_dropped(prepared):
+    folder, manifest = prepared
+    assert len(manifest.ledgers) >= 4
+    assert manifest.dropped == {"duplicate": 6}
+    assert manifest.failed == {"not_an_image": 1}
+    assert manifest.totals["read"] == 97
+    assert manifest.labels == {"a": 30, "b": 30, "c": 30}
+    assert manifest.notes == {"smaller": 90}
+    assert [skip.files for skip in manifest.skipped.values()] == [1]
+    assert not (folder / "tokenizer").exists()
+    assert load_manifest(folder) == manifest
+    assert check_shards(folder, full=True) == []
+    ids = [
+        row["id"]
+        for split in ("train", "held-out")
+        for row in ShardSet(folder, split)
+        .take(np.arange(manifest.totals[f"kept_{split.replace('-', '_')}"]))
+        .to_pylist()
+    ]
+    assert len(set(ids)) == 90
+    assert 5 <= manifest.totals["kept_held_out"] <= 35
+
+
+def test_the_command_plans_verifies_and_inspects(corpus, prepared, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out")}))
+    assert main([str(config), "--plan"]) == 0
+    planned = capsys.readouterr().out
+    assert "images      97, of which 96 kept" in planned
+    assert "pixels" in planned
+    assert "tokens" not in planned
+    assert main([str(config)]) == 0
+    told = capsys.readouterr().out
+    assert "97 images read, 90 kept" in told
+    assert f"{90 * 32 * 24:,} pixels in" in told
+    assert "3 labels; changed: 90 smaller" in told
+    assert main([str(config), "--verify-inputs"]) == 0
+    assert contents(tmp_path / "out").keys() - {"estimate.json"} == contents(prepared[0]).keys()
+    assert "rows of images, 3 labels" in "\n".join(describe(tmp_path / "out"))
+
+
+def test_lost_shards_are_made_again_to_the_byte(corpus, prepared, tmp_path):
+    config = PipelineConfig.model_validate(values_of(corpus, tmp_path / "out"))
+    prepare(config)
+    whole = contents(tmp_path / "out")
+    assert whole == contents(prepared[0])
+    (tmp_path / "out" / "train-00001.arrow").unlink()
+    path = tmp_path / "out" / "train-00002.arrow"
+    path.write_bytes(path.read_bytes()[:100])
+    prepare(config)
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.slow
+def test_a_killed_command_continues_to_the_same_bytes(tmp_path):
+    """kill -9 of the driver while it prepares sounds; the same command finishes."""
+    files = {f"{n % 10}_x_{n}.wav": sound(tone(0.3 + 0.01 * n, 8000, n), 8000) for n in range(80)}
+    files["3_copy.flac"] = sound(*io_read(files["7_x_7.wav"]), format="FLAC")
+    corpus = spread(tmp_path / "in", files)
+    changes = {"content": {"kind": "audio", "label": r"^(\d)_"}, "unit_mib": 0.05}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    manifest = prepare(PipelineConfig.model_validate(values_of(corpus, whole, **changes)))
+    assert manifest.dropped == {"duplicate": 1}
+    assert manifest.totals["kept"] == 80
+    config = runs.write_config(tmp_path / "config.yaml", prepare=values_of(corpus, killed, **changes))
+    process, _ = runs.start_command("pipeline.prepare", config, tmp_path)
+    deadline = time.monotonic() + 240
+    while not list(killed.glob("candidates/units/*.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert not (killed / "manifest.json").exists()
+    prepare(PipelineConfig.model_validate(values_of(corpus, killed, **changes)))
+    assert contents(killed) == contents(whole)
+
+
+def io_read(data):
+    """Samples as they are stored, and the rate."""
+    return soundfile.read(io.BytesIO(data), dtype="int16")
+
+
+def test_too_many_files_without_a_label_end_with_an_error(tmp_path, capsys):
+    corpus = spread(tmp_path / "in", {f"{n}.png": png(n) for n in range(5)} | {"a/x.png": png(7)})
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out")}))
+    assert main([str(config)]) == 1
+    told = capsys.readouterr().err
+    assert "5 of 6 images failed (5 no_label)" in told
+    assert "is in no folder" in told
+    (corpus / "a" / "x.png").unlink()
+    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "other")}))
+    assert main([str(config)]) == 1
+    told = capsys.readouterr().err
+    assert "none of 5 records became a row of images: 5 no_label; content.label decides the labels" in told
+
+
+def test_a_text_objective_refuses_images(prepared):
+    config = runs.train_config(prepared[0], "unused")
+    (told,) = [problem for problem in problems(config) if "reads" in problem]
+    assert "objective.kind = declutr reads documents" in told
+    assert "holds images" in told
+
+
+def test_a_tar_in_a_tar_in_a_tar_is_read_and_a_deeper_one_is_a_failure(tmp_path):
+    data = tar_of([("k/x.png", png(1)), ("k/y.png", png(2))])
+    for depth in range(5):
+        (tmp_path / f"{depth}").mkdir()
+        spread(tmp_path / f"{depth}", {"a.tar": data})
+        data = tar_of([(f"{depth}.tar", data)])
+    reasons = []
+    for depth in range(5):
+        config = PipelineConfig.model_validate(values_of(tmp_path / f"{depth}", tmp_path / "out"))
+        (unit,), _ = plan_units(config.corpus, config.unit_mib, None, config.content)
+        records = list(read_unit(unit, config.corpus, config.content))
+        reasons.append([getattr(record, "reason", "row") for record in records])
+    assert reasons == [["row", "row"]] * 4 + [["too_deep"]]

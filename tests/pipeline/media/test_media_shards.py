@@ -1,0 +1,294 @@
+"""Shards of images and clips from folders, archives and tables: rows, labels, reasons; totals close."""
+
+import gzip
+import io
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from mediafiles import animated, claimed_png, picture, png, sound, spread, stored, tar_of, tone
+from PIL import Image
+
+from common.storage import hash_file
+from pipeline.job.units import plan_units
+from pipeline.job.worker import CANDIDATES, write_unit
+from pipeline.readers.blobs import with_labels
+from pipeline.readers.corpus import Blob
+from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from pipeline.shards.media import media_problem
+from pipeline.shards.schema import media_schema
+from pipeline.shards.shards import ShardSet, check_shards
+
+DIGITS = {"kind": "audio", "label": r"^(\d)_", "max_seconds": 1.0}
+
+
+def taken(folder, split="train"):
+    shards = ShardSet(folder, split)
+    return {(row["source"], row["offset"]): row for row in shards.take(np.arange(shards.num_documents)).to_pylist()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes, with files of other kinds among them."""
+    files = {f"cats/{n}.png": png(n) for n in range(5)} | {
+        f"dogs/{n}.jpg": stored(picture(n), "JPEG") for n in range(4)
+    }
+    files |= {"dogs/loop.gif": animated(), "README.md": b"read me", "cats/notes.txt": b"x", "cats/.hidden.png": png(8)}
+    return spread(tmp_path / "in", files | {"alone.png": png(70), "cats/text.png": b"a text named .png"})
+
+
+def test_rows_of_class_folders(folder, make_media, prepare_media):
+    manifest, ledger, out = prepare_media(make_media({"kind": "images", "side": 16}, folder))
+    rows = taken(out)
+    assert manifest.labels == {"cats": 5, "dogs": 5}
+    assert manifest.failed == {"no_label": 1, "not_an_image": 1}
+    assert manifest.notes == {"first_frame": 1, "smaller": 10}
+    assert {kind: skip.files for kind, skip in manifest.skipped.items()} == {".md": 1, ".txt": 1}
+    assert manifest.tokenizer is None
+    assert "pillow" in manifest.versions
+    table = ShardSet(out, "train").take(np.arange(3))
+    assert table.schema.equals(media_schema("images"))
+    row = rows["cats/3.png", 0]
+    assert (row["width"], row["height"], row["num_tokens"], row["label"]) == (21, 16, 21 * 16, "cats")
+    expected = picture(3).resize((21, 16), Image.Resampling.BICUBIC)
+    assert (np.asarray(Image.open(io.BytesIO(row["image"]))) == np.asarray(expected)).all()
+    entry = ledger["dogs/loop.gif", 0]
+    assert (entry.detail, entry.num_tokens, entry.text_bytes) == ("first_frame, smaller", 21 * 16, len(animated()))
+    assert manifest.totals["num_tokens"] == 10 * 21 * 16
+    assert "content.label=null" in ledger["alone.png", 0].detail
+
+
+def test_rows_of_clips(tmp_path, make_media, prepare_media):
+    files = {f"{n}_ann_{k}.wav": sound(tone(0.4 + 0.3 * k, number=n)) for n in range(3) for k in range(3)}
+    files |= {
+        "x_ann_0.wav": sound(tone()),
+        "1_silent.wav": sound(np.zeros((9000, 1))),
+        "1_short.wav": sound(tone()[:9]),
+    }
+    files |= {"2_half.flac": sound(tone(2.0), format="FLAC"), "1.mp3": b"ID3"}
+    manifest, ledger, out = prepare_media(make_media(DIGITS, spread(tmp_path / "in", files)))
+    assert manifest.labels == {"0": 3, "1": 3, "2": 4}
+    assert manifest.failed == {"no_label": 1}
+    assert manifest.dropped == {"silent": 1, "too_short": 1}
+    assert manifest.notes == {"cut": 1}
+    rows = taken(out)
+    row = rows["1_ann_2.wav", 0]
+    assert row["num_frames"] == row["num_tokens"] == 98
+    assert len(row["frames"]) == 98 * 128
+    assert ShardSet(out, "train").take(np.arange(1)).schema.equals(media_schema("audio"))
+    assert ledger["1_short.wav", 0].detail == "9 samples, a frame has 400"
+
+
+def test_no_labels_and_labels_of_a_pattern(folder, make_media, prepare_media, tmp_path):
+    manifest, _, out = prepare_media(make_media({"kind": "images", "label": None}, folder))
+    assert manifest.labels == {}
+    assert manifest.failed == {"not_an_image": 1}
+    assert {row["label"] for row in taken(out).values()} == {""}
+    content = {"kind": "images", "label": r"^(?:cats|dogs)/(\w+)\."}
+    manifest, _, _ = prepare_media(make_media(content, folder), tmp_path / "other")
+    assert manifest.labels == {"0": 2, "1": 2, "2": 2, "3": 2, "4": 1, "loop": 1}
+    long = make_media({"kind": "images", "label": "^(.*)$"}, spread(tmp_path / "l", {"a/" * 130 + "x.png": png()}))
+    assert prepare_media(long, tmp_path / "long")[0].failed == {"bad_label": 1}
+
+
+MEMBERS = [
+    ("a/000.png", png(0)),
+    ("a/000.cls", b"3\n"),
+    ("a/001.cls", b"7"),
+    ("a/001.png", png(1)),
+    ("a/002.left.png", png(2)),
+    ("a/002.right.png", png(3)),
+    ("a/002.json", b"{}"),
+    ("a/002.cls", b"5"),
+    ("a/003.png", png(4)),
+    ("a/004.cls", b"9"),
+    ("b.png", png(5)),
+    ("b.txt", b"a caption"),
+]
+
+
+@pytest.mark.parametrize("packed", ["shard.tar", "shard.tar.gz", "outer.tar"])
+def test_labels_of_webdataset_go_to_images_of_their_name(packed, tmp_path, make_media, prepare_media):
+    data = tar_of(MEMBERS)
+    data = gzip.compress(data) if packed.endswith("gz") else data
+    data, inner = (
+        (tar_of([("in/shard.tar", data)]), "outer.tar!in/shard.tar") if packed == "outer.tar" else (data, packed)
+    )
+    manifest, ledger, out = prepare_media(make_media("images", spread(tmp_path / "in", {packed: data})))
+    found = {source.removeprefix(f"{inner}!"): row["label"] for (source, _), row in taken(out).items()}
+    assert found == {
+        "a/000.png": "3",
+        "a/001.png": "7",
+        "a/002.left.png": "5",
+        "a/002.right.png": "5",
+        "a/003.png": "a",  # without .cls: its folder
+    }
+    assert manifest.dropped == {"label_alone": 1, "other_file": 2}
+    assert manifest.failed == {"no_label": 1}
+    assert ledger[f"{inner}!a/004.cls", 0].fate == "label_alone"
+
+
+def test_an_archive_is_never_cut_between_an_image_and_its_label(tmp_path, make_media, prepare_media):
+    members = [(f"{n:03}.{end}", data) for n in range(30) for end, data in (("png", png(n)), ("cls", b"%d" % (n % 4)))]
+    config = make_media("images", spread(tmp_path / "in", {"a.tar": tar_of(members)}), unit_mib=0.03)
+    units, _ = plan_units(config.corpus, config.unit_mib, None, config.content)
+    assert len(units) > 3
+    manifest, _, out = prepare_media(config)
+    assert manifest.labels == {"0": 8, "1": 8, "2": 7, "3": 7}
+    assert {source: row["label"] for (source, _), row in taken(out).items()} == {
+        f"a.tar!{n:03}.png": str(n % 4) for n in range(30)
+    }
+
+
+def test_images_of_one_name_are_held_within_a_limit():
+    blobs = [Blob("", f"a!x.{n}.png", 0, b"x" * 10, None) for n in range(50)]
+    held = []
+
+    def records():
+        for number, blob in enumerate(blobs):
+            held.append(number - len(out))
+            yield blob
+
+    out = []
+    for record in with_labels(records(), 100):
+        out.append(record)  # noqa: PERF402 - `records` looks at it
+    assert [blob.source for blob in out] == [blob.source for blob in blobs]
+    assert max(held) <= 12
+
+
+def table(path, images, labels, names=None, struct=True, rows=4, column="image"):
+    values = [{"bytes": one, "path": f"{n}.png"} for n, one in enumerate(images)] if struct else images
+    columns = {column: values, "label": labels}
+    made = pa.table({name: value for name, value in columns.items() if value is not None})
+    if names:
+        features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+        made = made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(made, path, row_group_size=rows)
+    return path
+
+
+def test_parquet_with_class_names(tmp_path, make_media, prepare_media):
+    (tmp_path / "in").mkdir()
+    images = [png(n) for n in range(8)] + [None, b"broken", claimed_png(60_000, 60_000)]
+    labels = [n % 3 - (n == 7) * 2 for n in range(11)]
+    table(tmp_path / "in" / "a.parquet", images, labels, ["cat", "dog", "bird"])
+    manifest, ledger, out = prepare_media(make_media("images", tmp_path / "in", unit_mib=0.02))
+    assert manifest.labels == {"cat": 3, "dog": 2, "bird": 2}
+    assert manifest.failed == {"no_label": 1, "not_an_image": 1, "null": 1, "too_many_pixels": 1}
+    assert sorted(offset for _, offset in ledger) == list(range(11))
+    row = taken(out)["a.parquet", 5]
+    assert row["label"] == "bird"
+    assert (np.asarray(Image.open(io.BytesIO(row["image"]))) == np.asarray(picture(5))).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_parquet_of_bytes_and_words(packed, tmp_path, make_media, prepare_media):
+    (tmp_path / "in").mkdir()
+    sounds, labels = [sound(tone(number=n)) for n in range(6)], ["a", "b", "", None, "a", "é"]
+    path = table(tmp_path / "in" / "a.parquet", sounds, labels, struct=False, column="wave")
+    if packed:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+        path.rename(path.with_suffix(".parquet.gz"))
+    manifest, _, _ = prepare_media(make_media({"kind": "audio", "audio": "wave"}, tmp_path / "in"))
+    assert manifest.labels == {"a": 2, "b": 1, "é": 1}
+    assert manifest.failed == {"no_label": 2}
+
+
+def test_another_column_is_named_before_any_work(tmp_path, make_media):
+    path = table(tmp_path / "a.parquet", [png()], [0], column="img")
+    config = make_media("images", path)
+    _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
+    assert re.fullmatch(
+        r"content.image = 'image': .*a.parquet: no column 'image' .*; found \['img', 'label'\]", *problems
+    )
+    config = make_media({"kind": "images", "image": "label"}, path)
+    _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
+    assert "of type int64, not bytes" in problems[0]
+
+
+def test_files_of_texts_are_no_images(tmp_path, make_media):
+    config = make_media("images", spread(tmp_path / "in", {"a/x.jsonl": b'{"text": "a"}', "b.jpeg.txt": b"x"}))
+    _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
+    assert "holds no file named like .bmp .gif .jpeg" in problems[0]
+    config = make_media("audio", tmp_path / "in" / "a" / "x.jsonl")
+    assert "audio are read from .flac .oga" in plan_units(config.corpus, config.unit_mib, None, config.content)[1][0]
+
+
+def test_a_file_above_the_limit_is_a_failure(tmp_path, make_media, prepare_media):
+    files = {"a/large.png": png(1, (300, 300)), "a/small.png": png(2)}
+    config = make_media("images", spread(tmp_path / "in", files))
+    corpus = config.corpus.model_copy(update={"max_document_mib": 0.05})
+    manifest, ledger, _ = prepare_media(config.model_copy(update={"corpus": corpus}))
+    assert manifest.failed == {"too_large": 1}
+    assert "more than corpus.max_document_mib" in ledger["a/large.png", 0].detail
+
+
+def test_copies_under_other_names_are_found_and_the_bytes_are_the_same_twice(tmp_path, make_media):
+    files = {f"a/{n}.png": png(n) for n in range(6)} | {"b/copy.bmp": stored(picture(2), "BMP"), "b/copy.png": png(4)}
+    config = make_media("images", spread(tmp_path / "in", files), duplicates={"exact": True}, held_out_share=0.3)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib, None, config.content)
+    digests = []
+    for name in ("one", "two"):
+        out = tmp_path / name
+        write_unit(unit, out, config, None, None)
+        digests.append({path.name: hash_file(path) for path in sorted((out / CANDIDATES).rglob("*.arrow"))})
+    assert digests[0] == digests[1]
+    assert {name.partition("-")[0] for name in digests[0]} >= {"train", "held"}
+
+
+WRONG = {
+    "images": [
+        ({"width": [41, 40]}, 0, "num_tokens = 1200, but the image has 41 x 30"),
+        ({"width": [40, 30], "height": [30, 40]}, 1, "no PNG of 30 x 40"),
+        ({"image": [png(0), stored(picture(1), "BMP")]}, 1, "no PNG of 40 x 30"),
+        ({"image": [b"", png(1)]}, 0, "no PNG"),
+        ({"width": [-40, 40], "height": [-30, 30]}, 0, "-40 x -30"),
+        ({"width": [40, 2**16], "height": [30, 2**16], "num_tokens": [1200, 2**32]}, 1, "65536 x 65536"),
+    ],
+    "audio": [
+        ({"num_frames": [3, 1]}, 0, "num_frames = 3"),
+        ({"num_tokens": [2, 7]}, 1, "num_tokens = 7"),
+        ({"frames": [[1.0] * 8, [1.0] * 5]}, 1, "5 energies, with 4 bands"),
+        ({"frames": [[1.0] * 8, [1.0, 2.0, np.nan, 1.0]]}, 1, "not finite"),
+        ({"frames": [[np.inf] * 8, [1.0] * 4]}, 0, "not finite"),
+        ({"num_frames": [0, 1], "num_tokens": [0, 1], "frames": [[], [1.0] * 4]}, 0, "num_frames = 0"),
+    ],
+}
+GOOD = {
+    "images": {"image": [png(0), png(1)], "width": [40, 40], "height": [30, 30], "num_tokens": [1200, 1200]},
+    "audio": {"frames": [[1.0] * 8, [2.0] * 4], "num_frames": [2, 1], "num_tokens": [2, 1]},
+}
+
+
+@pytest.mark.parametrize(("kind", "changes", "row", "told"), [(k, *one) for k, rows in WRONG.items() for one in rows])
+def test_rows_that_contradict_themselves_are_named(kind, changes, row, told):
+    types = {field.name: field.type for field in media_schema(kind)}
+
+    def batch(columns):
+        return pa.record_batch({name: pa.array(values, types[name]) for name, values in columns.items()})
+
+    assert media_problem(batch(GOOD[kind]), kind, 4) is None
+    at, problem = media_problem(batch(GOOD[kind] | changes), kind, 4)
+    assert at == row
+    assert told in problem
+
+
+def test_a_changed_shard_is_refused_by_the_reader(folder, make_media, prepare_media):
+    _, _, out = prepare_media(make_media("images", folder))
+    manifest = json.loads((out / MANIFEST).read_bytes())
+    (shard,) = out.glob("train-*.arrow")
+    batches = pa.ipc.open_file(str(shard)).read_all()
+    wrong = batches.set_column(2, "width", pa.array([39] * len(batches), pa.int32())).cast(batches.schema)
+    with pa.ipc.new_file(str(shard), batches.schema) as stream:
+        stream.write_table(wrong)
+    manifest["shards"][0] |= {"num_bytes": shard.stat().st_size, "sha256": hash_file(shard)}
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ShardError, match=r"39 x 30 pixels"):
+        ShardSet(out, "train").take(np.arange(2))
+    assert "39 x 30" in check_shards(out, full=True)[0]
+    (out / MANIFEST).write_text(json.dumps(manifest | {"config": manifest["config"] | {"content": "documents"}}))
+    with pytest.raises(ShardError, match="names no tokenizer, but its rows are documents"):
+        load_manifest(out)

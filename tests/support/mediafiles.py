@@ -1,0 +1,94 @@
+"""Images and sounds, good and bad, as the bytes of files."""
+
+import io
+import struct
+import tarfile
+import zlib
+
+import numpy as np
+import soundfile
+from PIL import Image
+
+RED = (200, 30, 40)
+
+
+def picture(number=0, size=(40, 30)):
+    """An RGB image whose pixels follow from its number."""
+    width, height = size
+    generator = np.random.default_rng(number)
+    return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def stored(image, format="PNG", **options):
+    """An image as the bytes of a file."""
+    held = io.BytesIO()
+    image.save(held, format, **options)
+    return held.getvalue()
+
+
+def png(number=0, size=(40, 30)):
+    return stored(picture(number, size))
+
+
+def upright_wrong(number=0):
+    """A JPEG that is stored on its side, with the EXIF orientation that says so."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return stored(picture(number), "JPEG", exif=exif, quality=95)
+
+
+def animated(format="GIF"):
+    frames = [picture(n).quantize(32) if format == "GIF" else picture(n) for n in range(3)]
+    return stored(frames[0], format, save_all=True, append_images=frames[1:])
+
+
+def claimed_png(width, height):
+    """A PNG of 100 bytes whose header claims a size."""
+    data = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", data), (b"IDAT", zlib.compress(b"\0" * 64)), (b"IEND", b"")]
+    body = b"".join(
+        struct.pack(">I", len(d)) + kind + d + struct.pack(">I", zlib.crc32(kind + d)) for kind, d in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def tone(seconds=0.5, rate=16_000, number=0, channels=1):
+    """`(num_samples, channels)` of two sines and some noise."""
+    generator = np.random.default_rng(number)
+    at = np.arange(int(seconds * rate)) / rate
+    sound = 0.3 * np.sin(2 * np.pi * (220 + 40 * number) * at) + 0.1 * np.sin(2 * np.pi * 1234 * at)
+    return (sound + generator.normal(0, 0.01, len(at)))[:, None] * np.ones((1, channels))
+
+
+def sound(samples, rate=16_000, format="WAV", subtype=None):
+    """Samples as the bytes of a file."""
+    held = io.BytesIO()
+    soundfile.write(held, samples, rate, format=format, subtype=subtype)
+    return held.getvalue()
+
+
+def claimed_wav(seconds, rate=16_000):
+    """A WAV of half a second whose header claims more."""
+    data = sound(tone(0.5, rate), rate)
+    size = seconds * rate * 2
+    return data[:4] + struct.pack("<I", size + 36) + data[8:40] + struct.pack("<I", size) + data[44:]
+
+
+def tar_of(members):
+    """A tar archive of (name, bytes)."""
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as archive:
+        for name, data in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return held.getvalue()
+
+
+def spread(folder, files):
+    """Writes files by relative name."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
