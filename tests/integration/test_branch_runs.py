@@ -1,0 +1,217 @@
+"""Runs with additional branches on Ray: prepare, train, kill, continue, other numbers of workers, export, checks."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+import tinyruns as runs
+import torch
+from mediafiles import png, sound, spread, tone
+from sentence_transformers import SentenceTransformer
+from test_text_runs import SCD, SIMCSE, stop_after, write_texts
+from waiting import until
+
+from common.storage import hash_file
+from evaluation.encoders.loading import load_encoder
+from pipeline.config import PipelineConfig
+from pipeline.prepare import prepare
+from pipeline.shards.shards import ShardSet
+from trainer.data.plan import Plan
+from trainer.driver.checks import problems
+from trainer.driver.fork import fork
+from trainer.setup.config import TrainConfig
+from trainer.train import train
+from trainer.verify import verify
+
+pytestmark = [pytest.mark.ray]
+
+IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"size": 16, "patch": [8, 8]}}
+AUDIO = {"objective": {"kind": "supcon"}, "batch_documents": 5, "frontend": {"patch": [8, 8], "mean": -4.0, "std": 4.0}}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Folder with the shards `sentences`, `images` and `sounds`."""
+    folder = tmp_path_factory.mktemp("branches")
+    write_texts(folder)
+    spread(folder / "pictures", {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)})
+    clips = {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
+    spread(folder / "clips", clips)
+    contents = {
+        "sentences": ("sentences.txt", "sentences"),
+        "images": ("pictures", {"kind": "images", "side": 18}),
+        "sounds": ("clips", {"kind": "audio", "sample_rate": 8000, "mels": 20, "max_seconds": 1, "label": r"^(\d)_"}),
+    }
+    with_session = runs.prepare_values(folder / "sentences.txt", folder / "sentences")
+    for name, (source, content) in contents.items():
+        values = with_session | {"output": str(folder / name), "content": content, "unit_mib": 32}
+        values["corpus"] = {"kind": "files", "paths": [str(folder / source)]}
+        del values["geometry"]
+        if name != "sentences":
+            values = {key: values[key] for key in ("output", "corpus", "content", "held_out_share", "unit_mib")}
+        prepare(PipelineConfig.model_validate(values))
+    return folder
+
+
+def values_of(prepared, run, objective=SIMCSE, turns="alternating", **changes):
+    also = {
+        "image": {"data": str(prepared / "images"), **IMAGE},
+        "audio": {"data": str(prepared / "sounds"), **AUDIO},
+    }
+    changes = {"encoder": {"dropout": 0.1}, "steps": 6, "objective": objective, "also": also, "turns": turns, **changes}
+    values = runs.train_values(prepared / "sentences", run, **changes)
+    del values["spans"]
+    return values
+
+
+def config_of(*arguments, **changes):
+    return TrainConfig.model_validate(values_of(*arguments, **changes))
+
+
+def files_of(checkpoint):
+    return {path.name: hash_file(path) for path in sorted(checkpoint.glob("*.safetensors"))}
+
+
+@pytest.mark.usefixtures("session")
+def test_a_killed_run_continues_to_the_same_bits(prepared, tmp_path):
+    """Frontends, heads, three optimizers and three streams, on two workers."""
+    values = values_of(prepared, tmp_path / "whole", steps=12, checkpoint={"every_steps": 4}, scaling={"workers": 2})
+    config = runs.write_config(tmp_path / "config.yaml", train=values)
+    train(TrainConfig.model_validate(values))
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(**runs.command("trainer.train", config, f"run={killed}"))
+    until((killed / "checkpoints" / "step-00000004" / "state.json").is_file, "the first checkpoint", 180)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = runs.run_command("trainer.train", config, f"run={killed}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, expected = runs.steps_of(killed), runs.steps_of(tmp_path / "whole")
+    digests = ("batch_digest", "image_batch_digest", "audio_batch_digest", "image_supcon", "audio_supcon", "loss")
+    for step, line in expected.items():
+        assert {name: found[step][name] for name in digests} == {name: line[name] for name in digests}
+    last = [files_of(run / "checkpoints" / "step-00000012") for run in (tmp_path / "whole", killed)]
+    assert last[0] == last[1]
+    branch_files = {
+        f"{name}.{part}.safetensors" for name in ("image", "audio") for part in ("frontend", "objective", "optimizer")
+    }
+    assert branch_files < set(last[0])
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("turns", ["joint", "alternating"])
+def test_other_numbers_of_workers_read_the_same_batches(prepared, tmp_path, turns):
+    """Two workers, then three, then one, in one run with SCD; compared with one worker throughout."""
+    saved = {"checkpoint": {"every_steps": 2}}
+    train(config_of(prepared, tmp_path / "alone", SCD, turns, **saved))
+    for workers, steps in ((2, 2), (3, 4), (1, 6)):
+        stop_after(config_of(prepared, tmp_path / "changed", SCD, turns, scaling={"workers": workers}, **saved), steps)
+    found, expected = runs.steps_of(tmp_path / "changed"), runs.steps_of(tmp_path / "alone")
+    for step, line in expected.items():
+        for name in ("batch_digest", "image_batch_digest", "audio_batch_digest"):
+            assert found[step][name] == line[name], (step, name)
+        assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
+
+
+def test_an_epoch_of_a_branch_reads_every_row_once(prepared):
+    rows = ShardSet(prepared / "images", "train").num_documents
+    config = config_of(prepared, "unused").of_branch("image")
+    plan = Plan(config.seed, rows, config.batch_documents)
+    assert sorted(plan.documents(0, rows)[1][:rows].tolist()) == list(range(rows))
+
+
+@pytest.mark.usefixtures("session")
+def test_the_export_has_the_encoder_alone(prepared, tmp_path):
+    config = config_of(prepared, tmp_path / "run", encoder={"dropout": 0.1, "pooling": "cls"})
+    train(config)
+    export, sentences = tmp_path / "run" / "export", ["aba bab", "a longer text of more words than the others", "x"]
+    expected = torch.from_numpy(SentenceTransformer(str(export), device="cpu").encode(sentences))
+    torch.testing.assert_close(
+        torch.from_numpy(load_encoder(str(export)).encode(sentences)), expected, atol=1e-6, rtol=0
+    )
+    card = (export / "README.md").read_text()
+    for words in ("SupCon on images (branch image", "SupCon on audio (branch audio", "embeddings of its patches"):
+        assert words in card
+    line = runs.steps_of(tmp_path / "run")[6]
+    assert {"image_supcon", "audio_supcon", "image_lr", "audio_grad_norm", "contrastive"} <= set(line)
+    assert np.isfinite(line["loss"])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("turns", ["joint", "alternating"])
+def test_verify_gradients_over_all_branches(prepared, tmp_path, turns):
+    config = config_of(prepared, tmp_path / "run", SCD, turns, batch_documents=5)
+    for difference in verify(config, 5, [2]):
+        assert difference.within, difference
+        if difference.case.precision == "float64":
+            assert difference.relative < 1e-10, difference
+
+
+@pytest.mark.usefixtures("session")
+def test_a_fork_adds_and_leaves_out_branches(prepared, tmp_path):
+    both = config_of(prepared, tmp_path / "old", checkpoint={"every_steps": 2}, steps=4)
+    train(both)
+    one = {"image": both.also["image"]}
+    left = both.model_copy(update={"also": one, "steps": 6})
+    train(fork(left, str(tmp_path / "left")))
+    names = files_of(tmp_path / "left" / "checkpoints" / "step-00000006")
+    assert "image.optimizer.safetensors" in names
+    assert not [name for name in names if name.startswith("audio")]
+    added = both.model_copy(update={"run": str(tmp_path / "left"), "steps": 8})
+    train(fork(added, str(tmp_path / "added")))
+    assert "audio.frontend.safetensors" in files_of(tmp_path / "added" / "checkpoints" / "step-00000008")
+
+
+WRONG = [
+    ({"image": {"batch_documents": 500}}, r"also.image.batch_documents = 500: the shards hold only \d+ training"),
+    ({"image": {"objective": SIMCSE}}, r"also.image.objective.kind = simcse reads sentences"),
+    ({"image": {"objective": {"kind": "declutr"}}}, "also.image.objective.kind = declutr reads documents"),
+    ({"image": {"data": "nowhere"}}, "also.image.data = nowhere"),
+    ({"image": {"frontend": {"size": 20, "patch": [8, 8]}}}, "also.image.frontend.size = 20: must be a multiple"),
+    ({"audio": {"frontend": {"patch": [8, 40]}}}, r"also.audio.frontend.patch = \[8, 40\]: the shards have 20 mel"),
+    ({"audio": {"frontend": {"pretrained": "x"}}}, "also.audio.frontend.pretrained: a ViT reads images, not sounds"),
+    ({"image": {"frontend": {"pretrained": "/nowhere/vit"}}}, "also.image.*nowhere"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_problems_are_found_before_ray_starts(prepared, tmp_path, changes, message):
+    values = values_of(prepared, tmp_path / "run")
+    for name, change in changes.items():
+        values["also"][name] = values["also"][name] | change
+    found = problems(TrainConfig.model_validate(values))
+    assert any(re.search(message, line) for line in found), found
+
+
+def test_texts_have_no_frontend_and_images_no_main_branch(prepared, tmp_path):
+    also = {"more": {"data": str(prepared / "sentences"), "objective": SIMCSE, "frontend": {"size": 16}}}
+    found = problems(config_of(prepared, tmp_path / "run", also=also))
+    assert any("also.more.frontend: the shards hold sentences, which have no patches" in line for line in found)
+    images = config_of(prepared, tmp_path / "run").model_copy(update={"data": str(prepared / "images")})
+    assert any("the main branch reads texts" in line for line in problems(images))
+
+
+def test_settings_that_have_no_effect_are_refused(prepared, tmp_path):
+    values = values_of(prepared, tmp_path / "run", turns="joint")
+    values["also"]["image"]["optim"] = {"lr": 1e-4}
+    with pytest.raises(ValueError, match=r"also.image.optim has no effect with turns = joint"):
+        TrainConfig.model_validate(values)
+    values = values_of(prepared, tmp_path / "run") | {"also": {}}
+    with pytest.raises(ValueError, match="turns = alternating has no effect without `also`"):
+        TrainConfig.model_validate(values)
+
+
+def test_older_runs_keep_their_hash(prepared, tmp_path):
+    values = values_of(prepared, tmp_path / "run")
+    del values["also"], values["turns"]
+    config = TrainConfig.model_validate(values)
+    assert not {"also", "turns"} & set(config.decisive())
+    moved = config_of(prepared, tmp_path / "run")
+    shutil.copytree(prepared / "images", tmp_path / "copy")
+    elsewhere = moved.model_copy(
+        update={"also": moved.also | {"image": moved.also["image"].model_copy(update={"data": str(tmp_path / "copy")})}}
+    )
+    assert elsewhere.hash() == moved.hash()
