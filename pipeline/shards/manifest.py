@@ -12,7 +12,7 @@ from common.storage import hash_json
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.skipped import Skip
 from pipeline.readers.stamp import Stamp
-from pipeline.shards.content import AnyContent
+from pipeline.shards.content import AnyContent, noun_of
 from pipeline.shards.ledger import LedgerFile
 from pipeline.shards.schema import SCHEMA_VERSION
 from pipeline.shards.windows import Geometry, ShortDocuments
@@ -127,7 +127,7 @@ class Manifest(Strict):
     @property
     def noun(self) -> str:
         """Noun for its rows in messages."""
-        return "documents" if self.content.kind == "documents" else "rows"
+        return noun_of(self.content.kind)
 
     def of_split(self, split: str) -> list[Shard]:
         """Shards of a split, in the order by which documents are numbered."""
