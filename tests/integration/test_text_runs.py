@@ -197,7 +197,13 @@ WRONG = [
         {"objective": SIMCSE, "encoder": {"dropout": 0.0}},
         "the two views of objective simcse would be equal",
     ),
+    (
+        "sentences",
+        {"objective": SIMCSE, "encoder": {"dropout": 1e-12}},  # below 2^-32 nothing is dropped
+        "the two views of objective simcse would be equal",
+    ),
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
+    ("sentences", {"objective": SCD, "batch_documents": 1000}, "training rows, and a batch must not contrast a row"),
     (
         "pairs",
         {"objective": SUPERVISED, "encoder": {"dropout": 0.1, "projection": {"kind": "mlp", "size": 16}}},

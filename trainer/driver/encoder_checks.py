@@ -12,6 +12,7 @@ from pipeline.shards.manifest import TOKENIZER, Manifest
 from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.model.dropout import limit
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.layouts import drops_by_key
@@ -72,7 +73,8 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
-    if config.objective.needs_dropout and not any(layer.p for layer in model.modules() if isinstance(layer, Dropout)):
+    rates = [layer.p for layer in model.modules() if isinstance(layer, Dropout)]
+    if config.objective.needs_dropout and all(limit(rate) == limit(0.0) for rate in rates):
         found.append(
             f"encoder: it drops nothing, so the two views of objective {config.objective.kind} would be equal; set "
             "encoder.dropout=0.1"
