@@ -155,7 +155,7 @@ def _dense(name: str, folder: str, previous: int | None) -> tuple[nn.Module, int
         raise EncoderError(f"{name}: its dense layer {folder} has no weights")
     try:
         with torch.device("meta"):  # no memory for sizes that the weights do not have
-            layer = nn.Linear(*sizes, bias=bool(settings.get("bias", True)))
+            layer = nn.Linear(settings["in_features"], settings["out_features"], bias=bool(settings.get("bias", True)))
         pickled = path.suffix == ".bin"
         weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
         if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
