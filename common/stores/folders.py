@@ -107,9 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="declutr", description="Send and fetch whole folders to and from object stores, with checksums."
     )
-    parser.add_argument("direction", choices=("push", "pull"))
-    parser.add_argument("source", help="push: a folder; pull: s3://..., gs://... or any address that fsspec supports")
-    parser.add_argument("target", help="push: s3://...; pull: a new folder, or the unchanged copy of an earlier pull")
+    directions = parser.add_subparsers(dest="direction", required=True)
+    send = directions.add_parser("push", description="Send a folder to an object store, with checksums.")
+    send.add_argument("source", metavar="folder", help="a folder")
+    send.add_argument("target", metavar="address", help="s3://..., gs://... or any address that fsspec supports")
+    fetch = directions.add_parser("pull", description="Fetch a folder or a run from an object store, with checksums.")
+    fetch.add_argument("source", metavar="address", help="s3://..., gs://... or any address that fsspec supports")
+    fetch.add_argument("target", metavar="folder", help="a new folder, or the unchanged copy of an earlier pull")
     arguments = parser.parse_args(argv)
     setup_logging(arguments.direction)
     try:

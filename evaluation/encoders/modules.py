@@ -35,8 +35,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.GELU": nn.GELU,
     "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
 }
-
-
+_MOST_FEATURES = 2**31
 _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
@@ -62,6 +61,11 @@ class Recipe:
     """Length to which texts are cut; None: the transformer's limit."""
     lower_case: bool
     prompt: str
+
+    @property
+    def input_size(self) -> int | None:
+        """Numbers that the first dense layer takes; None without one."""
+        return next((layer.in_features for layer in self.after.modules() if isinstance(layer, nn.Linear)), None)
 
 
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
@@ -92,11 +96,13 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
             "Normalize"
         )
     after, size = nn.Sequential(), None
+    if outside := [path for _, path in modules if Path(path).is_absolute() or ".." in Path(path).parts]:
+        raise EncoderError(f"{name}: modules.json names {outside[0]}, which is outside of the folder")
     for kind, folder in modules[2:]:
         if kind == "Normalize":
             after.append(Normalize())
         elif kind == "Dense":
-            layer, size = _dense(name, folder)
+            layer, size = _dense(name, folder, size)
             after.append(layer)
     settings = _json(name, _inside(modules[0][1], "sentence_bert_config.json"))
     options = _json(name, "config_sentence_transformers.json")
@@ -128,25 +134,38 @@ def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
     )
 
 
-def _dense(name: str, folder: str) -> tuple[nn.Module, int]:
+def _dense(name: str, folder: str, previous: int | None) -> tuple[nn.Module, int]:
+    """A dense layer and its output size; `previous` is the output size of the dense layer before it."""
     settings = _json(name, _inside(folder, "config.json"), required=True)
-    activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
     plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
     plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
     if activation not in _ACTIVATIONS or settings.get("use_residual") or not plain:
         raise EncoderError(f"{name}: its dense layer {folder} ({activation}) is of a kind that is not supported")
+    sizes = settings.get("in_features"), settings.get("out_features")
+    if not all(type(size) is int and 0 < size < _MOST_FEATURES for size in sizes):
+        raise EncoderError(
+            f"{name}: {folder}/config.json has in_features and out_features of {sizes[0]!r} and {sizes[1]!r}; they "
+            f"must be numbers from 1 to {_MOST_FEATURES - 1:,}"
+        )
+    if previous not in (None, sizes[0]):
+        raise EncoderError(f"{name}: its dense layer {folder} takes {sizes[0]} numbers, the one before {previous}")
     path = _file(name, _inside(folder, "model.safetensors")) or _file(name, _inside(folder, "pytorch_model.bin"))
     if path is None:
         raise EncoderError(f"{name}: its dense layer {folder} has no weights")
     try:
-        layer = nn.Linear(settings["in_features"], settings["out_features"], bias=settings.get("bias", True))
+        with torch.device("meta"):  # no memory for sizes that the weights do not have
+            layer = nn.Linear(settings["in_features"], settings["out_features"], bias=bool(settings.get("bias", True)))
         pickled = path.suffix == ".bin"
         weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
-        layer.load_state_dict({key.removeprefix("linear."): value.float() for key, value in weights.items()})
+        if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+            raise ValueError("it is no table of tensors")
+        named = {key.removeprefix("linear."): value.float() for key, value in weights.items()}
+        layer.load_state_dict(named, assign=True)
     except DAMAGE as error:
         told = " ".join(str(error).split())
         raise EncoderError(f"{path}: does not hold the weights that its config.json describes ({told})") from error
-    return nn.Sequential(layer, _ACTIVATIONS[activation]()), int(settings["out_features"])
+    return nn.Sequential(layer, _ACTIVATIONS[activation]()), layer.out_features
 
 
 def _inside(folder: str, file: str) -> str:

@@ -8,7 +8,7 @@ import re
 from pydantic import Field
 
 from common.config import Strict
-from pipeline.choosing.words import HashedWords
+from pipeline.choosing.words import WordHashes
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 _STOP_WORD = re.compile(rf"\b(?:{'|'.join(STOP_WORDS)})\b", re.IGNORECASE)
@@ -43,7 +43,7 @@ class GopherQuality(Strict):
     languages. Reason gopher_stop_words."""
 
 
-def quality_drop(text: str, words: HashedWords, lines: list[str], config: GopherQuality) -> Drop | None:
+def quality_drop(text: str, words: WordHashes, lines: list[str], config: GopherQuality) -> Drop | None:
     """The first rule that a document breaks, or None.
 
     Args:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from common.config import Strict
 from pipeline.choosing.gopher import Drop
-from pipeline.choosing.words import U64, HashedWords, extend_ngrams
+from pipeline.choosing.words import U64, WordHashes, extend_ngrams
 
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 _TOP = (2, 3, 4)
@@ -32,7 +32,7 @@ class GopherRepetition(Strict):
     """Share of characters in 5-, 6-, ... 10-grams that occur twice or more. Reasons gopher_duplicate_5gram ..."""
 
 
-def repetition_drop(text: str, words: HashedWords, lines: list[str], config: GopherRepetition) -> Drop | None:
+def repetition_drop(text: str, words: WordHashes, lines: list[str], config: GopherRepetition) -> Drop | None:
     """The first rule that a document breaks, or None. Arguments as in `gopher.quality_drop`."""
     by_lines = (config.max_duplicate_lines, config.max_duplicate_line_characters)
     if drop := _duplicates(lines, "line", *by_lines):
@@ -62,7 +62,7 @@ def _duplicates(parts: list[str], name: str, max_share: float | None, max_charac
     return None
 
 
-def _repeated_ngrams(words: HashedWords, config: GopherRepetition) -> Drop | None:
+def _repeated_ngrams(words: WordHashes, config: GopherRepetition) -> Drop | None:
     """The n-gram rules, n = 2 ... 10 in this order.
 
     An n-gram occurs twice only if both (n-1)-grams in it do, so each round looks only at the repeats of the round

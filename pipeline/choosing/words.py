@@ -30,7 +30,7 @@ _ASCII_MARKS = string.punctuation.encode()  # all of them, and no other ASCII ch
 
 
 @dataclass(frozen=True, slots=True)
-class HashedWords:
+class WordHashes:
     """The words of a text in order: three arrays of shape `(n,)`."""
 
     hashes: U64
@@ -43,13 +43,13 @@ class HashedWords:
         return len(self.hashes)
 
 
-def hash_words(text: str) -> HashedWords:
+def hash_words(text: str) -> WordHashes:
     """The whitespace-separated words of any string."""
     found = [_hash_piece(codes) for codes in _pieces(text, fold=False)]
     hashes = [np.empty(0, np.uint64), *(hashes for hashes, _, _, _ in found)]
     lengths = [np.empty(0, np.int64), *(stops - starts for _, starts, stops, _ in found)]
     letters = [np.empty(0, np.bool_), *(_with_letter(starts, classes) for _, starts, _, classes in found)]
-    return HashedWords(np.concatenate(hashes), np.concatenate(lengths), np.concatenate(letters))
+    return WordHashes(np.concatenate(hashes), np.concatenate(lengths), np.concatenate(letters))
 
 
 def hash_folded(text: str) -> U64:

@@ -77,11 +77,12 @@ class Progress(Watcher):
         stage: name of the stage, for the bar and the lines.
         total_bytes: input bytes of all units.
         done: sidecars of units that were finished before this run.
+        noun: noun for what is counted, in the bar.
     """
 
-    def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar]) -> None:
+    def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar], noun: str) -> None:
         super().__init__(_BEAT_SECONDS, "declutr-progress")
-        self._folder, self._stage, self._total_bytes = folder, stage, total_bytes
+        self._folder, self._stage, self._total_bytes, self._noun = folder, stage, total_bytes, noun
         # Unbuffered, so that a line refused by a full disk is not retried at the end.
         self._log = (folder / PROGRESS).open("ab", buffering=0)
         self._finished = {sidecar.unit for sidecar in done}
@@ -140,7 +141,7 @@ class Progress(Watcher):
         with contextlib.suppress(OSError):
             self._log.write(json.dumps(line).encode() + b"\n")
         self._bar.set_postfix_str(
-            f"{now.documents:,} documents, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of text",
+            f"{now.documents:,} {self._noun}, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of text",
             refresh=False,
         )
         self._bar.update(now.num_bytes - self._bar.n)

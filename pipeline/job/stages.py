@@ -25,6 +25,7 @@ from pipeline.job.selection import write_selected
 from pipeline.job.unit_writer import finished_sidecar
 from pipeline.job.units import Unit
 from pipeline.job.worker import stage_folder, write_unit
+from pipeline.shards.content import noun_of
 from pipeline.shards.manifest import ShardError, Sidecar
 from pipeline.tokenizer.batch_tokenizer import EngineName
 from pipeline.tokenizer.tokenization import TokenizerInfo
@@ -82,7 +83,9 @@ def _run(
         results = rows.map(
             work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=lambda: {"max_retries": _ATTEMPTS}
         )
-        with Progress(folder, stage, sum(unit.num_bytes for unit in units), done) as progress:
+        with Progress(
+            folder, stage, sum(unit.num_bytes for unit in units), done, noun_of(config.content.kind)
+        ) as progress:
             try:
                 for row in results.iter_rows():
                     if row["problem"]:

@@ -63,6 +63,9 @@ class ReadFailure(Strict):
     offset: int
     message: str
 
+    def __str__(self) -> str:
+        return f"{self.source}:{self.offset} {self.reason}: {self.message}"
+
 
 Record = Document | ReadFailure
 

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 
 from pipeline.readers.corpus import END, Fields, ReadFailure, Record, Value
 from pipeline.readers.delimited import delimited_rows, short_row
-from pipeline.readers.lines import MAX_HELD_BYTES, explained_object, json_kind, lines, unreadable
+from pipeline.readers.jsonl import explained_object, json_kind, json_lines
+from pipeline.readers.lines import unreadable
 from pipeline.readers.pieces import decode, is_wide, nul_bytes
-from pipeline.readers.streams import READ_ERRORS, ByteStream
+from pipeline.readers.streams import ByteStream
 from pipeline.readers.tables import TABLE_ERRORS, Rows, as_bytes, lost_rows
 
 FIELD_FORMATS = ("jsonl", "csv", "tsv", "parquet")
@@ -33,32 +34,25 @@ def read_json_fields(stream: ByteStream, source: str, keys: Keys, max_bytes: int
     fields: list[Any] = [(f"value{number}", Any, msgspec.UNSET) for number in range(len(names))]
     renamed = {f"value{number}": name for number, name in enumerate(names)}
     parse = msgspec.json.Decoder(msgspec.defstruct("Line", fields, rename=renamed)).decode
-    offset = stream.position
-    too_large = False
-    try:
-        for raw, offset, continues in lines(stream, stop, MAX_HELD_BYTES, keep=False):
-            if continues or too_large:
-                if not too_large:
-                    message = f"the line is longer than {MAX_HELD_BYTES >> 20} MiB"
-                    yield ReadFailure(reason="too_large", source=source, offset=offset, message=message)
-                too_large = continues
+    for line in json_lines(stream, source, stop):
+        if isinstance(line, ReadFailure):
+            yield line
+            continue
+        raw, offset = line
+        try:
+            values = msgspec.structs.astuple(parse(raw))
+        except (ValueError, RecursionError):
+            record, found = explained_object(bytes(raw), source, offset, names[0])
+            if found is None:
+                blank = not isinstance(record, ReadFailure)
+                yield Fields("", source, offset, ()) if blank else record
                 continue
-            try:
-                values = msgspec.structs.astuple(parse(raw))
-            except (ValueError, RecursionError):
-                record, found = explained_object(bytes(raw), source, offset, names[0])
-                if found is None:
-                    blank = not isinstance(record, ReadFailure)
-                    yield Fields("", source, offset, ()) if blank else record
-                    continue
-                values = tuple(found.get(name, msgspec.UNSET) for name in names)
-            if msgspec.UNSET in values:
-                _, found = explained_object(bytes(raw), source, offset, names[0])
-                yield missing_key(keys, found or {}, source, offset)
-            else:
-                yield _fields(values, source, offset, keys, max_bytes)
-    except READ_ERRORS as error:
-        yield unreadable(error, source, offset)
+            values = tuple(found.get(name, msgspec.UNSET) for name in names)
+        if msgspec.UNSET in values:
+            _, found = explained_object(bytes(raw), source, offset, names[0])
+            yield missing_key(keys, found or {}, source, offset)
+        else:
+            yield _fields(values, source, offset, keys, max_bytes)
 
 
 def read_delimited_fields(

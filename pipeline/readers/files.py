@@ -17,7 +17,8 @@ from pipeline.readers.fields import (
     read_json_fields,
     read_parquet_fields,
 )
-from pipeline.readers.lines import MAX_HELD_BYTES, read_jsonl, read_text, read_text_file, unreadable
+from pipeline.readers.jsonl import MAX_HELD_BYTES, read_jsonl
+from pipeline.readers.lines import read_text, read_text_file, unreadable
 from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix, is_hidden
 from pipeline.readers.streams import (
     BLOCK_BYTES,

@@ -45,6 +45,25 @@ def keep(path, chosen):
     save_file(weights, path, metadata={"format": "pt"})
 
 
+def dense(folder, size):
+    """Makes the dense layer take another size, with weights that agree."""
+    change(folder / "2_Dense/config.json", in_features=size)
+    weights = {"linear.weight": torch.zeros(12, size), "linear.bias": torch.zeros(12)}
+    save_file(weights, folder / "2_Dense/model.safetensors")
+
+
+def pickled(folder, weights):
+    """Stores the dense layer's weights in the older format."""
+    (folder / "2_Dense/model.safetensors").unlink()
+    torch.save(weights, folder / "2_Dense/pytorch_model.bin")
+
+
+def module(folder, path):
+    """Adds a dense layer at the end."""
+    entries = json.loads((folder / "modules.json").read_text())
+    write(folder / "modules.json", [*entries, {"idx": 3, "name": "3", "path": path, "type": "x.Dense"}])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -71,6 +90,15 @@ def keep(path, chosen):
         ),
         (lambda f: keep(f / "2_Dense/model.safetensors", lambda key: "bias" not in key), r"2_Dense/model.*linear|bias"),
         (lambda f: change(f / "2_Dense/config.json", out_features=13), r"2_Dense/model.*size mismatch"),
+        (lambda f: change(f / "2_Dense/config.json", out_features=2**30), r"2_Dense/model.*size mismatch"),  # 128 GiB
+        (lambda f: change(f / "2_Dense/config.json", out_features=10**30), "they must be numbers from 1 to"),
+        (lambda f: change(f / "2_Dense/config.json", in_features="32"), "in_features and out_features of '32' and 12"),
+        (lambda f: change(f / "2_Dense/config.json", activation_function=["x"]), "is of a kind that is not supported"),
+        (lambda f: dense(f, 7), "its first dense layer takes 7 numbers, and its embeddings have 32 before it"),
+        (lambda f: pickled(f, [1, 2]), r"2_Dense/pytorch_model.bin: .*it is no table of tensors"),
+        (lambda f: pickled(f, {"weight": 3}), r"2_Dense/pytorch_model.bin: .*it is no table of tensors"),
+        (lambda f: module(f, "2_Dense"), "its dense layer 2_Dense takes 32 numbers, the one before 12"),
+        (lambda f: module(f, "../whole/2_Dense"), r"names ../whole/2_Dense, which is outside of the folder"),
         (lambda f: (f / "2_Dense/config.json").unlink(), "2_Dense/config.json is missing"),
         (lambda f: (f / "1_Pooling/config.json").unlink(), "1_Pooling/config.json is missing"),
         (lambda f: (f / "modules.json").unlink(), r"no modules.json"),

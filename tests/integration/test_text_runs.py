@@ -30,6 +30,7 @@ SCD = {"kind": "scd", "rates": [0.05, 0.2], "projector": [24, 16], "max_tokens":
 SCL = {"kind": "scl", "contrast_share": 0.3, "max_tokens": 16, "negatives": 5}
 SIMCSE = {"kind": "simcse", "max_tokens": 16}
 WITH_MLM = SIMCSE | {"mlm_loss_weight": 0.1}
+LONGFORMER = runs.SCRATCH | {"model_type": "longformer", "attention_window": [8, 8]}
 SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
 
 
@@ -196,7 +197,13 @@ WRONG = [
         {"objective": SIMCSE, "encoder": {"dropout": 0.0}},
         "the two views of objective simcse would be equal",
     ),
+    (
+        "sentences",
+        {"objective": SIMCSE, "encoder": {"dropout": 1e-12}},  # below 2^-32 nothing is dropped
+        "the two views of objective simcse would be equal",
+    ),
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
+    ("sentences", {"objective": SCD, "batch_documents": 1000}, "training rows, and a batch must not contrast a row"),
     (
         "pairs",
         {"objective": SUPERVISED, "encoder": {"dropout": 0.1, "projection": {"kind": "mlp", "size": 16}}},
@@ -206,9 +213,14 @@ WRONG = [
         "sentences",
         {
             "objective": SCD,
-            "encoder": {"scratch": runs.SCRATCH | {"model_type": "longformer", "attention_window": [8, 8]}},
+            "encoder": {"scratch": LONGFORMER},
         },
-        "model type longformer drops attention weights by a rate of the whole model",
+        "model type longformer drops some values at a rate of the whole model",
+    ),
+    (
+        "sentences",
+        {"objective": SIMCSE, "encoder": {"scratch": LONGFORMER, "dropout": 0.1}},
+        "model type longformer drops some values by torch's generator.*set encoder.attention_dropout=0",
     ),
     (
         "sentences",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.readers.corpus import Document
-from pipeline.readers.lines import read_jsonl
+from pipeline.readers.jsonl import read_jsonl
 from pipeline.readers.streams import ByteStream
 
 GIANT_MIB = 150

@@ -51,6 +51,16 @@ def test_without_keys_it_refuses_and_in_evaluation_it_is_silent():
         layer.train()(hidden)
 
 
+def test_values_of_no_span_are_kept_in_any_batch():
+    """Their number may be that of a batch's tokens or spans."""
+    keys = DropoutKeys()
+    layer = KeyedDropout(0.4, 0, keys, 3).train()
+    distances = torch.ones(8, 3)
+    for shape in ((1, 8), (8, 5), (2, 4)):
+        keys.tokens = torch.ones(shape, dtype=torch.int32)
+        assert layer(distances) is distances
+
+
 def test_every_dropout_layer_is_replaced_once():
     model = torch.nn.Sequential(
         torch.nn.Dropout(0.1), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.2))

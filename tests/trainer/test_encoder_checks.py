@@ -156,6 +156,13 @@ def test_a_family_that_cannot_pack_is_padded(data, tmp_path, log, family):
     assert log == []
 
 
+def test_dropout_by_torch_is_logged(data, tmp_path, log):
+    encoder = {"scratch": {"model_type": "longformer", **PADDED["longformer"]}, "layout": "padded", "dropout": 0.1}
+    assert problems(given(data, tmp_path, encoder)) == []
+    (line,) = log
+    assert "model type longformer drops some values by torch's generator" in line
+
+
 @pytest.mark.parametrize("family", ["nystromformer", "gpt2"])
 def test_a_family_that_cannot_be_trained(data, tmp_path, family):
     encoder = {"scratch": {"model_type": family, **REFUSED.get(family, {"n_embd": 16, "n_layer": 2, "n_head": 2})}}

@@ -12,7 +12,7 @@ from tiny import documents, random_spans, rank_batch, tiny_encoder, tiny_feed, t
 from trainer.data.batches import SpanBatch, pad_rows
 from trainer.driver.export import write_encoder
 from trainer.model.language_model import FAMILIES, UnfitEncoderError, load_hf_config
-from trainer.model.layouts import fitting_layout
+from trainer.model.layouts import drops_by_key, fitting_layout
 from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.world import World
@@ -129,13 +129,34 @@ def test_steps_are_those_of_the_padded_layout(family):
     assert deviation(taken(World(), family, None, None, 0.0, 3), reference) < 1e-5
 
 
-@pytest.mark.parametrize("family", [family for family in TRAINED if family != "longformer"])
+KEYED = [family for family in TRAINED if family != "longformer"]
+
+
+@pytest.mark.parametrize("family", KEYED)
 def test_microbatches_change_nothing_with_dropout(family):
-    """Also where attention weights are written out by the family itself; DeBERTa drops distances, so without those."""
-    dropout = 0.0 if family == "deberta-v2" else 0.2
-    whole = taken(World(), family, None, None, dropout, 2)
-    assert deviation(taken(World(), family, None, 60, dropout, 2), whole) < 1e-6
-    assert family == "deberta-v2" or deviation(taken(World(), family, None, None, 0.0, 2), whole) > 1e-3
+    """Also where attention weights are written out by the family itself, and with DeBERTa's distances."""
+    whole = taken(World(), family, None, None, 0.2, 2)
+    assert deviation(taken(World(), family, None, 60, 0.2, 2), whole) < 1e-6
+    assert deviation(taken(World(), family, None, None, 0.0, 2), whole) > 1e-3
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_dropout_that_draws_from_torch_is_found(family):
+    """Trying leaves torch's random numbers and the encoder as they were."""
+    state = torch.random.get_rng_state()
+    encoder = family_encoder(family, torch.float32, dropout=0.1, attention_dropout=0.1)
+    layout = encoder.config.layout
+    assert drops_by_key(encoder) == (family in KEYED)
+    assert (encoder.training, encoder.config.layout) == (True, layout)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert drops_by_key(family_encoder(family, torch.float32, dropout=0.0))
+
+
+def test_any_draw_is_found():
+    encoder = tiny_encoder("bert", torch.float32)
+    between = encoder.model.base_model.encoder.layer[0].output
+    between.register_forward_hook(lambda *given: torch.nn.functional.dropout(given[2], 0.1, given[0].training))
+    assert not drops_by_key(encoder)
 
 
 @pytest.mark.parametrize("family", PADDED)

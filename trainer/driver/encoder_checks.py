@@ -12,7 +12,10 @@ from pipeline.shards.manifest import TOKENIZER, Manifest
 from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.model.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
+from trainer.model.dropout import limit
+from trainer.model.encoder import Encoder
+from trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
+from trainer.model.layouts import drops_by_key
 from trainer.model.sentences import left_out
 from trainer.model.settings import EncoderConfig
 from trainer.objectives.base import ObjectiveError
@@ -22,9 +25,6 @@ from trainer.setup.config import TrainConfig
 
 # Errors of transformers when a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
-
-_UNKEYED = ("longformer",)
-"""Model types whose attention weights are dropped by torch's function, which knows no rates of spans."""
 
 
 def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
@@ -75,15 +75,11 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
-    if config.objective.needs_dropout and not any(layer.p for layer in model.modules() if isinstance(layer, Dropout)):
+    rates = [layer.p for layer in model.modules() if isinstance(layer, Dropout)]
+    if config.objective.needs_dropout and all(limit(rate) == limit(0.0) for rate in rates):
         found.append(
             f"encoder: it drops nothing, so the two views of objective {config.objective.kind} would be equal; set "
             "encoder.dropout=0.1"
-        )
-    if config.objective.sets_rates and hf.model_type in _UNKEYED:
-        found.append(
-            f"encoder: model type {hf.model_type} drops attention weights by a rate of the whole model, and objective "
-            f"{config.objective.kind} has rates for each view; use another encoder"
         )
     positions = max_span_tokens(model)
     texts = config.objective.text_tokens
@@ -115,6 +111,14 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
             f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {config.objective.kind} "
             "exports would follow a projection that is not exported; set it to none"
         ]
+    if not drops_by_key(built):
+        if config.objective.sets_rates or config.objective.needs_dropout:
+            return [_unkeyed(config, built)]
+        get_logger().warning(
+            "encoder: model type %s drops some values by torch's generator, so gradients change with "
+            "microbatch_tokens and scaling.workers; encoder.dropout=0 encoder.attention_dropout=0 avoids this",
+            built.model.config.model_type,
+        )
     if remark := built.unloaded.remark(encoder.pretrained):
         get_logger().warning("%s", remark)
     if remark := left_out(encoder.pretrained, encoder.pooling):
@@ -127,6 +131,21 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
             built.config.layout,
         )
     return built.unloaded.problems(encoder.pretrained, config.objective.mlm and not encoder.new_mlm_head)
+
+
+def _unkeyed(config: TrainConfig, encoder: Encoder) -> str:
+    """The problem of an encoder whose dropout is not keyed by token, for an objective that needs such keys."""
+    kind, family = config.objective.kind, encoder.model.config.model_type
+    advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"
+    if config.objective.sets_rates:
+        return (
+            f"encoder: model type {family} drops some values at a rate of the whole model, and objective {kind} has "
+            f"rates for each view; {advice}"
+        )
+    return (
+        f"encoder: model type {family} drops some values by torch's generator, so the views of objective {kind} would "
+        f"change with the microbatch; set encoder.attention_dropout=0, or {advice}"
+    )
 
 
 def _unloadable(encoder: EncoderConfig, error: Exception) -> str:

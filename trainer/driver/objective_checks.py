@@ -42,6 +42,6 @@ def data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     if config.batch_documents > manifest.totals["kept_train"]:
         found.append(
             f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
-            "training documents, and a batch must not contrast a document with itself"
+            f"training {manifest.noun}, and a batch must not contrast a {manifest.noun.removesuffix('s')} with itself"
         )
     return found

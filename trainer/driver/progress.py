@@ -12,13 +12,20 @@ _EVERY_SECONDS = 0.5
 class ProgressBar(Watcher):
     """Shows step, losses (`terms`), speed, padding, data-wait and ETA while its block runs.
 
-    `newest` returns the newest step's line of metrics; None before the first.
+    Args:
+        newest: returns the newest step's line of metrics; None before the first.
+        steps: optimizer steps of the whole run.
+        terms: names of the loss terms.
+        rows: short noun for rows of the shards.
     """
 
-    def __init__(self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str]) -> None:
+    def __init__(
+        self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str], rows: str
+    ) -> None:
         super().__init__(_EVERY_SECONDS, "declutr-progress")
         self.newest = newest
         self.terms = terms
+        self.rows = rows
         self.bar = bar(total=steps, unit="step", desc="train")
 
     def __exit__(self, *_: object) -> None:
@@ -40,7 +47,7 @@ class ProgressBar(Watcher):
             return
         self.bar.set_postfix_str(
             f"loss {line['loss']:.3f} ({' '.join(f'{name} {line[name]:.3f}' for name in self.terms)}) "
-            f"{line['documents_per_second']:.0f} docs/s {line['tokens_per_second'] / 1000:.1f}k tok/s "
+            f"{line['documents_per_second']:.0f} {self.rows}/s {line['tokens_per_second'] / 1000:.1f}k tok/s "
             f"padding {line['padding_share']:.1%} data-wait {line['data_wait_share']:.1%}"
             + ("" if line["mfu"] is None else f" MFU {line['mfu']:.1%}")
         )

@@ -143,7 +143,8 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         settings = with_absolute_paths(config).model_dump(mode="json")
         supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks)
         try:
-            with ProgressBar(lambda: supervisor.line, steps, terms_of(config)):
+            rows = "docs" if shards.manifest.noun == "documents" else "rows"
+            with ProgressBar(lambda: supervisor.line, steps, terms_of(config), rows):
                 done = supervisor.run_to_end()
         finally:
             add_seconds(run, time.monotonic() - began)

@@ -20,7 +20,7 @@ def validation_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     if not validation.every_steps:
         return []
     if validation.data is None:
-        scored, rows, where = manifest, manifest.totals["kept_held_out"], "held-out documents"
+        scored, rows, where = manifest, manifest.totals["kept_held_out"], f"held-out {manifest.noun}"
         few = "prepare with a larger held_out_share, or set it to 0"
     else:
         try:

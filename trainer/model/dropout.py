@@ -87,6 +87,7 @@ class KeyedDropout(nn.Module):
     """Drops elements of hidden states with probability p and scales the others by 1 / (1 - p).
 
     Explicit attention weights `(S, heads, L, L)` of some families are dropped by (query token, head, key position).
+    Values without a dimension for spans are left unchanged.
 
     Args:
         p: probability, 0 to 1 (exclusive).
@@ -119,8 +120,10 @@ class KeyedDropout(nn.Module):
         if hidden.shape[:-1] != keys.shape:
             if hidden.ndim == 4 and [hidden.shape[0]] == rows and hidden.shape[2:] == (length, length):
                 return drop_attention(hidden, keys, self.layer, self.p, self.keys.attention)
+            if hidden.ndim <= keys.ndim:  # of no span, like DeBERTa's embeddings of distances: any mask of the whole
+                return hidden  # batch would change with the microbatch
             if list(hidden.shape[:-2]) != rows or hidden.shape[-2] < length:
-                return F.dropout(hidden, self.p)  # values that belong to no token, like DeBERTa's distance embeddings
+                return F.dropout(hidden, self.p)  # values that belong to no token; `drops_by_key` finds these families
             missing = (0, hidden.shape[-2] - length)  # Longformer pads its input again
             keys = F.pad(keys, missing)
             rates = None if rates is None else rates.rearranged(lambda each: F.pad(each, missing))

@@ -1,5 +1,7 @@
 """Selects the layout that an encoder computes correctly, by a test on artificial spans before training or embedding.
 
+Another test finds families that drop values by torch's random numbers instead of by the keys of their tokens.
+
 The reference is each span alone, where nothing can leak in and no padding exists. No flag shows how families differ:
 some ignore the packed layout and attend to the whole row, and some attend to padding.
 """
@@ -96,6 +98,16 @@ def patch_problem(encoder: Encoder, frontend: Frontend) -> str | None:
     return None if _equal(together, alone) else f"model type {kind} mixes the patches of a batch; use another encoder"
 
 
+def drops_by_key(encoder: Encoder) -> bool:
+    """True if dropout depends on the spans' keys alone; False if the encoder also draws from torch's generator.
+
+    Args:
+        encoder: the encoder with its weights, in its layout; it is left unchanged.
+    """
+    with _Trial(encoder) as trial:
+        return trial.repeats()
+
+
 def _unequal(encoder: Encoder, what: str, why: str) -> str:
     return f"model type {encoder.model.config.model_type}: {what} of its batch, packed and padded alike{why}"
 
@@ -142,6 +154,13 @@ class _Trial:
         self.encoder.eval()
         return passed
 
+    def repeats(self) -> bool:
+        """True if two forwards with dropout give the same bits whatever torch's generator holds."""
+        self.encoder.train()
+        found = [self._hidden(self.batch, self.before[0].layout, seed).view(torch.uint8) for seed in (0, 1)]
+        self.encoder.eval()
+        return torch.equal(*found)
+
     def head_is_whole(self) -> bool:
         """True if the head, applied to hidden states, gives the logits of the whole model."""
         span, model = self.batch.span_slice(1, 2), self.encoder.model
@@ -163,7 +182,7 @@ class _Trial:
             self.why = f" ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
             return False
 
-    def _hidden(self, batch: SpanBatch, layout: Layout) -> Tensor:
+    def _hidden(self, batch: SpanBatch, layout: Layout, seed: int | None = None) -> Tensor:
         self.encoder.set_layout(self.encoder.config.model_copy(update={"layout": layout}))
         devices = [batch.input_ids.device] if batch.input_ids.is_cuda else []
         with (
@@ -171,6 +190,8 @@ class _Trial:
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
         ):
+            if seed is not None:
+                torch.manual_seed(seed)
             return self.encoder.hidden(batch)
 
 
