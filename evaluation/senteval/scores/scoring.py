@@ -82,9 +82,10 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
         found = score_sts(data, rows, embeddings)
         if task.procedure == "cosine":
-            test, dev = found.subsets["test"], found.subsets["dev"]
-            scores = {"devspearman": dev.spearman, "devpearson": dev.pearson}
-            return Scored({"spearman": test.spearman, "pearson": test.pearson, **scores}, found.warnings)
+            of_test, of_dev = found.subsets["test"], found.subsets["dev"]
+            scores = {"spearman": of_test.spearman, "pearson": of_test.pearson}
+            scores |= {"devspearman": of_dev.spearman, "devpearson": of_dev.pearson}
+            return Scored(scores, found.warnings)
         if task.procedure == "relatedness":  # one split, so that the three aggregates are equal
             return Scored({"spearman": found.all.spearman, "pearson": found.all.pearson}, found.warnings)
         return Scored(found.flat(), found.warnings)
