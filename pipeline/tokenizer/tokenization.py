@@ -1,10 +1,12 @@
 """Loading and training of tokenizers, their fingerprint and facts. batch_tokenizer.py applies them."""
 
 import contextlib
+import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -94,7 +96,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first}"
-        if unreached:
+        if missing := sentencepiece_problem(path):
+            problem = missing
+        elif unreached:
             problem = "is not a folder here, the hub's cache on this machine holds no copy, and the hub: " + unreached
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} {problem}"]) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -102,6 +106,14 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
             "tokenizer", [f"tokenizer.name = {name!r} has no fast version, which is required; name another"]
         )
     return tokenizer
+
+
+def sentencepiece_problem(folder: Path) -> str | None:
+    """The problem of a folder whose tokenizer is a file of SentencePiece alone, which needs a library to be read."""
+    alone = folder.is_dir() and not (folder / "tokenizer.json").is_file() and any(folder.glob("*.model"))
+    if not alone or importlib.util.find_spec("sentencepiece"):
+        return None
+    return "has no tokenizer.json, only a SentencePiece file; install sentencepiece, or add a tokenizer.json"
 
 
 @lru_cache(maxsize=1)
