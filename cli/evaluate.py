@@ -34,15 +34,16 @@ def run(arguments: list[str]) -> int:
     from evaluation.senteval.classifier.settings import ClassifierConfig
     from evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
     from evaluation.senteval.download.overview import overview
-    from evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
+    from evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
 
-    failed = _download(given.download, given.mirror) if given.download else False
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
     try:
         names = choose_tasks(given.tasks.split(",") if given.tasks else default)
     except UnknownTaskError as error:
         return refused(f"--tasks: {error}")
     data = given.data or given.download
+    wanted = names if given.tasks else SETS["all"]
+    failed = _download(data, given.mirror, wanted) if given.download else False
     inspections = [inspect(find(name), data, given.allow_unchecked) for name in names]
     print("\n".join(overview(inspections)), flush=True)
     failed |= any(inspection.standing == "refused" for inspection in inspections)
@@ -65,11 +66,14 @@ def _parser() -> argparse.ArgumentParser:
                         "word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
-    where.add_argument("--download", type=path_argument, help="fetch missing files into this folder first")
+    where.add_argument("--download", type=path_argument, help="fetch missing files of the tasks into this folder"
+                       " first")  # fmt: skip
     where.add_argument("--mteb", metavar="TASK[,TASK]", help="score MTEB tasks (pip install 'declutr-ray[mteb]')")
     parser.add_argument("--mirror", help="address of a copy of the files, instead of the public sources")
     parser.add_argument("--allow-unchecked", action="store_true", help="accept own data; differences are marked")
-    parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer), separated by commas")
+    parser.add_argument(
+        "--tasks", help="names and sets (all, downstream, probing, sts, transfer, stsb-multi), separated by commas"
+    )
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="classifier settings")
     parser.add_argument(
@@ -87,13 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _download(folder: Path, mirror: str | None) -> bool:
-    """Fetch all available files; return whether a transfer failed."""
+def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
+    """Fetch all available files of the tasks; return whether a transfer failed."""
     from evaluation.senteval.download.downloading import download
     from evaluation.senteval.download.overview import transfers
-    from evaluation.senteval.download.sources import public_sources, relocated
+    from evaluation.senteval.download.sources import public_sources, relocated, restricted
 
-    sources = relocated(public_sources(), mirror) if mirror else public_sources()
+    sources = restricted(public_sources(), tasks)
+    sources = relocated(sources, mirror) if mirror else sources
     fetched = download(folder, sources, _say)
     print("\n".join(transfers(fetched, sources)))
     return any(file.outcome == "failed" for file in fetched)

@@ -51,7 +51,7 @@ def test_every_setting_has_a_meaning():
     assert unexplained == []
 
 
-@pytest.mark.parametrize("name", ["demo", "cpu-small", "adapt"])
+@pytest.mark.parametrize("name", ["demo", "cpu-small", "adapt", "multilingual"])
 def test_sections_fit_each_other(name):
     data = load_config(f"configs/{name}.yaml", "prepare", PipelineConfig)
     run = load_config(f"configs/{name}.yaml", "train", TrainConfig)

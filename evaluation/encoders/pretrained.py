@@ -12,6 +12,7 @@ from common.hub import hub_problem
 from evaluation.encoders.modules import Pooling, Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE, broken_file, check_weights, explain
+from pipeline.tokenizer.tokenization import sentencepiece_problem
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.layouts import embedding_layout
@@ -48,7 +49,8 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
     except EncoderError:
         raise
     except DAMAGE as error:
-        broken = broken_file(Path(name, recipe.subfolder if recipe else "")) if local else ""
+        folder = Path(name, recipe.subfolder if recipe else "")
+        broken = (broken_file(folder) or sentencepiece_problem(folder)) if local else ""
         raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or explain(error)}") from error
     if recipe and recipe.lower_case:
         _lower_case(tokenizer)

@@ -98,6 +98,7 @@ class TransformerEncoder:
     def encode(self, texts: Sequence[str], batch_tokens: int | None = None) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)` in the order of the texts; an empty text consists of its special tokens.
 
+        A text without any token, which needs a tokenizer without special tokens around a text, has the embedding 0.
         A forward pass has at most `batch_tokens` tokens; None: 2,048 on a CPU, 65,536 on a GPU.
         """
         if not texts:
@@ -118,7 +119,13 @@ class TransformerEncoder:
         return means.astype(np.float32)
 
     def _embed(self, rows: list[list[int]], batch_tokens: int | None) -> NDArray[np.float32]:
-        """Embeddings of token rows, in their order."""
+        """Embeddings of token rows, in their order; 0 for a row without tokens."""
+        if not all(rows):
+            embeddings = np.zeros((len(rows), self.size), np.float32)
+            filled = [place for place, row in enumerate(rows) if row]
+            if filled:
+                embeddings[filled] = self._embed([rows[place] for place in filled], batch_tokens)
+            return embeddings
         device = self.device
         budget = batch_tokens or (_CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS)
         lengths = np.array([len(row) for row in rows])

@@ -1,13 +1,14 @@
 """Blocks of a comparison: rows are encoders and published models, columns are tasks scored in one way.
 
 Numbers that papers compute differently are in different blocks: STS12-16 three times (mean of subsets, weighted mean,
-over all pairs), SICK-R and STS-B by regression and by cosine, MRPC as mean of accuracy and F1 and as accuracy.
+over all pairs), SICK-R and STS-B by regression and by cosine, STS-B in other languages on its test and on its
+validation pairs, MRPC as mean of accuracy and F1 and as accuracy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+from evaluation.senteval.data.tasks import DOWNSTREAM, LANGUAGES, PROBING, STS, STSB_MULTI, TRANSFER, find
 from evaluation.senteval.runner.harness import Evaluated
 from evaluation.senteval.scores.averages import averages, headline
 from evaluation.senteval.scores.results import Protocol
@@ -87,6 +88,10 @@ def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] 
         _sts(models, "mean", "STS12-16, mean of the subsets (DeCLUTR's way)"),
         _sts(models, "wmean", "STS12-16, mean of the subsets weighted by pairs (SCL's way)"),
         _all(models),
+        _languages(models, "test", "spearman", "STS-B in other languages by cosine, test pairs"),
+        _languages(
+            models, "dev", "devspearman", "STS-B in other languages by cosine, validation pairs (VisualCSE's way)"
+        ),
         _block(
             models, "downstream", "Downstream by trained classifiers, as SentEval and DeCLUTR print them", _SUPERVISED
         ),
@@ -169,6 +174,15 @@ def _all(models: Sequence[_Model]) -> Block:
 
     title = "STS by cosine, one correlation over all pairs (SimCSE's way)"
     return Block("sts-all", "STS, all", title, (*_labels(STS), "mean"), _rows(models, STS, value, _rounded_mean))
+
+
+def _languages(models: Sequence[_Model], split: str, key: str, title: str) -> Block:
+    def value(model: _Model, task: str) -> float | None:
+        found = model.scores(task, None).get(key)
+        return None if found is None else 100 * found
+
+    rows = _rows(models, STSB_MULTI, value, _mean)
+    return Block(f"languages-{split}", f"Languages, {split}", title, (*LANGUAGES, "mean"), rows)
 
 
 def _block(models: Sequence[_Model], name: str, title: str, tasks: tuple[str, ...]) -> Block:

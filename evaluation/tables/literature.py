@@ -27,6 +27,8 @@ class PublishedModel(Strict):
     """Paper and table numbers."""
     sts: Aggregation
     """Aggregation of the subsets of STS12-16."""
+    split: Literal["test", "dev"] = "test"
+    """Split of the numbers of STS-B in other languages."""
     scores: Mapping[str, tuple[float, ...]]
     """Percent by task; for MRPC accuracy and F1 where both are printed."""
     pretrained: str = ""
@@ -57,6 +59,8 @@ class PublishedModel(Strict):
             return {f"spearman.{self.sts}": values[0] / 100}
         if procedure == "relatedness":
             return {"spearman": values[0] / 100}
+        if procedure == "cosine":
+            return {"spearman" if self.split == "test" else "devspearman": values[0] / 100}
         if procedure == "retrieval":  # the printed number is the mean of the six recalls
             return dict.fromkeys(RECALLS, values[0])
         return dict(zip(("acc", "f1"), values, strict=False))

@@ -66,10 +66,12 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
 def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:
     """Papers with their numbers and their aggregation of STS."""
     ways = {"mean": "mean of subsets", "wmean": "weighted mean", "all": "all pairs"}
-    found = dict.fromkeys((model.source, ways[model.sts]) for model in published)
+    found = dict.fromkeys(
+        (model.source, f"STS12-16 by {ways[model.sts]}" if model.split == "test" else "validation pairs of STS-B")
+        for model in published
+    )
     return tuple(
-        f"{numbers[source]}: {source}; STS12-16 by {way}; copied from the paper, not computed here"
-        for source, way in found
+        f"{numbers[source]}: {source}; {way}; copied from the paper, not computed here" for source, way in found
     )
 
 

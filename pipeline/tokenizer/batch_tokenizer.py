@@ -1,5 +1,6 @@
 """Tokenization of texts with bounded memory, by the engine chosen for a tokenizer (engine.py)."""
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ Item = TypeVar("Item")
 _PIECE_CHARACTERS = 1_000_000
 _BATCH_CHARACTERS = 250_000
 _CUT = re.compile(r"(?<=\S) (?=\S)")
+_WORDS_CUT = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
 
 
 class BatchTokenizer:
@@ -42,20 +44,15 @@ class BatchTokenizer:
     def __init__(
         self, backend: Tokenizer, engine: EngineName = "tokenizers", parsed: dict[str, Any] | None = None
     ) -> None:
+        parsed = parse(backend) if parsed is None else parsed
+        if parsed["model"]["type"] == "Unigram":
+            backend = _without_special_pieces(parsed)
         self._backend = backend
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
-        parsed = parse(backend) if parsed is None else parsed
         self.prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
-        # GPT-2's pattern never matches across a space between two words, except that a match may start with it. So a
-        # text cut before such a space gives the same pieces, provided that no other step looks across the cut.
-        self._splittable = (
-            (parsed["pre_tokenizer"] or {}).get("type") == "ByteLevel"
-            and parsed["pre_tokenizer"]["use_regex"]
-            and parsed["normalizer"] is None
-            and not any(token["rstrip"] or " " in token["content"] for token in parsed["added_tokens"])
-        )
+        self._cut = _safe_cut(parsed)
         self._fast: ByteLevelBPE | WordTable | None = None
         if engine == "tiktoken":
             self._fast = ByteLevelBPE(parsed)
@@ -95,13 +92,44 @@ class BatchTokenizer:
             if not text:
                 continue
             start, text = 0, self.prefix + text
-            while self._splittable and len(text) - start > _PIECE_CHARACTERS:
-                cut = _CUT.search(text, start + _PIECE_CHARACTERS)
+            while self._cut and len(text) - start > _PIECE_CHARACTERS:
+                cut = self._cut.search(text, start + _PIECE_CHARACTERS)
                 if cut is None:
                     break
                 yield index, text[start : cut.start()]
                 start = cut.start()
             yield index, text[start:]
+
+
+def _without_special_pieces(parsed: dict[str, Any]) -> Tokenizer:
+    """The tokenizer without special tokens, with the same ids.
+
+    Special tokens are pieces of a Unigram model (XLM-R's), which finds them in a text whether or not the tokenizer
+    looks for them. They get a NUL character, which no document holds. Their scores stay, because the least score
+    decides how unknown characters are treated.
+    """
+    specials = {token["content"] for token in parsed["added_tokens"] if token["special"]}
+    vocab = [[f"\0{piece}" if piece in specials else piece, score] for piece, score in parsed["model"]["vocab"]]
+    ordinary = [token for token in parsed["added_tokens"] if not token["special"]]
+    changed = {"model": {**parsed["model"], "vocab": vocab}, "added_tokens": ordinary, "post_processor": None}
+    return Tokenizer.from_str(json.dumps({**parsed, **changed}))
+
+
+def _safe_cut(parsed: dict[str, Any]) -> re.Pattern[str] | None:
+    """Spaces before which a text may be cut without a change of its ids; None if there are none for certain."""
+    if any(token["rstrip"] or " " in token["content"] for token in parsed["added_tokens"]):
+        return None
+    before = parsed["pre_tokenizer"] or {}
+    if before.get("type") == "ByteLevel":
+        # GPT-2's pattern never matches across a space between two words, except that a match may start with it.
+        return _CUT if before["use_regex"] and parsed["normalizer"] is None else None
+    # SentencePiece (XLM-R): each word is tokenized alone, with the sign that replaced the space before it. Normalisers
+    # can turn other characters into spaces, so the space must be between letters or digits.
+    steps = [step["type"] for step in (parsed["normalizer"] or {}).get("normalizers", [parsed["normalizer"]]) if step]
+    words = [part for part in before.get("pretokenizers", [before]) if part.get("type") != "WhitespaceSplit"]
+    alone = [(part.get("type"), part.get("split"), part.get("prepend_scheme")) for part in words]
+    local = {"Precompiled", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Replace"}
+    return _WORDS_CUT if alone == [("Metaspace", True, "always")] and local.issuperset(steps) else None
 
 
 def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:

@@ -49,11 +49,12 @@ class WordTable:
         self._known = _Pieces(backend, bool((parsed["normalizer"] or {}).get("lowercase")))
         signs = re.escape("".join(_signs(backend)))
         self._find = re.compile(f"[^{_SPACES}{signs}]+|[{signs}]").findall
+        self._edge = re.compile(f"[ {signs}]")
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Ids of a text, `(num_tokens,)`."""
         look_up = self._known.__getitem__
-        ids = [b"".join(map(look_up, self._find(stretch))) for stretch in _stretches(text)]
+        ids = [b"".join(map(look_up, self._find(stretch))) for stretch in _stretches(text, self._edge)]
         return np.frombuffer(b"".join(ids), np.uint32)
 
 
@@ -87,10 +88,13 @@ def _signs(backend: Tokenizer) -> Iterator[str]:
             yield character
 
 
-def _stretches(text: str) -> Iterator[str]:
-    """Cuts the text at spaces into stretches of bounded length, if it has spaces."""
+def _stretches(text: str, edge: re.Pattern[str]) -> Iterator[str]:
+    """Cuts the text before spaces and signs into stretches of bounded length, if it has any.
+
+    Chinese has no spaces, but each of its characters is a sign.
+    """
     start = 0
-    while len(text) - start > _CHARACTERS_AT_ONCE and (cut := text.find(" ", start + _CHARACTERS_AT_ONCE)) >= 0:
-        yield text[start:cut]
-        start = cut + 1
+    while len(text) - start > _CHARACTERS_AT_ONCE and (found := edge.search(text, start + _CHARACTERS_AT_ONCE)):
+        yield text[start : found.start()]
+        start = found.start()
     yield text[start:]

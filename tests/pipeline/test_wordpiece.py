@@ -99,6 +99,7 @@ def test_every_character_gets_the_same_ids(pair):
 def test_long_texts_are_cut_where_nothing_changes(pair, monkeypatch):
     reference, fast = pair
     texts = ["one  two \n three\n\n playing it's e\u0301 " * 20, "x" * 300, "  " * 50, ""]
+    texts += ["東京は日本の首都。人口は一千四百万人" * 30, "e\u0301.\u0301東\u0301京 " * 30]
     expected = [ids.tolist() for ids in reference.encode(texts)]
     monkeypatch.setattr(wordpiece, "_CHARACTERS_AT_ONCE", 7)
     assert [ids.tolist() for ids in fast.encode(texts)] == expected

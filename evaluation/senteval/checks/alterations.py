@@ -41,7 +41,7 @@ def check_rows(data: TaskData, figures: Published, chance: str) -> Iterator[Data
         if found.gold != known.gold:
             yield _other_labels(where, found, known, chance, _owner(found.gold, where), bool(expected.unscored))
         else:
-            yield _other_sentences(where, split, found, known, chance)
+            yield _other_sentences(where, split, found, known, chance, _translation(found, data.task.name))
 
 
 def _repeated(data: TaskData, name: str) -> Iterator[DataFinding]:
@@ -76,12 +76,14 @@ def _other_labels(
     )
 
 
-def _other_sentences(where: str, split: Split, found: Digests, known: Digests, chance: str) -> DataFinding:
+def _other_sentences(where: str, split: Split, found: Digests, known: Digests, chance: str, owner: str) -> DataFinding:
     if same_sentences(found, known):
         form = "the original, untokenized form" if _untokenized(split) else "another tokenization or case"
         return DataFinding(
             "warn", f"{where}: contains {form} of the published sentences; SentEval's are tokenized differently"
         )
+    if owner:
+        return DataFinding("refuse", f"{where}: the sentences belong to {owner}", "the score of another language")
     if known.second and (found.first, found.second) == (known.second, known.first):
         return DataFinding("refuse", f"{where}: the first and the second sentences are swapped", "different scores "
                        "wherever the order of a pair matters")  # fmt: skip
@@ -111,6 +113,19 @@ def _owner(gold: str, where: str) -> str:
         for name, split in figures.splits.items():
             if split.digests is not None and split.digests.gold == gold and f"{task} {name}" != where:
                 return f"{task} {name}"
+    return ""
+
+
+def _translation(found: Digests, name: str) -> str:
+    """Published split of another task with these sentences and labels; "" if none matches.
+
+    All translations of STS-B have the same labels.
+    """
+    for task, figures in published().items():
+        for split, known in figures.splits.items():
+            same_labels = known.digests is not None and found.gold == known.digests.gold
+            if task != name and same_labels and same_sentences(found, known.digests):
+                return f"{task} {split}"
     return ""
 
 

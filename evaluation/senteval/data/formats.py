@@ -1,8 +1,10 @@
 """File formats of SentEval's tasks, read as its loaders read them (facebookresearch/SentEval@5d6dc11).
 
-All files hold tokenised text. A sentence is a list of words, split at any white space. Rows come in file order.
+All files hold tokenised text, except the translations of STS-B. A sentence is a list of words, split at any white
+space. Rows come in file order.
 """
 
+import csv
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +111,30 @@ def read_sick(path: Path, entailment: bool) -> SplitRows:
 def read_sts_benchmark(path: Path) -> SplitRows:
     """Seven columns: ..., score 0..5, a, b; no header, UTF-8."""
     return _tabbed(path, read_lines(path, "utf-8"), (5, 6), lambda cells: _between(float(cells[4]), 0, 5))
+
+
+def read_translation(path: Path) -> SplitRows:
+    """`"a","b",0..5` as CSV without a header, UTF-8; a sentence is kept as it is, as one word.
+
+    Raises:
+        DataError: a row without three cells, or a score outside 0..5; the message names the row's last line.
+    """
+    rows, reader = SplitRows(), csv.reader((f"{line}\n" for line in read_lines(path, "utf-8")), strict=True)
+    scores: list[float] = []
+    try:
+        for cells in reader:
+            if len(cells) != 3:
+                raise ValueError(f"{len(cells)} cells")
+            first, second, score = cells
+            if reader.line_num == 1 and score == "similarity_score":  # a header, which some copies have
+                continue
+            rows.first.append([first] if first.strip() else [])
+            rows.second.append([second] if second.strip() else [])
+            scores.append(_between(float(score), 0, 5))
+    except (csv.Error, ValueError) as error:
+        raise DataError(f"{path}, line {reader.line_num} is not `sentence,sentence,score`: {error}") from error
+    rows.labels = scores
+    return rows
 
 
 def read_sts(sentences: Path, scores: Path) -> SplitRows:

@@ -14,7 +14,7 @@ from evaluation.senteval.data.lines import git_sha1
 from evaluation.senteval.data.misplaced import where_else
 from evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, refuse_pickles
 from evaluation.senteval.data.taskdata import EMPTY, DataError, MissingDataError, Split, TaskData
-from evaluation.senteval.data.tasks import Task
+from evaluation.senteval.data.tasks import LANGUAGES, Task
 
 _BINARY = {  # class 1, class 0
     "CR": ("custrev.pos", "custrev.neg"),
@@ -44,6 +44,7 @@ _SPLIT_FILES = {
     "SICKEntailment": _SICK,
     "SICKRelatedness": _SICK,
     "STSBenchmark": {"train": "sts-train.csv", "dev": "sts-dev.csv", "test": "sts-test.csv"},
+    **{f"STSBenchmark-{name}": {part: f"stsb-{name}-{part}.csv" for part in ("dev", "test")} for name in LANGUAGES},
 }
 _CLASSES = {
     "CR": ("negative", "positive"),
@@ -128,6 +129,8 @@ def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) ->
             split: formats.read_snli(folder / f"s1.{split}", folder / f"s2.{split}", folder / f"labels.{split}")
             for split in ("train", "dev", "test")
         }
+    if task.procedure == "cosine":
+        return {split: formats.read_translation(folder / name) for split, name in _SPLIT_FILES[task.name].items()}
     readers = {
         "SST2": formats.read_sst_binary,
         "SST5": formats.read_sst_fine,
@@ -164,7 +167,7 @@ def _in_official_order(task: Task, rows: SplitRows, classes: tuple[str, ...], sp
 
 def _numbers(task: Task, rows: SplitRows, classes: tuple[str, ...], split: str) -> NDArray[Any]:
     if task.group != "probing":
-        scores = task.procedure in ("relatedness", "similarity")
+        scores = task.procedure in ("relatedness", "similarity", "cosine")
         return np.array(rows.labels, dtype=np.float64 if scores else np.int64)
     unknown = sorted({str(label) for label in rows.labels} - set(classes))
     if unknown:

@@ -27,6 +27,10 @@ def where_else(task: Task, folder: Path, names: tuple[str, ...]) -> str:
     for name, full in zip(short, names, strict=True):
         if (path := _look(folder, name)) is not None:
             return f"{path} was found: move it to {folder / full}"
+    for name in names:
+        for root in (folder, folder / "data"):  # the folder of a repository that holds this set alone
+            if (path := _look(root, PurePosixPath(name).name)) is not None:
+                return f"{path} was found: move it to {folder / name}"
     return ""
 
 

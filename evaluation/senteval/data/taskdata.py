@@ -58,7 +58,8 @@ class TaskData:
 
     task: Task
     splits: Mapping[str, Split]
-    """Parts: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets."""
+    """Parts: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets;
+    "dev", "test" for cosine."""
     classes: tuple[str, ...]
     """Name of each class, by its number; empty for gold scores."""
     files: Mapping[str, str]

@@ -1,7 +1,8 @@
-"""The 28 tasks of SentEval: names, scoring procedures, and features.
+"""The 28 tasks of SentEval, and STS-B in ten languages: names, scoring procedures, and features.
 
 Names are SentEval's own (`senteval/engine.py` of facebookresearch/SentEval, commit 5d6dc11); labels are those of the
-DeCLUTR papers' tables.
+DeCLUTR papers' tables. The ten languages are those of stsb_multi_mt, which translated STS-B by machine; they are chosen
+by name and belong to none of SentEval's sets and averages.
 """
 
 from collections.abc import Collection
@@ -10,8 +11,8 @@ from typing import Literal
 
 from common.suggestions import meant
 
-Group = Literal["downstream", "probing"]
-Procedure = Literal["inner_kfold", "kfold", "split", "relatedness", "retrieval", "similarity"]
+Group = Literal["downstream", "probing", "multilingual"]
+Procedure = Literal["inner_kfold", "kfold", "split", "relatedness", "retrieval", "similarity", "cosine"]
 Features = Literal["single", "difference_product", "pair_product_difference"]
 
 
@@ -24,11 +25,11 @@ class Task:
     label: str
     """Name in tables."""
     group: Group
-    """Half of SentEval it belongs to."""
+    """Half of SentEval it belongs to, or multilingual."""
     procedure: Procedure
     """Scoring procedure. inner_kfold: nested cross-validation (the task has no split); kfold: regularisation by
     cross-validation on train, then test; split: fixed train, dev, test; relatedness: softmax regression on five bins;
-    retrieval: images and captions; similarity: cosine."""
+    retrieval: images and captions; similarity: cosine, by subsets; cosine: of the dev and of the test pairs."""
     features: Features
     """Features of a sentence, or of a pair (a, b): `[|a-b|, a*b]` or `[a, b, a*b, |a-b|]`."""
     folder: str
@@ -39,7 +40,7 @@ class Task:
     @property
     def pairs(self) -> bool:
         """Return whether a row has two sentences."""
-        return self.procedure == "similarity" or self.features != "single"
+        return self.procedure in ("similarity", "cosine") or self.features != "single"
 
 
 def _downstream(name: str, procedure: Procedure, folder: str = "", features: Features = "single") -> Task:
@@ -53,6 +54,11 @@ def _similarity(year: int, *subsets: str) -> Task:
 
 def _probing(name: str, label: str) -> Task:
     return Task(name, label, "probing", "split", "single", "probing")
+
+
+def _translated(language: str) -> Task:
+    folder = "downstream/STS/stsb-multi-mt"
+    return Task(f"STSBenchmark-{language}", f"STS-B-{language}", "multilingual", "cosine", "single", folder)
 
 
 TASKS: tuple[Task, ...] = (
@@ -85,6 +91,12 @@ TASKS: tuple[Task, ...] = (
     _probing("OddManOut", "SOMO"),
     _probing("CoordinationInversion", "CoordInv"),
 )
+"""SentEval's tasks."""
+LANGUAGES: tuple[str, ...] = ("de", "en", "es", "fr", "it", "nl", "pl", "pt", "ru", "zh")
+"""Languages of stsb_multi_mt."""
+TRANSLATED: tuple[Task, ...] = tuple(_translated(language) for language in LANGUAGES)
+"""STS-B in each language."""
+ALL_TASKS: tuple[Task, ...] = TASKS + TRANSLATED
 
 DOWNSTREAM: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "downstream")
 PROBING: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "probing")
@@ -93,7 +105,9 @@ STS: tuple[str, ...] = ("STS12", "STS13", "STS14", "STS15", "STS16", "STSBenchma
 TRANSFER: tuple[str, ...] = ("MR", "CR", "SUBJ", "MPQA", "SST2", "TREC", "MRPC")
 """The seven transfer tasks that SimCSE and its followers print, by accuracy."""
 
-_BY_NAME = {name.lower(): task for task in TASKS for name in (task.name, task.label)}
+STSB_MULTI: tuple[str, ...] = tuple(task.name for task in TRANSLATED)
+
+_BY_NAME = {name.lower(): task for task in ALL_TASKS for name in (task.name, task.label)}
 
 
 class UnknownTaskError(ValueError):
@@ -108,9 +122,9 @@ def find(name: str, others: Collection[str] = ()) -> Task:
     """
     task = _BY_NAME.get(name.lower())
     if task is None:
-        near = meant(name, [*(known for task in TASKS for known in (task.name, task.label)), *others])
+        near = meant(name, [*(known for task in ALL_TASKS for known in (task.name, task.label)), *others])
         raise UnknownTaskError(
             f"no task {name!r}{near}{' There' if near else '; there'} are "
-            f"{', '.join(dict.fromkeys([*(task.name for task in TASKS), *others]))}"
+            f"{', '.join(dict.fromkeys([*(task.name for task in ALL_TASKS), *others]))}"
         )
     return task

@@ -1,6 +1,6 @@
 """Addresses of the data, from `sources.json`: single files, archives, and data that cannot be fetched, with reasons."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any
@@ -9,6 +9,8 @@ from pydantic import AfterValidator, Field
 
 from common.config import Strict
 from evaluation.senteval.checks.published import published
+from evaluation.senteval.data.loading import task_files
+from evaluation.senteval.data.tasks import find
 
 
 def _within(path: str) -> str:
@@ -84,6 +86,22 @@ def public_sources() -> Sources:
 def known_hashes() -> Mapping[str, str]:
     """Git's SHA-1 of every known published file, by path."""
     return {path: digest for figures in published().values() for path, digest in figures.files.items()}
+
+
+def restricted(sources: Sources, names: Collection[str]) -> Sources:
+    """Return the sources of these tasks alone."""
+    wanted = {path for name in names for path in task_files(find(name))}
+    archives = [
+        archive.model_copy(update={"paths": tuple(path for path in archive.paths if path in wanted)})
+        for archive in sources.archives
+    ]
+    changed: dict[str, Any] = {
+        "files": tuple(file for file in sources.files if file.path in wanted),
+        "archives": tuple(archive for archive in archives if archive.paths),
+        "snli": sources.snli if "SNLI" in names else None,
+        "gone": tuple(gone for gone in sources.gone if set(gone.tasks) & set(names)),
+    }
+    return sources.model_copy(update=changed)
 
 
 def relocated(sources: Sources, address: str) -> Sources:

@@ -12,7 +12,7 @@ from common.storage import hash_json, read_json
 from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.data.taskdata import TaskData
-from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TASKS, TRANSFER, find
+from evaluation.senteval.data.tasks import ALL_TASKS, DOWNSTREAM, PROBING, STS, STSB_MULTI, TASKS, TRANSFER, find
 from evaluation.senteval.scores.results import Protocol
 from evaluation.senteval.scores.scoring import Method, cost, method_for
 
@@ -25,7 +25,9 @@ SETS: Mapping[str, tuple[str, ...]] = {
     "probing": PROBING,
     "sts": STS,
     "transfer": TRANSFER,
+    "stsb-multi": STSB_MULTI,
 }
+"""Sets of tasks by name; "all" has SentEval's 28."""
 
 
 class ScoringChoice(Strict):
@@ -84,13 +86,13 @@ class ScoringUnit:
 
 
 def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
-    """Resolve names, labels and sets (all, downstream, probing, sts, transfer) to tasks, in the order of the tables.
+    """Resolve names, labels and sets (`SETS`) to tasks, in the order of the tables.
 
     Raises:
         UnknownTaskError: a name that matches no task and no set.
     """
     chosen = {name for word in words for name in SETS.get(word.lower()) or (find(word, SETS).name,)}
-    return tuple(task.name for task in TASKS if task.name in chosen)
+    return tuple(task.name for task in ALL_TASKS if task.name in chosen)
 
 
 def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]:

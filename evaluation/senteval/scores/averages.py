@@ -4,14 +4,15 @@ DeCLUTR (scripts/run_senteval.py): STS12-16 by the mean of the subsets' Spearman
 the regression on test, MRPC by the mean of accuracy and F1, COCO by the mean of six recalls, everything else by
 accuracy. Its first paper averages downstream (18 tasks) and probing (10) and takes the mean of the two; the second
 leaves SNLI out. SimCSE (evaluation.py): seven STS tasks by one Spearman over all pairs, seven transfer tasks by
-accuracy; values are rounded to two decimals before averaging.
+accuracy; values are rounded to two decimals before averaging. STS-B in ten languages has an average of its own, the
+mean of the Spearman on test.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+from evaluation.senteval.data.tasks import DOWNSTREAM, LANGUAGES, PROBING, STS, STSB_MULTI, TRANSFER, find
 
 RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
 _WITHOUT_SNLI = tuple(name for name in DOWNSTREAM if name != "SNLI")
@@ -43,7 +44,7 @@ def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] 
     procedure = find(task).procedure
     if procedure == "similarity":
         return 100 * scores["spearman.mean" if protocol == "senteval" else "spearman.all"]
-    if procedure == "relatedness":
+    if procedure in ("relatedness", "cosine"):
         return 100 * scores["spearman"]
     if procedure == "retrieval":
         return sum(scores[name] for name in RECALLS) / len(RECALLS)
@@ -59,6 +60,8 @@ def dev_headline(task: str, scores: Scores) -> float:
         return headline(task, scores)
     if procedure == "relatedness":
         return 100 * scores["devpearson"]
+    if procedure == "cosine":
+        return 100 * scores["devspearman"]
     return scores["devacc"] / (len(RECALLS) if procedure == "retrieval" else 1)
 
 
@@ -70,11 +73,14 @@ def averages(
     """All averages of a protocol; only complete sets have a value.
 
     senteval: downstream, downstream without SNLI, probing, the means of both, all 28, and transfer; simcse: STS and
-    transfer. `marked` are tasks whose data are not the published ones.
+    transfer. Both have STS-B in ten languages if one of these has a score. `marked` are tasks whose data are not the
+    published ones.
     """
+    chosen = any(task in results for task in STSB_MULTI)
+    several = (_average(f"STS-B in {len(LANGUAGES)} languages", STSB_MULTI, results, marked),) if chosen else ()
     transfer = _average("transfer", TRANSFER, results, marked, rounded=True)
     if protocol == "simcse":
-        return (_average("STS", STS, results, marked, rounded=True), transfer)
+        return (_average("STS", STS, results, marked, rounded=True), transfer, *several)
     downstream = _average("downstream", DOWNSTREAM, results, marked)
     without_snli = _average("downstream without SNLI", _WITHOUT_SNLI, results, marked)
     probing = _average("probing", PROBING, results, marked)
@@ -86,6 +92,7 @@ def averages(
         _mean_of("mean of downstream without SNLI and probing", without_snli, probing),
         _average("all 28 tasks", DOWNSTREAM + PROBING, results, marked),
         transfer,
+        *several,
     )
 
 
@@ -102,7 +109,8 @@ def _average(
         return Average(name, sum(values) / len(values), None, missing, told)
     value = sum(headline(task, results[task]) for task in tasks) / len(tasks)
     has_dev = all(
-        find(task).procedure == "similarity" or {"devacc", "devpearson"} & set(results[task]) for task in tasks
+        find(task).procedure == "similarity" or {"devacc", "devpearson", "devspearman"} & set(results[task])
+        for task in tasks
     )
     dev = sum(dev_headline(task, results[task]) for task in tasks) / len(tasks) if has_dev else None
     return Average(name, value, dev, missing, told)

@@ -4,6 +4,7 @@ Scores of a result, by procedure (units as in SentEval: accuracies, F1 and recal
 - inner_kfold, kfold, split: `acc`, `devacc`, and for MRPC `f1`;
 - relatedness: `spearman`, `pearson`, `devpearson`, `mse`; by cosine (simcse): `spearman`, `pearson`;
 - retrieval: `i2t_r1`, `i2t_r5`, `i2t_r10`, `t2i_r1`, `t2i_r5`, `t2i_r10`, and `devacc`, the sum of the six on dev;
+- cosine: `spearman`, `pearson`, `devspearman`, `devpearson`;
 - similarity: `spearman.mean`, `.wmean`, `.all`, of each subset, and the same with `pearson`.
 """
 

@@ -15,7 +15,7 @@ from evaluation.senteval.classifier.classifier import Examples, examples
 from evaluation.senteval.classifier.features import Table, pair_table, table
 from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
-from evaluation.senteval.data.tasks import STS, TRANSFER, Task
+from evaluation.senteval.data.tasks import STS, STSB_MULTI, TRANSFER, Task
 from evaluation.senteval.scores.averages import RECALLS
 from evaluation.senteval.scores.geometry import score_geometry
 from evaluation.senteval.scores.relatedness import Pairs, relatedness
@@ -42,14 +42,14 @@ def method_for(task: Task, protocol: Protocol) -> Method | None:
     """Method by which a protocol scores a task; None if the protocol leaves it out."""
     if protocol == "senteval":
         return "procedure"
-    if task.name not in STS + TRANSFER:
+    if task.name not in STS + TRANSFER + STSB_MULTI:
         return None
     return "cosine" if task.procedure == "relatedness" else "procedure"
 
 
 def needs_fits(task: Task, method: Method) -> bool:
     """Return whether the method trains something, which takes seconds to minutes; the others are arithmetic."""
-    return method == "procedure" and task.procedure != "similarity"
+    return method == "procedure" and task.procedure not in ("similarity", "cosine")
 
 
 def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
@@ -79,8 +79,13 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     task = data.task
     if method == "geometry":
         return Scored(score_geometry(data, rows, embeddings))
-    if method == "cosine" or task.procedure == "similarity":
+    if method == "cosine" or task.procedure in ("similarity", "cosine"):
         found = score_sts(data, rows, embeddings)
+        if task.procedure == "cosine":
+            of_test, of_dev = found.subsets["test"], found.subsets["dev"]
+            scores = {"spearman": of_test.spearman, "pearson": of_test.pearson}
+            scores |= {"devspearman": of_dev.spearman, "devpearson": of_dev.pearson}
+            return Scored(scores, found.warnings)
         if task.procedure == "relatedness":  # one split, so that the three aggregates are equal
             return Scored({"spearman": found.all.spearman, "pearson": found.all.pearson}, found.warnings)
         return Scored(found.flat(), found.warnings)

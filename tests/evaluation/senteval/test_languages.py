@@ -1,0 +1,211 @@
+"""STS-B in ten languages: chosen by name, scored on test and on validation pairs, in no set of SentEval's."""
+
+import json
+
+import pytest
+from fileserver import file_server
+from scipy.stats import spearmanr
+from sentevaldata import write
+from translations import FOLDER, write_translations
+
+from cli.main import main
+from evaluation.encoders.loading import load_encoder
+from evaluation.senteval.checks.alterations import check_rows
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.checks.published import Published, PublishedSplit, published
+from evaluation.senteval.checks.rows import digests_of
+from evaluation.senteval.data.lines import git_sha1
+from evaluation.senteval.data.loading import load, task_files
+from evaluation.senteval.data.taskdata import DataError, MissingDataError
+from evaluation.senteval.data.tasks import ALL_TASKS, LANGUAGES, STSB_MULTI, TASKS, find
+from evaluation.senteval.download.sources import public_sources, restricted
+from evaluation.senteval.runner.plan import SETS, choose_tasks
+from evaluation.senteval.scores.similarity import cosines
+
+GERMAN = f"{FOLDER}/stsb-de-test.csv"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_translations(tmp_path_factory.mktemp("translations"))
+
+
+def figures_of(data):
+    """Figures of a task as if these rows were the published ones."""
+    splits = {
+        name: PublishedSplit(rows=len(split), digests=digests_of(data, split)) for name, split in data.splits.items()
+    }
+    return Published(basis="stsb-multi", splits=splits)
+
+
+def test_ten_tasks_beside_sentevals_28():
+    assert len(STSB_MULTI) == len(LANGUAGES) == 10
+    assert [task.name for task in ALL_TASKS[28:]] == list(STSB_MULTI)
+    assert choose_tasks(["stsb-multi", "sts-b"]) == ("STSBenchmark", *STSB_MULTI)
+    assert choose_tasks(["STS-B-zh", "stsbenchmark-de"]) == ("STSBenchmark-de", "STSBenchmark-zh")
+    for name in SETS.keys() - {"stsb-multi"}:
+        assert not set(SETS[name]) & set(STSB_MULTI), name
+
+
+def test_a_sentence_is_kept_as_published(folder):
+    data = load(find("STS-B-de"), folder)
+    split = data.splits["test"]
+    assert split.first[0] == "Eine Frau läuft, schnell. de1 de6 de11 de16 de21"
+    assert split.second[0].startswith('said "so", ')
+    assert sorted(split.labels.tolist()) == sorted([0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 4)
+    assert set(data.files) == set(task_files(find("STS-B-de"))) == {GERMAN, GERMAN.replace("test", "dev")}
+
+
+@pytest.mark.parametrize(
+    "ends", [lambda text: text.replace("\r\n", "\n"), lambda text: f"sentence1,sentence2,similarity_score\r\n{text}"]
+)
+def test_line_ends_and_a_header_change_no_row(folder, tmp_path, ends):
+    write_translations(tmp_path, languages=("de",))
+    for split in ("dev", "test"):
+        path = tmp_path / f"{FOLDER}/stsb-de-{split}.csv"
+        path.write_bytes(ends(path.read_bytes().decode()).encode())
+    known = figures_of(load(find("STS-B-de"), folder))
+    assert list(check_rows(load(find("STS-B-de"), tmp_path), known, "")) == []
+
+
+def test_empty_sentences_and_lines_within_a_cell(tmp_path):
+    write_translations(tmp_path, languages=("de",))
+    write(tmp_path, GERMAN, '"two\nlines"," ",1\n"a  b","\u3000c",5\n')
+    data = load(find("STS-B-de"), tmp_path)
+    assert data.splits["test"].first == ("two\nlines", "a  b")
+    assert data.splits["test"].second == (".", "\u3000c")
+    assert data.num_empty == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"a","b",1\n"a","b"\n', r"stsb-de-test.csv, line 2 is not `sentence,sentence,score`: 2 cells"),
+        ("a,b,c,1\n", "line 1 is not .* 4 cells"),
+        ("a,b,1\n\nc,d,2\n", "line 2 is not .* 0 cells"),
+        ("a,b,1\nc,d,5.1\n", "line 2 .*score 5.1 is not within 0..5"),
+        ("a,b,nan\n", "score nan is not within 0..5"),
+        ("a,b,good\n", "could not convert"),
+        ('a,b,1\n"c,d,2\n', "line 2 .*unexpected end of data"),
+        ('a,b,1\n"c"x,d,2\n', "line 2 .*expected after"),
+        ("a,b," + "1" * 200_000, "field larger than field limit"),
+        ("", "is empty: its download failed"),
+        ("<!DOCTYPE html>", "is a web page"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path, text, said):
+    write_translations(tmp_path, languages=("de",))
+    write(tmp_path, GERMAN, text)
+    with pytest.raises(DataError, match=said):
+        load(find("STS-B-de"), tmp_path)
+
+
+def test_another_language_in_a_file_is_refused(folder, tmp_path, monkeypatch):
+    """All languages have the same labels, so that only the sentences tell them apart."""
+    known = {name: figures_of(load(find(name), folder)) for name in STSB_MULTI}
+    monkeypatch.setattr("evaluation.senteval.checks.alterations.published", lambda: known)
+    write_translations(tmp_path, languages=("de",))
+    french = (folder / f"{FOLDER}/stsb-fr-test.csv").read_bytes()
+    (tmp_path / GERMAN).write_bytes(french.replace(b"\r\n", b"\n"))
+    (finding,) = check_rows(load(find("STS-B-de"), tmp_path), known["STSBenchmark-de"], "")
+    assert (finding.level, finding.what) == ("refuse", "STS-B-de test: the sentences belong to STSBenchmark-fr test")
+
+
+def test_published_figures():
+    for name in STSB_MULTI:
+        figures = published()[name]
+        assert {split: expected.rows for split, expected in figures.splits.items()} == {"dev": 1500, "test": 1379}
+        assert set(figures.files) == set(task_files(find(name)))
+        for split in ("dev", "test"):  # the labels of STS-B, and for English its sentences, from independent files
+            ours, original = figures.splits[split].digests, published()["STSBenchmark"].splits[split].digests
+            assert ours.gold == original.gold
+            assert (ours.first == original.first) == (name == "STSBenchmark-en")
+
+
+def test_rows_of_a_right_number_are_not_enough(folder):
+    found = inspect(find("STS-B-fr"), folder)
+    assert (found.standing, found.usable) == ("refused", False)
+    assert "STS-B-fr dev: 24 rows, published 1,500" in found.reason
+
+
+def test_files_of_the_repository_are_found(tmp_path):
+    write(tmp_path, "data/stsb-de-dev.csv", "a,b,1\n")
+    with pytest.raises(MissingDataError, match=r"data/stsb-de-dev.csv was found: move it to .*/stsb-multi-mt/stsb-de"):
+        load(find("STS-B-de"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def scored(folder, tmp_path_factory):
+    output = tmp_path_factory.mktemp("scores")
+    given = ["evaluate", "hashed-words:32", "--data", str(folder), "--output", str(output), "--allow-unchecked"]
+    assert main([*given, "--tasks", "stsb-multi", "--protocol", "both"]) == 0
+    return output
+
+
+def test_the_score_is_spearman_of_cosine_over_all_pairs(folder, scored):
+    told = json.loads((scored / "scores.json").read_text())["encoders"][0]["protocols"]
+    encoder = load_encoder("hashed-words:32")
+    for language in ("ru", "zh"):
+        name = f"STSBenchmark-{language}"
+        scores = told["simcse"]["results"][name]["scores"]
+        assert scores == told["senteval"]["results"][name]["scores"]
+        for split, key in (("test", "spearman"), ("dev", "devspearman")):
+            rows = load(find(name), folder).splits[split]
+            values = cosines(encoder.encode(rows.first), encoder.encode(rows.second))
+            assert scores[key] == float(spearmanr(values, rows.labels).statistic)
+            assert scores[key] > 0.5
+    assert told["senteval"]["results"]["STSBenchmark-zh"]["num_rows"] == 24
+
+
+def test_the_average_is_of_ten_languages(scored):
+    told = json.loads((scored / "scores.json").read_text())
+    for protocol in told["encoders"][0]["protocols"].values():
+        (average,) = [one for one in protocol["averages"] if one["name"] == "STS-B in 10 languages"]
+        values = [protocol["results"][name]["headline"] for name in STSB_MULTI]
+        assert average["value"] == pytest.approx(sum(values) / 10)
+        assert average["marked"] == list(STSB_MULTI)
+        assert all(one["value"] is None for one in protocol["averages"] if one is not average)
+
+
+def test_the_papers_numbers_are_next_to_validation_pairs(scored):
+    told = json.loads((scored / "scores.json").read_text())
+    tables = {block["name"]: block for block in told["tables"]}
+    assert set(tables) == {"languages-test", "languages-dev"}
+    assert tables["languages-test"]["columns"] == [*LANGUAGES, "mean"]
+    assert not any(row["source"] for row in tables["languages-test"]["rows"])
+    rows = {row["label"]: row for row in tables["languages-dev"]["rows"]}
+    paper = rows["VisualCSE-BERT-base of the language"]["cells"]
+    assert [cell["value"] for cell in paper] == pytest.approx(
+        [69.87, None, None, 72.52, None, None, None, None, 77.48, 70.05, None]
+    )
+    assert "table 5; validation pairs of STS-B; copied" in (scored / "scores.md").read_text()
+
+
+def test_one_language_has_no_average(folder, tmp_path, capsys):
+    given = ["evaluate", "hashed-words:8", "--data", str(folder), "--output", str(tmp_path), "--allow-unchecked"]
+    assert main([*given, "--tasks", "STS-B-pl"]) == 0
+    assert "| pl |" in capsys.readouterr().out
+    told = json.loads((tmp_path / "scores.json").read_text())["encoders"][0]["protocols"]["senteval"]
+    assert told["averages"][-1]["value"] is None
+    assert "STSBenchmark-de" in told["averages"][-1]["missing"]
+
+
+def test_download_fetches_the_chosen_tasks_alone(tmp_path, capsys):
+    assert len(restricted(public_sources(), STSB_MULTI).files) == 20
+    assert restricted(public_sources(), STSB_MULTI).archives == ()
+    ours = restricted(public_sources(), [task.name for task in TASKS])
+    assert not any(file.path.startswith(FOLDER) for file in ours.files)
+    assert ours.archives == public_sources().archives
+    with file_server({GERMAN: b"a,b,1\r\n"}) as server:
+        arguments = ["evaluate", "--download", str(tmp_path), "--mirror", server.address, "--tasks", "STS-B-de"]
+        assert main(arguments) == 1
+        assert {path for path, _ in server.requests} == {GERMAN, GERMAN.replace("test", "dev")}
+    said = capsys.readouterr().out
+    assert "files: 0 fetched, 0 already present, 2 failed" in said
+    assert f"but the published file has {published()['STSBenchmark-de'].files[GERMAN]}" in said
+    assert not (tmp_path / GERMAN).exists()
+
+
+def test_git_hashes_are_those_of_the_files_as_written(folder):
+    data = load(find("STS-B-it"), folder)
+    assert data.files == {name: git_sha1(folder / name) for name in task_files(find("STS-B-it"))}
