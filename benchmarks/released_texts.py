@@ -54,9 +54,9 @@ class PaddedTexts:
 def pad_texts(batch: RankBatch, pad_id: int, device: torch.device) -> PaddedTexts:
     """Lay out a packed batch, which is on the CPU."""
     if not batch.facts:
-        return PaddedTexts([_to(*pad_rows(batch.spans, pad_id), device)], {})
+        return PaddedTexts([_to(*pad_rows(batch.tokens, pad_id), device)], {})
     assert batch.views is not None
-    ids, mask = pad_rows(batch.spans, pad_id)
+    ids, mask = pad_rows(batch.tokens, pad_id)
     groups = []
     for view in batch.views.T:  # each view is padded to its own longest text
         longest = int(mask[view].sum(dim=1).max())

@@ -44,7 +44,7 @@ class Setting(packed.Workload):
         """Make span batches of `count` steps, on the CPU."""
         on_cpu = dataclasses.replace(self, device=torch.device("cpu"))
         for step in range(count):
-            yield on_cpu.batch(step * self.documents, self.documents).spans
+            yield on_cpu.batch(step * self.documents, self.documents).tokens
 
     def ours(self) -> Side:
         """Build the side of the trainer's step."""

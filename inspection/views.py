@@ -8,7 +8,7 @@ import torch
 
 from common.excerpt import shorten
 from pipeline.shards.shards import ShardSet
-from trainer.data.batches import RankBatch, SpanBatch
+from trainer.data.batches import RankBatch
 from trainer.objectives.base import Objective, implementation_of
 from trainer.setup.build import load_tokenizer
 from trainer.setup.config import TrainConfig
@@ -37,8 +37,7 @@ def view_lines(folder: Path, config: TrainConfig, rows: Sequence[int], epoch: in
         source, offset = table["source"][0].as_py(), table["offset"][0].as_py()
         yield f"row {row}, {source} at {offset}, id {table['id'][0].as_py().hex()}"
         batch = feed.feed(table, np.array([epoch], np.int64))
-        assert isinstance(batch.spans, SpanBatch)
-        texts = [tokenizer.decode(ids.tolist()) for ids in batch.spans.input_ids.split(batch.spans.lengths.tolist())]
+        texts = [tokenizer.decode(ids.tolist()) for ids in batch.tokens.input_ids.split(batch.tokens.lengths.tolist())]
         yield from _span_lines(batch, texts)
         yield from _row_lines(batch, objective)
 

@@ -190,8 +190,3 @@ AnyContent = Annotated[
     Field(discriminator="kind"),
     BeforeValidator(_with_kind),
 ]
-
-
-def noun_of(kind: ContentKind) -> str:
-    """Noun for the rows of a kind in messages: documents or rows."""
-    return "documents" if kind == "documents" else "rows"

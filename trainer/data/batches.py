@@ -146,6 +146,17 @@ class RankBatch:
     views: Tensor | None = None
     also: dict[str, "RankBatch"] = field(default_factory=dict)
 
+    @property
+    def tokens(self) -> SpanBatch:
+        """The spans of a batch of texts.
+
+        Raises:
+            TypeError: they are clips of patches.
+        """
+        if not isinstance(self.spans, SpanBatch):
+            raise TypeError("a batch of images or sounds has patches, no tokens")
+        return self.spans
+
     def to(self, device: torch.device) -> "RankBatch":
         """The batch on another device; copies to a GPU overlap with its work."""
         spans = self.spans.pin_memory() if device.type == "cuda" else self.spans
