@@ -86,7 +86,7 @@ def other_sentences(batch: RankBatch) -> RankBatch:
     """
     if batch.facts:
         return batch
-    spans = batch.spans
+    spans = batch.tokens
     order = torch.arange(spans.num_spans).view(-1, 2)
     order[:, 1] = order[:, 1].roll(-1)
     places = order.flatten()
