@@ -12,7 +12,7 @@ import tinyruns as runs
 import torch
 from mediafiles import png, sound, spread, tone
 from sentence_transformers import SentenceTransformer
-from test_text_runs import SCD, SIMCSE, stop_after, write_texts
+from textruns import SCD, SIMCSE, stop_after, write_texts
 from waiting import until
 
 from common.storage import hash_file

@@ -2,17 +2,15 @@
 
 import json
 import os
-import random
 import re
-import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 import tinyruns as runs
 import torch
 from sentence_transformers import SentenceTransformer
+from textruns import SCD, SIMCSE, stop_after, write_texts
 from waiting import until
 
 from common.config import ConfigError
@@ -25,31 +23,10 @@ from trainer.train import train
 pytestmark = [pytest.mark.ray]
 
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
-LABELS = ("entailment", "neutral", "contradiction")
-SCD = {"kind": "scd", "rates": [0.05, 0.2], "projector": [24, 16], "max_tokens": 16, "decorrelation_weight": 0.05}
 SCL = {"kind": "scl", "contrast_share": 0.3, "max_tokens": 16, "negatives": 5}
-SIMCSE = {"kind": "simcse", "max_tokens": 16}
 WITH_MLM = SIMCSE | {"mlm_loss_weight": 0.1}
 LONGFORMER = runs.SCRATCH | {"model_type": "longformer", "attention_window": [8, 8]}
 SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
-
-
-def write_texts(folder):
-    """Sentences, one a line; pairs of 60 premises; STS-B's file."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 6))) for _ in range(200)]
-
-    def sentence(most=14):
-        return " ".join(rng.choices(words, k=rng.randint(3, most)))
-
-    (folder / "sentences.txt").write_text("".join(f"{sentence()} {number}\n" for number in range(240)))
-    with (folder / "pairs.jsonl").open("w") as stream:
-        for number in range(60):
-            premise = f"{sentence()} {number}"
-            for label in (*LABELS, rng.choice(LABELS)):
-                stream.write(json.dumps({"premise": premise, "hypothesis": sentence(8), "label": label}) + "\n")
-    lines = [f"a\tb\tc\t{number}\t{rng.uniform(0, 5):.2f}\t{sentence()}\t{sentence()}" for number in range(30)]
-    (folder / "sts-dev.csv").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -123,22 +100,6 @@ def test_other_numbers_of_workers_read_the_same_batches(texts, tmp_path, objecti
     }
     for step, line in expected.items():
         assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
-
-
-def stop_after(config, steps):
-    """Trains to this step: a run of all steps whose later part is removed again, as a kill would leave it."""
-    train(config)
-    run = config.run
-    if steps < config.steps:
-        for later in (run_path(run) / "checkpoints").glob("step-*"):
-            if int(later.name.split("-")[1]) > steps:
-                shutil.rmtree(later)
-        (run_path(run) / "summary.json").unlink()
-        shutil.rmtree(run_path(run) / "export")
-
-
-def run_path(run):
-    return Path(run)
 
 
 @pytest.mark.usefixtures("session")
