@@ -2,8 +2,8 @@
 
 A checkpoint is `step-XXXXXXXX/` with encoder.safetensors (every parameter once), optimizer.safetensors (moments by
 parameter name), objective.safetensors (those of the objective) and state.json (RunState). An additional branch adds
-NAME.objective.safetensors, NAME.frontend.safetensors if it reads patches, and NAME.optimizer.safetensors if it has an
-update of its own. Nothing in it is pickled.
+NAME.objective.safetensors, NAME.frontend.safetensors if it reads patches, and NAME.optimizer.safetensors if it has
+its own update. Nothing in it is pickled.
 """
 
 import os

@@ -37,7 +37,7 @@ class RunState(Strict):
     skipped_in_a_row: int = Field(default=0, ge=0)
     """Number of skipped steps directly before and at `step`."""
     branches_skipped: dict[str, tuple[int, int]] = Field(default_factory=dict, exclude_if=lambda counts: not counts)
-    """The same two numbers of each additional branch with an update of its own; left out of the file if empty."""
+    """The same two numbers of each additional branch with its own update; left out of the file if empty."""
 
     @property
     def identity(self) -> str:

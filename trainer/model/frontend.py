@@ -144,7 +144,7 @@ class EmbeddingSwitch:
             self._states = None
         if not self._used:
             raise UnfitEncoderError(
-                f"model type {self._kind} cannot read patches: its embeddings are not a module of their own"
+                f"model type {self._kind} cannot read patches: it has no module for its embeddings"
             )
 
 

@@ -51,7 +51,7 @@ class TrainConfig(Strict):
     """Additional branches by name, such as `image`: other data and objectives that train the same encoder."""
     turns: Literal["joint", "alternating"] = "joint"
     """joint: one update for the sum of the losses with their weights. alternating: each additional branch updates the
-    encoder before the main one, with an optimizer of its own, as in VisualCSE and AudioCSE."""
+    encoder before the main one, with its own optimizer, as in VisualCSE and AudioCSE."""
     batch_documents: int = Field(default=16, ge=1)
     """Number of documents in one optimizer step over all workers. The contrastive loss compares all of them."""
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None

@@ -1,4 +1,4 @@
-"""The turns of a step: each additional branch with an update of its own, then the main branch."""
+"""The turns of a step: each additional branch with its own update, then the main branch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
