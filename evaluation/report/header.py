@@ -103,9 +103,10 @@ def _content_fact(content: Content) -> tuple[str, object, str]:
 def _glance(content: Content) -> list[str]:
     """Findings that matter before training starts."""
     totals, kept = content.manifest.totals, content.kept_tally
+    part = "the text" if content.media is None else "their bytes"
     lines = [
         f"{share(totals['kept'], totals['read'])} of the {content.noun} and "
-        f"{share(kept.text_bytes, totals['text_bytes'])} of the text are kept."
+        f"{share(kept.text_bytes, totals['text_bytes'])} of {part} are kept."
     ]
     if totals["kept"]:
         mean = totals["num_tokens"] / totals["kept"]
@@ -123,7 +124,7 @@ def _glance(content: Content) -> list[str]:
         reason, _, tally = reasons[0]
         lines.append(
             f"Most losses: {reason}, {tally.read:,} {content.noun} ({share(tally.read, totals['read'])}) with "
-            f"{share(tally.text_bytes, totals['text_bytes'])} of the text."
+            f"{share(tally.text_bytes, totals['text_bytes'])} of {part}."
         )
     sources = content.sources()
     if len(sources) > 1:

@@ -22,11 +22,13 @@ def media(content: Content) -> Html:
     ]
     heads = [unit, *(one.label for one in chart.series)]
     parts = [
-        tag("figure", tag("figcaption", f"How many {noun} have how many {unit}."), draw_histogram(chart)),
+        tag("figure", tag("figcaption", f"Number of {noun} by {unit}."), draw_histogram(chart)),
         details("All figures of the chart", table(f"{noun.capitalize()} in each bin", heads, bins)),
     ]
     if found.longest_frames:
-        told = f"{found.seconds / 60:,.1f} minutes in all; the longest clip has {found.longest_frames:,} frames."
+        told = (
+            f"All clips have {found.seconds / 60:,.1f} minutes; the longest clip has {found.longest_frames:,} frames."
+        )
         parts.insert(0, tag("p", told))
     for bars in media_bars(found, content.manifest):
         most = max((bar.value for bar in bars.bars), default=0)

@@ -192,8 +192,13 @@ def estimate(content: Content) -> Html:
     expected, manifest = content.estimate, content.manifest
     if expected is None:
         return _NOTHING
+    compared, noun = _COMPARED, content.noun
+    if content.media is not None:
+        unit = size_noun(manifest.content.kind)
+        files = {"documents": f"{noun} read", "kept": f"{noun} kept", "text bytes": "bytes of files"}
+        compared = _COMPARED | files | {"num tokens": f"{unit} kept"}
     rows: list[list[object]] = [
-        [_COMPARED.get(name, name), told, came, f"{told / came - 1:+.1%}" if came else "–"]
+        [compared.get(name, name), told, came, f"{told / came - 1:+.1%}" if came else "–"]
         for name, told, came in expected.against(manifest, content.seconds)
     ]
     read = f"Estimated from {in_mib(expected.sampled_bytes)} of {in_mib(expected.input_bytes)} of input."

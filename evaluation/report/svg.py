@@ -51,7 +51,7 @@ def _bins(chart: Histogram, scale: float, base: int) -> list[Html]:
         if not told:
             continue
         low, high = chart.edges[index], chart.edges[index + 1]
-        rects = [tag("title", f"{low:,.0f} to {high:,.0f} tokens: {', '.join(told)}")]
+        rects = [tag("title", f"{low:,.0f} to {high:,.0f} {chart.axis.split()[0]}: {', '.join(told)}")]
         top = float(base)
         for one in chart.series:
             height = float(one.counts[index]) * scale

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError
+from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
 from pipeline.readers.corpus import document_id
 from pipeline.shards.content import AudioContent
 from pipeline.shards.media import Clip
@@ -117,7 +117,7 @@ def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bo
     except UndecodableError:
         raise
     except (soundfile.SoundFileError, RuntimeError, OSError, ValueError, TypeError) as error:
-        message = " ".join(str(error).split())[:200]
+        message = library_message(error)
         known = "not recognised" in message or "unknown format" in message.lower()
         raise UndecodableError("not_audio" if known else "undecodable", f"{message} (libsndfile)") from error
     if held < min(claimed, most) or _is_cut_off(data):

@@ -1,5 +1,6 @@
 """The result of decoding one image or clip, and the reasons why it cannot be decoded."""
 
+import re
 from dataclasses import dataclass
 
 from pipeline.shards.media import Media
@@ -19,6 +20,16 @@ class UnsuitableError(ValueError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+_ADDRESS = re.compile(r"<_io\.BytesIO object at 0x[0-9a-f]+>")
+_SHOWN_CHARACTERS = 200
+
+
+def library_message(error: BaseException) -> str:
+    """The message of a library in one line, the same in every process: without addresses in memory."""
+    message = " ".join(_ADDRESS.sub("the file", str(error)).split()) or type(error).__name__
+    return message[:_SHOWN_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)

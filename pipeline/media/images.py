@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError
+from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
 from pipeline.readers.corpus import document_id
 from pipeline.shards.content import ImagesContent
 from pipeline.shards.media import MAX_PIXELS, Image
@@ -152,9 +152,9 @@ def _refused(error: BaseException, reason: str) -> UndecodableError:
     """The failure for an error of Pillow."""
     if isinstance(error, UndecodableError):
         return error
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = library_message(error)
     if type(error).__name__ == "DecompressionBombError":
         reason = "too_many_pixels"
     elif "truncated" in message.lower():
         reason = "truncated"
-    return UndecodableError(reason, f"{message[:200]} (Pillow)")
+    return UndecodableError(reason, f"{message} (Pillow)")

@@ -143,7 +143,7 @@ def _images_problem(batch: pa.RecordBatch) -> tuple[int, str] | None:
         row = int(wrong.argmax())
         return row, (
             f"num_tokens = {said[row]}, but the image has {width[row]} x {height[row]} pixels (at least 1 x 1, at most "
-            f"{MAX_PIXELS} in all)"
+            f"{MAX_PIXELS} together)"
         )
     for row, image in enumerate(batch.column("image")):
         head = image.as_buffer()[:_HEADER_BYTES].to_pybytes()

@@ -143,9 +143,7 @@ class EmbeddingSwitch:
         finally:
             self._states = None
         if not self._used:
-            raise UnfitEncoderError(
-                f"model type {self._kind} cannot read patches: it has no module for its embeddings"
-            )
+            raise UnfitEncoderError(f"model type {self._kind} cannot read patches: it has no module for its embeddings")
 
 
 def embedding_width(model: "PreTrainedModel") -> int:
