@@ -94,15 +94,9 @@ def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: Pipelin
     examples = [f"  {example}" for sidecar in sidecars for example in sidecar.failures][:_EXAMPLES]
     share = failed / counts.read
     head = (
-<<<<<<< HEAD
-        f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {share:.2%} is more "
-        f"than max_error_share = {config.max_error_share:g}. Repair the inputs and prepare into a new folder, or allow "
-        f"more with max_error_share={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
-=======
         f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {share:.2%} is more than "
         f"max_error_share = {config.max_error_share:g}. Repair the inputs and prepare into a new folder, or allow more "
         f"with max_error_share={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
->>>>>>> media
     )
     return "\n".join([head, *examples])
 
