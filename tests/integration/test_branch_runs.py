@@ -34,7 +34,7 @@ AUDIO = {"objective": {"kind": "supcon"}, "batch_documents": 5, "frontend": {"pa
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
+def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
     """Folder with the shards `sentences`, `images` and `sounds`."""
     folder = tmp_path_factory.mktemp("branches")
     write_texts(folder)

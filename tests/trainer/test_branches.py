@@ -11,7 +11,9 @@ from mediarows import clip_rows, image_rows
 from textrows import sentences
 from tiny import VOCABULARY, tiny_encoder
 
-from trainer.checkpoints.weights import turn_parameters
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import collect, load, turn_parameters
 from trainer.data.plan import Plan
 from trainer.model.frontend import Frontend, embedding_width
 from trainer.model.settings import FrontendConfig
@@ -112,6 +114,7 @@ def gradients(names, world=None, tokens=None, joint=True, sharded=False, **encod
     return found, terms
 
 
+STATE = {"documents": 10, "world_size": 1, "config_hash": "c", "data_hash": "d", "scores": {}, "files": {}}
 CASES = {
     "image, joint": (("image",), True),
     "audio and image, alternating": (("audio", "image"), False),
@@ -238,3 +241,24 @@ def test_views_of_a_clip_depend_on_row_and_epoch_alone():
         assert not torch.equal(first.values, second.values)
         digests = [feed.feed(ROWS[name].slice(i, 1), np.array([2])).spans.digest() for i in range(len(ROWS[name]))]
         assert sum(digests) % 2**40 == whole_batch.digest()
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_a_resumed_run_takes_the_same_steps(tmp_path, joint):
+    """Encoder, heads, frontends and the moments of every optimizer come back from a checkpoint."""
+
+    def begun():
+        steppers = turns_of(tiny_encoder(dropout=0.2), ("image", "audio"), joint=joint)
+        return steppers, Turns([Turn(stepper, BadLosses(False, 1)) for stepper in steppers])
+
+    steppers, turns = begun()
+    whole_run = [turns.take(batch_of(steppers, epoch=step), step) for step in (1, 2)]
+    main = steppers[-1]
+    contents = collect(main.encoder, main.optimizer, main.objective, turns=steppers)
+    path = checkpoint.save(tmp_path, RunState(**STATE, step=2), contents)
+    whole_run += [turns.take(batch_of(steppers, epoch=step), step) for step in (3, 4)]
+    steppers, turns = begun()
+    turns.take(batch_of(steppers, epoch=9), 1)  # other weights and moments
+    load(path, steppers[-1].encoder, steppers[-1].optimizer, steppers[-1].objective, steppers)
+    for step in (3, 4):
+        assert turns.take(batch_of(steppers, epoch=step), step) == whole_run[step - 1]

@@ -48,7 +48,8 @@ class TrainConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     scaling: ScalingConfig = ScalingConfig()
     also: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]*$")], BranchConfig] = Field(default_factory=dict)
-    """Additional branches by name, such as `image`: other data and objectives that train the same encoder."""
+    """Additional branches by name, such as `image`: other data and objectives that train the same encoder. They take
+    turns in the order of their names."""
     turns: Literal["joint", "alternating"] = "joint"
     """joint: one update for the sum of the losses with their weights. alternating: each additional branch updates the
     encoder before the main one, with its own optimizer, as in VisualCSE and AudioCSE."""
@@ -194,8 +195,8 @@ class TrainConfig(Strict):
         return made
 
     def branches(self) -> dict[str, "TrainConfig"]:
-        """The main branch, named "", and the additional ones."""
-        return {"": self, **{name: self.of_branch(name) for name in self.also}}
+        """The main branch, named "", and the additional ones by name, so that their order in a file has no effect."""
+        return {"": self, **{name: self.of_branch(name) for name in sorted(self.also)}}
 
     def decisive(self) -> dict[str, object]:
         """The settings that determine the result; a run is resumed only if they are unchanged.
