@@ -1,6 +1,9 @@
 """Throughput of the feed on one core: spans drawn, cut, masked and packed.
 
     python -m benchmarks.feed --json OUT [--documents 16] [--seconds 3]
+    python -m benchmarks.feed --content images|audio --json OUT
+
+Images and sounds are decoded, cropped or masked, and cut into patches, in two views.
 
 Documents are in memory, as if mapped from shards. A token counts once for each span that holds it, with the span's
 special tokens, as it goes through the encoder.
@@ -13,6 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks import documents, packed, record
+from benchmarks.clips import Clips
 from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.span_settings import SpanConfig
 
@@ -46,13 +50,41 @@ def measure(spans: tuple[int, int], count: int, seconds: float, seed: int) -> di
     }
 
 
+def measure_clips(content: str, count: int, seconds: float, seed: int) -> dict[str, Any]:
+    """Measure rows per second of processor time; `fetch` runs in the tasks that read shards, the rest in the worker."""
+    clips = Clips.of(content, count, seed)
+    times, steps = np.zeros(2), 0
+    while steps < 2 or times.sum() < seconds:
+        epochs = np.full(count, steps)
+        begun = time.process_time()
+        rows = clips.feed.fetch(clips.rows, epochs)
+        fetched = time.process_time()
+        clips.feed.feed(rows, epochs).spans.digest()
+        times += [fetched - begun, time.process_time() - fetched]
+        steps += 1
+    return {
+        "rows_per_second_per_core": round(float(count * steps / times.sum()), 1),
+        "milliseconds_per_row_in_tasks": round(float(1000 * times[0] / (count * steps)), 3),
+        "milliseconds_per_row_in_worker": round(float(1000 * times[1] / (count * steps)), 3),
+        "rows_per_step": count,
+        "steps": steps,
+    }
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     options = record.parser("feed", __doc__)
     options.add_argument("--documents", type=int, default=16, help="documents per step")
     options.add_argument("--seconds", type=float, default=3.0, help="processor time of each measurement")
+    options.add_argument("--content", choices=("documents", "images", "audio"), default="documents")
     given = options.parse_args(arguments)
     torch.set_num_threads(1)
+    if given.content != "documents":
+        found = measure_clips(given.content, given.documents, given.seconds, given.seed)
+        record.progress(f"{given.content}: {found}")
+        named = {"benchmark": "feed", "content": given.content}
+        record.publish({**named, **found, **record.facts("feed", given.commit)}, given.json)
+        return
     paper = measure(_PAPER, given.documents, given.seconds, given.seed)
     record.progress(f"spans of {_PAPER} tokens: {paper}")
     short = measure(_SHORT, given.documents, given.seconds, given.seed)

@@ -42,20 +42,31 @@ class Method:
         objective: the `objective` section.
         rows: rows of the shards in a step.
         settings: other sections.
+        also: name of the shards of a second branch.
     """
 
     shards: Literal["documents", "sentences", "pairs"]
     objective: dict[str, Any]
     rows: int = 64
     settings: dict[str, Any] = field(default_factory=dict)
+    also: Literal["images", "sounds"] | None = None
 
 
 def _scl(share: float) -> Method:
     return Method("pairs", {"kind": "scl", "contrast_share": share, "max_tokens": MAX_TOKENS}, rows=21)
 
 
+_CLIPS = {"objective": {"kind": "supcon"}, "batch_documents": 48}
+_FRONTENDS = {"images": {"size": 32, "patch": [8, 8]}, "sounds": {"patch": [16, 16], "mean": -4.0, "std": 4.0}}
+_SIMCSE = {"kind": "simcse", "max_tokens": MAX_TOKENS}
+
+
+def _declutr(also: Literal["images"] | None = None) -> Method:
+    return Method("documents", {"kind": "declutr"}, rows=32, settings={"spans": _SPANS}, also=also)
+
+
 METHODS = {
-    "simcse-unsup": Method("sentences", {"kind": "simcse", "max_tokens": MAX_TOKENS}),
+    "simcse-unsup": Method("sentences", _SIMCSE),
     "simcse-sup": Method("pairs", {"kind": "simcse", "supervised": True, "max_tokens": MAX_TOKENS}),
     "scd": Method("sentences", _SCD),
     "scd-repulsion": Method("sentences", _SCD | {"decorrelation_weight": 0.0}),
@@ -63,9 +74,13 @@ METHODS = {
     "scl-0": _scl(0.0),
     "scl-0.3": _scl(0.3),
     "scl-1": _scl(1.0),
-    "declutr": Method("documents", {"kind": "declutr"}, rows=32, settings={"spans": _SPANS}),
+    "declutr": _declutr(),
+    "simcse-images": Method("sentences", _SIMCSE, also="images"),
+    "simcse-sounds": Method("sentences", _SIMCSE, also="sounds"),
+    "declutr-images": _declutr("images"),
 }
-"""The methods in the order of the table. SCD has the arms of its paper's ablation: both terms and each one alone."""
+"""The methods in the order of the table. SCD has the arms of its paper's ablation: both terms and each one alone. Those
+with images or sounds train a second branch in turns, as VisualCSE and AudioCSE do."""
 PAIRS = (
     ("simcse-sup", "simcse-unsup"),
     ("scd", "simcse-unsup"),
@@ -74,6 +89,9 @@ PAIRS = (
     ("scl-0.3", "scl-0"),
     ("scl-1", "scl-0"),
     ("declutr", "simcse-unsup"),
+    ("simcse-images", "simcse-unsup"),
+    ("simcse-sounds", "simcse-unsup"),
+    ("declutr-images", "declutr"),
 )
 """Methods whose scores are compared seed by seed."""
 
@@ -96,7 +114,7 @@ def prepare_settings(data: Path, work: Path, tokenizer: Path | None) -> dict[str
         "pairs": (work / "nli" / "train.jsonl", {"content": {"kind": "pairs", "needs": list(_NLI)}}),
         "pairs-dev": (work / "nli" / "dev.jsonl", {"content": {"kind": "pairs"}}),
     }
-    return {
+    texts = {
         name: {
             "output": str(shards / name),
             "corpus": {"kind": "files", "paths": [str(path)]},
@@ -105,6 +123,19 @@ def prepare_settings(data: Path, work: Path, tokenizer: Path | None) -> dict[str
             **settings,
         }
         for name, (path, settings) in inputs.items()
+    }
+    clips: dict[str, tuple[Path, dict[str, Any]]] = {
+        "images": (data / "images" / "cifar10_small" / "train", {"kind": "images", "side": 32}),
+        "sounds": (data / "audio" / "fsdd", {"kind": "audio", "sample_rate": 8000, "mels": 64, "label": r"^(\d)_"}),
+    }
+    return texts | {
+        name: {
+            "output": str(shards / name),
+            "corpus": {"kind": "files", "paths": [str(path)]},
+            "content": content,
+            "held_out_share": 0.0,
+        }
+        for name, (path, content) in clips.items()
     }
 
 
@@ -162,4 +193,11 @@ def run_settings(
         "checkpoint": {"every_steps": every},
         "scaling": _SCALING,
         **method.settings,
+        **({} if method.also is None else _branch(method.also, work)),
     }
+
+
+def _branch(shards: str, work: Path) -> dict[str, Any]:
+    """The sections of a run with a second branch on images or sounds."""
+    branch = {"data": str(work / "shards" / shards), "frontend": _FRONTENDS[shards], **_CLIPS}
+    return {"also": {shards: branch}, "turns": "alternating"}

@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     needed = {
         "pairs-dev",
         *(METHODS[name].shards for name in given.methods),
+        *(also for name in given.methods if (also := METHODS[name].also)),
         *(["documents"] if source is None else []),
     }
     prepared = {name: each for name, each in prepare_settings(data, work, source).items() if name in needed}

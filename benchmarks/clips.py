@@ -1,0 +1,64 @@
+"""Made-up images and sounds as the shards hold them, and their feed."""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from trainer.model.settings import FrontendConfig
+from trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from trainer.objectives.supcon.feed import ClipFeed
+
+_LABELS = 10
+_SIDES = (341, 256)  # of an image of 4:3 whose shorter side is the default of `content.side`
+_FRAMES, _MELS = 1022, 128  # of a clip of 10.24 s
+
+
+@dataclass(frozen=True)
+class Clips:
+    """Rows of one kind of content in memory, and their feed.
+
+    Attributes:
+        rows: rows of the shards.
+        feed: of a branch with the settings of VisualCSE or AudioCSE.
+    """
+
+    rows: pa.Table
+    feed: ClipFeed
+
+    @staticmethod
+    def of(content: str, count: int, seed: int) -> "Clips":
+        """Makes `count` rows: `images` of 341 x 256 pixels, or `audio` of 10.24 s."""
+        generator = np.random.default_rng(seed)
+        columns = {
+            "id": pa.array([generator.bytes(16) for _ in range(count)], pa.binary(16)),
+            "label": pa.array([str(number % _LABELS) for number in range(count)]),
+        }
+        if content == "images":
+            width, height = _SIDES
+            columns |= {
+                "image": pa.array([_png(generator) for _ in range(count)], pa.binary()),
+                "width": pa.array([width] * count, pa.int32()),
+                "height": pa.array([height] * count, pa.int32()),
+            }
+            return Clips(pa.table(columns), ClipFeed(SupconConfig(), FrontendConfig(), seed))
+        frames = [generator.normal(-4, 4, _FRAMES * _MELS).astype(np.float32) for _ in range(count)]
+        columns |= {
+            "frames": pa.array(frames, pa.list_(pa.float32())),
+            "num_frames": pa.array([_FRAMES] * count, pa.int32()),
+        }
+        objective = SupconConfig(masks=MaskConfig(mels=48, frames=192))
+        return Clips(pa.table(columns), ClipFeed(objective, FrontendConfig(patch=(24, 24), positions=False), seed))
+
+
+def _png(generator: np.random.Generator) -> bytes:
+    """A smooth image with some noise, so that its PNG has about the size of a photograph's."""
+    width, height = _SIDES
+    coarse = generator.integers(0, 256, (height // 32, width // 32, 3), dtype=np.uint8)
+    image = np.asarray(Image.fromarray(coarse).resize(_SIDES, Image.Resampling.BICUBIC), np.int16)
+    noisy = (image + generator.integers(-4, 5, image.shape)).clip(0, 255).astype(np.uint8)
+    stored = io.BytesIO()
+    Image.fromarray(noisy).save(stored, "PNG", compress_level=3)
+    return stored.getvalue()
