@@ -58,7 +58,7 @@ def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[
         kind = _kind(one)
         heading = f"`{path}`, kind `{kind}`" if kind and number > 1 else f"`{path}`"
         yield from [f"### {heading}", (field.description if number == 1 else None) or _summary(one), ""]
-        if shown.setdefault(one, path) == path:
+        if shown.setdefault(one, path) == path or ".NAME." not in path:
             yield from _tables(one, f"{path}.", given, shown)
         else:
             yield from [f"The same settings as `{shown[one]}`.", ""]

@@ -42,6 +42,12 @@ def problems(config: TrainConfig) -> list[str]:
         missing = any(problem.startswith("data = ") for problem in found)
         return found if missing else [*found, f"data = {config.data}: {error}"]
     found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
+    if manifest.content.kind in MEDIA_KINDS:
+        return [
+            *found,
+            f"data = {config.data}: holds {manifest.content.kind}; the main branch reads texts, whose encoder is "
+            "exported: name it in a branch (also.NAME.data)",
+        ]
     others, manifests = _branch_shards(config)
     found += [*others, *_main_problems(config, manifest), *branch_problems(config, {"": manifest, **manifests})]
     if len(manifests) == len(config.also):
@@ -58,11 +64,6 @@ def problems(config: TrainConfig) -> list[str]:
 
 def _main_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     """Problems of the main branch's objective, data and validation."""
-    if manifest.content.kind in MEDIA_KINDS:
-        return [
-            f"data = {config.data}: holds {manifest.content.kind}; the main branch reads texts, whose encoder is "
-            "exported: name it in a branch (also.NAME.data)"
-        ]
     found = data_problems(config, manifest)
     return found if kind_problem(config, manifest) else [*found, *validation_problems(config, manifest)]
 

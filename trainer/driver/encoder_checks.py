@@ -23,6 +23,7 @@ from trainer.setup.build import build_encoder, build_objective
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 
+_TRIED = 0.1  # rate of dropout in the test of an encoder
 # Errors of transformers when a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
@@ -111,7 +112,11 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
             f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {config.objective.kind} "
             "exports would follow a projection that is not exported; set it to none"
         ]
-    if not drops_by_key(built):
+    # Layers whose rate is replaced in each batch may have the rate 0 here, at which nothing shows.
+    dropping = {"dropout": _TRIED, "attention_dropout": _TRIED}
+    tried = encoder.model_copy(update=dropping) if config.objective.sets_rates else encoder
+    probed = built if tried is encoder else build_encoder(config.model_copy(update={"encoder": tried}), tokenizer)
+    if not drops_by_key(probed):
         if config.objective.sets_rates or config.objective.needs_dropout:
             return [_unkeyed(config, built)]
         get_logger().warning(

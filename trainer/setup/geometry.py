@@ -26,6 +26,8 @@ def with_geometry(config: TrainConfig, run: Path) -> TrainConfig:
         config: of the run.
         run: folder of the run.
     """
+    if not config.also and all(key in config.spans.model_fields_set for key in _KEYS):
+        return config
     also = {
         name: branch.model_copy(update={"spans": _spans(config.of_branch(name), run, ("also", name))})
         for name, branch in config.also.items()

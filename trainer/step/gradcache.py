@@ -202,7 +202,8 @@ class GradCache:
         device = piece.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self._autocast(device):
             torch.manual_seed(seeding.torch_seed(self.seed, "dropout", self.step, self.world.rank, number))
-            embeddings, mlm_sum = self.encoder(piece, self.frontend)
+            frontend = () if self.frontend is None else (self.frontend,)
+            embeddings, mlm_sum = self.encoder(piece, *frontend)
         return embeddings, mlm_sum
 
     def _autocast(self, device: torch.device) -> torch.autocast:
