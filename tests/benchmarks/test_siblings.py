@@ -83,7 +83,8 @@ def test_settings_are_valid(tmp_path, own):
         settings = sibling_runs.run_settings(name, 3, tmp_path, tmp_path, tmp_path, 500, 1e-4, own)
         config = TrainConfig.model_validate(settings)
         assert config.objective.kind == method.objective["kind"]
-        assert config.objective.mlm == (own and name == "declutr")
+        assert config.objective.mlm == (own and method.objective["kind"] == "declutr")
+        assert list(config.also) == ([method.also] if method.also else [])
         assert (config.seed, config.steps, config.optim.lr, config.encoder.pooling) == (3, 500, 1e-4, "mean")
 
 
