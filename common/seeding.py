@@ -77,7 +77,7 @@ def unit(drawn: U32) -> NDArray[np.float64]:
     return drawn.astype(np.float64) * 2.0**-32
 
 
-def torch_seed(seed: int, purpose: str, *position: int) -> int:
+def torch_seed(seed: int, purpose: str, *position: int | str) -> int:
     """A 63-bit seed for a `torch.Generator` or `torch.random.fork_rng` block at this position."""
     text = "\0".join([str(seed), purpose, *map(str, position)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -38,13 +38,13 @@ def collect(
         turns: the steppers of the run, if it has additional branches.
     """
     memory = memory or {}
-    joined = [branch for turn in turns[-1:] for branch in turn.joined]
+    joined, branches = _additional(turns)
     files: dict[str, Mapping[str, Tensor]] = {
         ENCODER: dict(encoder.named_parameters()),
         OPTIMIZER: _moments(trained_parameters(encoder, objective, joined), optimizer),
         OBJECTIVE: objective.state(),
     }
-    for branch in [*turns[:-1], *joined]:
+    for branch in branches:
         files[f"{branch.name}.{OBJECTIVE}"] = branch.objective.state()
         if branch.frontend is not None:
             files[f"{branch.name}.{FRONTEND}"] = dict(branch.frontend.named_parameters())
@@ -81,11 +81,11 @@ def load(
         CheckpointError: names or shapes differ.
     """
     load_parameters(path, encoder)
-    joined = [branch for turn in turns[-1:] for branch in turn.joined]
+    joined, branches = _additional(turns)
     _load_moments(path / OPTIMIZER, trained_parameters(encoder, objective, joined), optimizer)
     device = next(encoder.parameters()).device
     load_objective(path, objective, device)
-    for branch in [*turns[:-1], *joined]:
+    for branch in branches:
         if not (path / f"{branch.name}.{OBJECTIVE}").is_file():  # its state lists all files: this is a fork's first one
             get_logger().info("%s has no branch %s, which starts with new weights", path, branch.name)
             continue
@@ -95,6 +95,12 @@ def load(
     for turn in turns[:-1]:
         if (path / f"{turn.name}.{OPTIMIZER}").is_file():
             _load_moments(path / f"{turn.name}.{OPTIMIZER}", turn_parameters(turn), turn.optimizer)
+
+
+def _additional(turns: Sequence[Stepper]) -> tuple[Sequence[Branch], list[Branch]]:
+    """The branches that join the main update, and all additional ones."""
+    joined = turns[-1].joined if turns else ()
+    return joined, [*turns[:-1], *joined]
 
 
 def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

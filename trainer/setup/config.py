@@ -1,10 +1,10 @@
 """The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
-import hashlib
 from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
+from common import seeding
 from common.config import Strict
 from common.storage import hash_json
 from common.stores.address import is_remote
@@ -179,14 +179,13 @@ class TrainConfig(Strict):
         Its seed is drawn from the run's, so that branches with the same data differ.
         """
         branch = self.also[name]
-        digest = hashlib.blake2b(f"{self.seed}\0branch\0{name}".encode(), digest_size=8).digest()
         values = {
             "data": branch.data,
             "objective": branch.objective,
             "spans": branch.spans,
             "batch_documents": branch.batch_documents,
             "optim": branch.optim or self.optim,
-            "seed": int.from_bytes(digest, "little") >> 1,
+            "seed": seeding.torch_seed(self.seed, "branch", name),
             "also": {},
             "turns": "joint",
         }
