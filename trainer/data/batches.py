@@ -5,13 +5,15 @@ Legend: S spans, T tokens of all spans together (specials included), K tokens th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Self, Union
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from trainer.data.packedbatch import PackedBatch
 
 if TYPE_CHECKING:
     from trainer.data.patches import PatchBatch
@@ -24,7 +26,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication by its powers lo
 
 
 @dataclass(frozen=True)
-class SpanBatch:
+class SpanBatch(PackedBatch):
     """Spans with their MLM targets, on one device.
 
     Attributes:
@@ -45,11 +47,6 @@ class SpanBatch:
     rates: Tensor | None = None
 
     @property
-    def num_spans(self) -> int:
-        """Number of spans, S."""
-        return len(self.lengths)
-
-    @property
     def num_tokens(self) -> int:
         """Number of tokens, T."""
         return len(self.input_ids)
@@ -59,15 +56,7 @@ class SpanBatch:
         """Device of the tokens."""
         return self.input_ids.device
 
-    def to(self, device: torch.device) -> "SpanBatch":
-        """The batch on another device."""
-        return self._moved(lambda each: each.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "SpanBatch":
-        """The batch in page-locked memory, from which copies to a GPU overlap with its work."""
-        return self._moved(Tensor.pin_memory)
-
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> "SpanBatch":
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         keys = None if self.keys is None else move(self.keys)
         return replace(
             self, input_ids=move(self.input_ids), selected=move(self.selected), labels=move(self.labels), keys=keys
@@ -84,12 +73,6 @@ class SpanBatch:
         values[self.selected.numpy()] += self.labels.numpy().astype(np.uint64) << np.uint64(20)
         return digest_of(values, self.lengths, self.keys)
 
-    def microbatches(self, max_tokens: int | None) -> list["SpanBatch"]:
-        """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a separate piece."""
-        if max_tokens is None or self.num_tokens <= max_tokens:
-            return [self]
-        return self.slices(pieces(self.lengths.tolist(), max_tokens))
-
     def with_blank(self) -> "SpanBatch":
         """The batch and a last span of one token, whose MLM label is ignored, so that it adds nothing to the loss."""
         return SpanBatch(
@@ -101,18 +84,14 @@ class SpanBatch:
             None if self.rates is None else F.pad(self.rates, (0, 0, 0, 1)),
         )
 
-    def span_slice(self, start: int, end: int) -> "SpanBatch":
-        """The spans [start, end) as a separate batch."""
-        return self.slices([(start, end)])[0]
-
-    def slices(self, cuts: Sequence[tuple[int, int]]) -> list["SpanBatch"]:
+    def slices(self, cuts: Sequence[tuple[int, int]]) -> list[Self]:
         """The spans of each [start, end) as separate batches."""
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
         # `selected` is ascending, so its pieces are slices too; one copy to the CPU finds them all
         places = torch.searchsorted(self.selected.cpu(), bounds).tolist()
         starts = bounds.tolist()
         return [
-            SpanBatch(
+            type(self)(
                 self.input_ids[starts[start] : starts[end]],
                 self.lengths[start:end],
                 self.selected[places[start] : places[end]] - starts[start],
@@ -164,17 +143,6 @@ class RankBatch:
         views = None if self.views is None else self.views.to(device)
         also = {name: batch.to(device) for name, batch in self.also.items()}
         return replace(self, spans=spans.to(device), facts=facts, views=views, also=also)
-
-
-def pieces(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Cuts consecutive spans into [start, end) with at most `limit` tokens each; a longer span is a separate piece."""
-    found, start, total = [], 0, 0
-    for place, size in enumerate(sizes):
-        if total and total + size > limit:
-            found.append((start, place))
-            start, total = place, 0
-        total += size
-    return [*found, (start, len(sizes))] if start < len(sizes) else found
 
 
 def digest_of(values: NDArray[np.uint64], lengths: Tensor, keys: Tensor | None) -> int:

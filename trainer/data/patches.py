@@ -5,19 +5,21 @@ Legend: S clips, T tokens of all clips together (a CLS token and the patches of 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data.batches import digest_of, pieces
+from trainer.data.batches import digest_of
+from trainer.data.packedbatch import PackedBatch
 
 _MULTIPLIER = 0xD6E8FEB86659FD93  # odd, so that multiplication by its powers loses no bit
 
 
 @dataclass(frozen=True)
-class PatchBatch:
+class PatchBatch(PackedBatch):
     """Clips on one device, with the interface of `SpanBatch`; nothing of them is predicted.
 
     Attributes:
@@ -33,11 +35,6 @@ class PatchBatch:
     lengths: Tensor
     keys: Tensor | None = None
     rates: Tensor | None = None
-
-    @property
-    def num_spans(self) -> int:
-        """Number of clips, S."""
-        return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
@@ -59,15 +56,7 @@ class PatchBatch:
         """No token is predicted."""
         return self.places.new_empty(0)
 
-    def to(self, device: torch.device) -> "PatchBatch":
-        """The batch on another device."""
-        return self._moved(lambda each: each.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "PatchBatch":
-        """The batch in page-locked memory, from which copies to a GPU overlap with its work."""
-        return self._moved(Tensor.pin_memory)
-
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> "PatchBatch":
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         keys = None if self.keys is None else move(self.keys)
         return replace(self, values=move(self.values), places=move(self.places), keys=keys)
 
@@ -79,12 +68,6 @@ class PatchBatch:
         tokens = (raw.view(np.uint64) * powers).sum(axis=1) + self.places.numpy().astype(np.uint64)
         return digest_of(tokens + np.uint64(1), self.lengths, self.keys)
 
-    def microbatches(self, max_tokens: int | None) -> list["PatchBatch"]:
-        """Consecutive clips in pieces of at most `max_tokens` tokens; a longer clip is a separate piece."""
-        if max_tokens is None or self.num_tokens <= max_tokens:
-            return [self]
-        return self.slices(pieces(self.lengths.tolist(), max_tokens))
-
     def with_blank(self) -> "PatchBatch":
         """The batch and a last clip of a CLS token alone, which sharded layers need."""
         return PatchBatch(
@@ -95,15 +78,11 @@ class PatchBatch:
             None if self.rates is None else F.pad(self.rates, (0, 0, 0, 1)),
         )
 
-    def span_slice(self, start: int, end: int) -> "PatchBatch":
-        """The clips [start, end) as a separate batch."""
-        return self.slices([(start, end)])[0]
-
-    def slices(self, cuts: Sequence[tuple[int, int]]) -> list["PatchBatch"]:
+    def slices(self, cuts: Sequence[tuple[int, int]]) -> list[Self]:
         """The clips of each [start, end) as separate batches."""
         bounds = [0, *self.lengths.cumsum(0).tolist()]
         return [
-            PatchBatch(
+            type(self)(
                 self.values[bounds[start] : bounds[end]],
                 self.places[bounds[start] : bounds[end]],
                 self.lengths[start:end],
