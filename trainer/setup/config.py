@@ -107,6 +107,8 @@ class TrainConfig(Strict):
                 f"give steps = {self.steps} or epochs = {self.epochs}, not both; on a command line, epochs=null or "
                 "steps=null removes one of them"
             )
+        if self.optim.lr == 0:
+            problems.append("optim.lr = 0: the run would learn nothing; set it above 0")
         if self.turns == "alternating" and not self.also:
             problems.append("turns = alternating has no effect without `also`; remove it, or add a branch")
         problems += [
