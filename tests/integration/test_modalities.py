@@ -25,7 +25,7 @@ def write_files(folder):
     (folder / "configs").symlink_to(runs.ROOT / "configs")
     spread(folder / "pictures", {f"{('cat', 'dog')[n % 2]}/{n:04}.png": png(n, (40, 36)) for n in range(50)})
     spread(folder / "sounds", {f"{n % 5}_jackson_{n}.wav": sound(tone(0.3, 8000, n), 8000) for n in range(20)})
-    lines = [f"Sentence {n} says that {n * 7919 % 101} birds saw {n * 31 % 17} cats." for n in range(90)]
+    lines = [f"Sentence {n} says that {n * 7919 % 101} birds saw {n * 31 % 17} cats." for n in range(400)]
     (folder / "sentences.txt").write_text("\n".join(lines) + "\n")
     for name, block in zip(("pictures", "sounds"), BLOCKS, strict=False):
         (folder / f"{name}.yaml").write_text(block)
