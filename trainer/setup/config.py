@@ -47,7 +47,7 @@ class TrainConfig(Strict):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scaling: ScalingConfig = ScalingConfig()
-    also: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]*$")], BranchConfig] = Field(default_factory=dict)
+    also: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], BranchConfig] = Field(default_factory=dict)
     """Additional branches by name, such as `image`: other data and objectives that train the same encoder. They take
     turns in the order of their names."""
     turns: Literal["joint", "alternating"] = "joint"
