@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from common.config import Strict
 
-
 _MOST_PATCHES = 2**16  # of a clip, and values of a patch: a mistyped number must not take all memory
 
 
