@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.console.logs import get_logger
 from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.driver.device import Device
 from trainer.setup.scaling import ScalingConfig
 from trainer.worker.backend import GroupConfig
 from trainer.worker.entry import train_loop
@@ -31,12 +32,13 @@ _BACKEND_SECONDS = 1800
 
 
 def build_group(
-    scaling: ScalingConfig, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
+    scaling: ScalingConfig, device: Device, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
 ) -> TorchTrainer:
     """The trainer of one start of a run; trainer/driver/supervisor.py restarts it.
 
     Args:
-        scaling: settings of the workers' number and devices.
+        scaling: settings of the workers' number.
+        device: of the run; GPUs that are missing are waited for.
         settings: the configuration as JSON, with absolute paths, for the workers.
         run: folder of the run.
         channel: name of the control channel the workers write to.
@@ -46,17 +48,16 @@ def build_group(
     needed = scaling.least_workers * scaling.cpus_per_worker + 1
     if resources.get("CPU", 0) < needed:
         get_logger().warning("the cluster has %g CPUs, this run needs %d: waiting", resources.get("CPU", 0), needed)
-    gpus = resources.get("GPU", 0)
-    if scaling.device == "cuda" and gpus < scaling.least_workers:
-        message = "scaling.device = cuda: the cluster has %g GPUs, this run needs %d: waiting"
+    gpus, use_gpu = resources.get("GPU", 0), device == "cuda"
+    if use_gpu and gpus < scaling.least_workers:
+        message = "this run trains on GPUs: the cluster has %g, it needs %d: waiting"
         get_logger().warning(message, gpus, scaling.least_workers)
-    use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.least_workers)
     # Older versions registered checkpoints with Ray, which would load them. Ours are found by listing the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
         train_loop,
-        train_loop_config={"config": settings, "channel": channel, "marks": marks},
+        train_loop_config={"config": settings, "device": device, "channel": channel, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=use_gpu,

@@ -15,7 +15,9 @@ class ScalingConfig(Strict):
     """Number of training processes, one for each GPU if GPUs are used. `[least, most]`: as many as fit on the cluster;
     the number changes when nodes leave or join, while the command keeps running."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs if the cluster has one for every worker, else CPUs."""
+    """Device of the workers. auto: GPUs if the cluster has one for every worker when the run first starts, else CPUs.
+    The run keeps its device (`device.json` in its folder) and waits for GPUs that are missing. Set cuda where the
+    cluster adds nodes with GPUs later."""
     cpus_per_worker: int = Field(default=1, ge=1)
     """CPUs that a worker reserves; without a GPU also its number of threads."""
     address: str | None = None

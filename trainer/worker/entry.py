@@ -45,8 +45,8 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, and again after each failure.
 
     Args:
-        settings: `config` (the TrainConfig as JSON), `channel` (name of the control channel) and `marks` (the driver's
-            part of the Stopwatch).
+        settings: `config` (the TrainConfig as JSON), `device` (of the run), `channel` (name of the control channel) and
+            `marks` (the driver's part of the Stopwatch).
 
     Returns:
         None after the last step. Otherwise `given_up` with the reason; or the saved `step` with `stopped`, the notice,
@@ -67,14 +67,15 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
     get_logger().addHandler(HeartbeatLogHandler(heartbeat))
     with Listener(ControlChannel(settings["channel"]), heartbeat) as listener:
-        return _train(config, heartbeat, stopwatch, listener)
+        # Ray would also return a GPU of the host that it did not reserve for this worker.
+        device = torch.device("cpu") if settings["device"] == "cpu" else ray.train.torch.get_device()
+        return _train(config, device, heartbeat, stopwatch, listener)
 
 
 def _train(
-    config: TrainConfig, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
+    config: TrainConfig, device: torch.device, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
 ) -> dict[str, Any] | None:
     world = CountedWorld(heartbeat.rank, heartbeat.size, heartbeat)
-    device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
     with heartbeat.doing("fetching"):
