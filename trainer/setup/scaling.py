@@ -42,6 +42,9 @@ class ScalingConfig(Strict):
     """Log a worker whose own time for a step exceeds this factor times the others'."""
     stop_seconds: float = Field(default=25.0, gt=0)
     """Time after SIGTERM or Ctrl-C for the workers to finish their step and save. Kubernetes kills after 30 s."""
+    spot_notices: Literal["aws", "gcp"] | None = None
+    """Cloud whose metadata server announces the end of a spot host. One worker of each host asks it every 5 seconds; a
+    notice drains the node, so that the workers save and the group starts on other nodes. null: it is not asked."""
     storage_threads: int = Field(default=2, ge=1)
     """CPUs for the tasks that read shards, in a session on this machine."""
 

@@ -1,7 +1,8 @@
 """Entry point of a worker, called by Ray Train: builds the parts of the run and starts the training loop."""
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import ray
 import ray.train
@@ -38,6 +39,7 @@ from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler, Stopwatch
 from trainer.worker.listener import Listener
 from trainer.worker.loop import TrainingLoop
+from trainer.worker.spotwatch import SpotWatch
 from trainer.worker.turns import Turn, Turns
 
 
@@ -69,7 +71,13 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     with Listener(ControlChannel(settings["channel"]), heartbeat) as listener:
         # Ray would also return a GPU of the host that it did not reserve for this worker.
         device = torch.device("cpu") if settings["device"] == "cpu" else ray.train.torch.get_device()
-        return _train(config, device, heartbeat, stopwatch, listener)
+        with _spot_watch(config.scaling.spot_notices, context.get_local_rank(), heartbeat.node):
+            return _train(config, device, heartbeat, stopwatch, listener)
+
+
+def _spot_watch(cloud: Literal["aws", "gcp"] | None, local_rank: int, node: str) -> AbstractContextManager[Any]:
+    """Watches for spot notices in one worker of each host."""
+    return nullcontext() if cloud is None or local_rank else SpotWatch(cloud, node)
 
 
 def _train(
