@@ -17,7 +17,7 @@ from trainer.checkpoints.store import fetch_run, store_of
 from trainer.data.batches import RankBatch
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
-from trainer.data.stream import Ahead, batches, with_branches
+from trainer.data.stream import Ahead, batches, limit_resources, with_branches
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import ObjectiveError
 from trainer.setup.branches import data_hash_of
@@ -104,6 +104,10 @@ def _train(
         ]
     except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
+    resources, settled = ray.cluster_resources(), config.scaling.cpus_per_worker * world.size
+    limit_resources(
+        world.size * len(settings), resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0)
+    )
     plans = {name: Plan(one.seed, shards[name].num_documents, one.batch_documents) for name, one in settings.items()}
     steppers = build_turns(config, branches, total_steps(config, plans[""]))
     feeds = {branch.name: build_feed(branch.objective, encoder, vocabulary) for branch in branches}
