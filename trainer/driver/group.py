@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,23 @@ def build_group(
         ),
         torch_config=GroupConfig("nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds)),
         run_config=ray.train.RunConfig(
-            name=CHECKPOINTS, storage_path=str(run), failure_config=ray.train.FailureConfig(max_failures=0)
+            name=CHECKPOINTS,
+            storage_path=str(run),
+            failure_config=ray.train.FailureConfig(max_failures=0),
+            callbacks=_tune_callbacks() if scaling.report_minutes else None,
         ),
     )
+
+
+def _tune_callbacks() -> list[Any]:
+    """Passes reports on to Tune if this run is one of its trials."""
+    if "ray.tune" not in sys.modules:
+        return []
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    with contextlib.suppress(RuntimeError):  # Tune was imported, but does not run this process
+        return [TuneReportCallback()]
+    return []
 
 
 class Fit(threading.Thread):

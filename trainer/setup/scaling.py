@@ -45,6 +45,9 @@ class ScalingConfig(Strict):
     spot_notices: Literal["aws", "gcp"] | None = None
     """Cloud whose metadata server announces the end of a spot host. One worker of each host asks it every 5 seconds; a
     notice drains the node, so that the workers save and the group starts on other nodes. null: it is not asked."""
+    report_minutes: float | None = Field(default=None, gt=0)
+    """Pass the newest metrics to Ray Train every so many minutes, without a checkpoint, so that Ray's dashboard, Tune
+    and Anyscale show them. A report takes some 0.2 s, in which all workers wait. null: never."""
     storage_threads: int = Field(default=2, ge=1)
     """CPUs for the tasks that read shards, in a session on this machine."""
 
