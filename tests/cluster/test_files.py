@@ -148,6 +148,51 @@ def test_kuberay_job_asks_for_what_it_needs_and_no_more():
         assert "env" not in container
 
 
+BYTES = {"Gi": 2**30, "Mi": 2**20}
+
+
+def num_bytes(text):
+    return int(text[:-2]) * BYTES[text[-2:]]
+
+
+def test_memory_volumes_fit_into_the_memory_of_their_pods_and_hold_the_object_store():
+    cluster = read("deploy/kuberay.yaml")["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        limit = num_bytes(pod["containers"][0]["resources"]["limits"]["memory"])
+        (volume,) = (one["emptyDir"] for one in pod["volumes"] if one.get("emptyDir", {}).get("medium") == "Memory")
+        assert int(group["rayStartParams"]["object-store-memory"]) < num_bytes(volume["sizeLimit"]) <= limit / 3
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/kuberay.yaml", "docs/cluster.md"])
+def test_every_training_asks_for_the_gpus_that_its_nodes_will_have(name):
+    """Not `auto`, which looks at the nodes that have joined at that moment."""
+    found = [arguments for section, arguments in commands((ROOT / name).read_text()) if section == "train"]
+    assert found
+    for arguments in found:
+        assert "scaling.device=cuda" in arguments.split()
+        assert ("scaling.spot_notices=aws" in arguments.split()) == (name != "deploy/kuberay.yaml")
+
+
+def test_one_host_has_a_gpu_for_every_worker_of_the_documented_run():
+    scaling = load_config("configs/declutr-base.yaml", "train", TrainConfig, []).scaling
+    cluster = read("cluster.yaml")
+    assert len(cluster["provider"]["availability_zone"].split(",")) == 1
+    aws, gcp = cluster["available_node_types"]["gpu_worker"], variant("gcp")["available_node_types"]["gpu_worker"]
+    (group,) = read("deploy/kuberay.yaml")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    pod = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    sizes = [(node["resources"]["GPU"], node["resources"]["CPU"]) for node in (aws, gcp)]
+    for gpus, cpus in [*sizes, (int(pod["nvidia.com/gpu"]), int(pod["cpu"]))]:
+        assert gpus == scaling.most_workers
+        assert cpus > scaling.most_workers * scaling.cpus_per_worker, "and CPUs for the tasks that read shards"
+
+
+def test_pods_with_gpus_tolerate_the_usual_taint():
+    _, *workers = pods()
+    for pod in workers:
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
 def test_documented_claim_is_the_one_the_job_mounts():
     (block,) = blocks("yaml", "PersistentVolumeClaim")
     claim = yaml.safe_load(block)

@@ -9,7 +9,6 @@ import ray
 import tinyruns as runs
 import torch
 from ray.data import DataContext, ExecutionResources
-from ray.data._internal.execution.execution_callback import ExecutionCallback
 from transformers import AutoTokenizer
 from waiting import until
 
@@ -114,7 +113,7 @@ def test_an_epoch_reads_every_document_once(data):
 def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
     looks, waiting = [], []
 
-    class Looks(ExecutionCallback):
+    class Looks(stream._Pace):
         def on_execution_step(self, executor):
             looks.append(time.monotonic())
             waiting.append(not executor._consumer_idling())

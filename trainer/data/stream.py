@@ -17,8 +17,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 import torch
-from ray.data import DataContext
-from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.data import DataContext, ExecutionResources
 
 from common.console.logs import get_logger
 from pipeline.shards.shards import ShardSet
@@ -30,19 +29,49 @@ _MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before 
 _AHEAD_BATCHES = 4
 _PACE_SECONDS = 0.1
 _PATIENCE_SECONDS = 30
+_STORE_SHARE = 0.5  # of the object store; the rest is for blocks that are being read
+_LEAST_STORE_BYTES = 2**26  # a few blocks of long documents
 
 
-class _Pace(ExecutionCallback):  # type: ignore[misc]
+class _Pace:
     """Limits how often Ray Data's executor polls its tasks.
 
     The executor is a thread of the worker. If finished blocks are waiting to be read, which is the normal case, it
     polls without a pause and holds the interpreter lock that the training thread needs.
+
+    It has the methods of Ray's ExecutionCallback, which has no public name.
     """
+
+    def before_execution_starts(self, executor: Any) -> None:
+        """Does nothing."""
 
     def on_execution_step(self, executor: Any) -> None:
         """Pauses after each poll unless the reader waits for data."""
         if not executor._consumer_idling():
             time.sleep(_PACE_SECONDS)
+
+    def after_execution_succeeds(self, executor: Any) -> None:
+        """Does nothing."""
+
+    def after_execution_fails(self, executor: Any, error: Exception) -> None:
+        """Does nothing."""
+
+
+def limit_resources(streams: int, cpus: float, store_bytes: float) -> None:
+    """Limits each Dataset of this process to its share of what the readers of all ranks may use.
+
+    Ray Data takes the whole cluster as its own. With one Dataset a rank, all of them together would start as many tasks
+    as the cluster has CPUs for each, and fill the object store, which then spills to disk.
+
+    Args:
+        streams: number of Datasets of all ranks.
+        cpus: CPUs of the cluster that no worker reserves.
+        store_bytes: size of the cluster's object store.
+    """
+    share = ExecutionResources(
+        cpu=max(1.0, cpus // streams), object_store_memory=max(_LEAST_STORE_BYTES, _STORE_SHARE * store_bytes / streams)
+    )
+    DataContext.get_current().execution_options.resource_limits = share
 
 
 def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:

@@ -15,9 +15,10 @@ from pipeline.shards.content import MEDIA_KINDS
 from pipeline.shards.manifest import Manifest, ShardError, load_manifest
 from pipeline.shards.shards import check_shards
 from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from trainer.checkpoints.state import read_origin
 from trainer.driver.branch_checks import branch_problems
+from trainer.driver.device import DEVICE, device_problem, kept_device
 from trainer.driver.encoder_checks import encoder_problems
 from trainer.driver.objective_checks import data_problems, kind_problem
 from trainer.driver.places import place_problems
@@ -35,6 +36,8 @@ def problems(config: TrainConfig) -> list[str]:
         return found
     run = run_folder(config.run, config.cache)
     found += _run_problems(config, run)
+    if problem := device_problem(config.scaling, run):
+        found.append(problem)
     try:
         folder = data_folder(config.data, config.cache)
         manifest = load_manifest(folder)
@@ -106,13 +109,20 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
     if address:
         problem = cluster_problem(name.replace("address", "scaling.address"), address)
         return [] if problem is None else [problem]
-    gpus = torch.cuda.device_count()
-    if scaling.device == "cuda" and gpus < scaling.least_workers:
-        return [
-            f"scaling.device = cuda: {scaling.least_workers} workers need a GPU each, and this machine has {gpus} that "
-            "torch can use; set it to cpu or auto, lower scaling.workers, or name a cluster (scaling.address)"
-        ]
-    return []
+    gpus, least = torch.cuda.device_count(), scaling.least_workers
+    try:
+        device = kept_device(scaling, run)
+    except DamagedError:  # `problems` reports it
+        return []
+    if device != "cuda" or gpus >= least:
+        return []
+    kept = "" if scaling.device == "cuda" else f"this run was started on GPUs ({run / DEVICE}), "
+    trained = steps_in(run / CHECKPOINTS)
+    cpus = "start a new run with its weights: --fork NEW_RUN scaling.device=cpu" if trained else "set it to cpu"
+    return [
+        f"scaling.device = {scaling.device}: {kept}{least} workers need a GPU each, and this machine has {gpus} that "
+        f"torch can use; {cpus}, lower scaling.workers, or name a cluster (scaling.address)"
+    ]
 
 
 def _run_problems(config: TrainConfig, run: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.console.logs import get_logger
 from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.driver.device import Device
 from trainer.setup.scaling import ScalingConfig
 from trainer.worker.backend import GroupConfig
 from trainer.worker.entry import train_loop
@@ -31,12 +33,13 @@ _BACKEND_SECONDS = 1800
 
 
 def build_group(
-    scaling: ScalingConfig, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
+    scaling: ScalingConfig, device: Device, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
 ) -> TorchTrainer:
     """The trainer of one start of a run; trainer/driver/supervisor.py restarts it.
 
     Args:
-        scaling: settings of the workers' number and devices.
+        scaling: settings of the workers' number.
+        device: of the run; GPUs that are missing are waited for.
         settings: the configuration as JSON, with absolute paths, for the workers.
         run: folder of the run.
         channel: name of the control channel the workers write to.
@@ -46,17 +49,16 @@ def build_group(
     needed = scaling.least_workers * scaling.cpus_per_worker + 1
     if resources.get("CPU", 0) < needed:
         get_logger().warning("the cluster has %g CPUs, this run needs %d: waiting", resources.get("CPU", 0), needed)
-    gpus = resources.get("GPU", 0)
-    if scaling.device == "cuda" and gpus < scaling.least_workers:
-        message = "scaling.device = cuda: the cluster has %g GPUs, this run needs %d: waiting"
+    gpus, use_gpu = resources.get("GPU", 0), device == "cuda"
+    if use_gpu and gpus < scaling.least_workers:
+        message = "this run trains on GPUs: the cluster has %g, it needs %d: waiting"
         get_logger().warning(message, gpus, scaling.least_workers)
-    use_gpu = scaling.device == "cuda" or (scaling.device == "auto" and gpus >= scaling.least_workers)
     # Older versions registered checkpoints with Ray, which would load them. Ours are found by listing the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
         train_loop,
-        train_loop_config={"config": settings, "channel": channel, "marks": marks},
+        train_loop_config={"config": settings, "device": device, "channel": channel, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=use_gpu,
@@ -65,9 +67,23 @@ def build_group(
         ),
         torch_config=GroupConfig("nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds)),
         run_config=ray.train.RunConfig(
-            name=CHECKPOINTS, storage_path=str(run), failure_config=ray.train.FailureConfig(max_failures=0)
+            name=CHECKPOINTS,
+            storage_path=str(run),
+            failure_config=ray.train.FailureConfig(max_failures=0),
+            callbacks=_tune_callbacks() if scaling.report_minutes else None,
         ),
     )
+
+
+def _tune_callbacks() -> list[Any]:
+    """Passes reports on to Tune if this run is one of its trials."""
+    if "ray.tune" not in sys.modules:
+        return []
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    with contextlib.suppress(RuntimeError):  # Tune was imported, but does not run this process
+        return [TuneReportCallback()]
+    return []
 
 
 class Fit(threading.Thread):

@@ -14,8 +14,8 @@ from trainer.objectives.registry import KINDS
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
 # Files and folders that a run writes. A folder in place of a file, or the reverse, would end it hours later.
 _FILES = (
-    "config.yaml", "decisive.json", "failures.log", "fork.json", "lock.json", "metrics.jsonl", "seconds.json",
-    "summary.json", "export/declutr.json",
+    "config.yaml", "decisive.json", "device.json", "failures.log", "fork.json", "lock.json", "metrics.jsonl",
+    "seconds.json", "summary.json", "export/declutr.json",
 )  # fmt: skip
 _FOLDERS = ("checkpoints", "export", "tensorboard")
 

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from trainer.checkpoints.ranking import BestScore, history
 from trainer.checkpoints.store import RunStore, store_of
 from trainer.data.plan import Plan
 from trainer.driver.checks import problems, ray_problems, refuse
+from trainer.driver.device import DEVICE, choose_device
 from trainer.driver.export import EXPORT, export, read_settings
 from trainer.driver.failure import FAILURES
 from trainer.driver.lease import Lease
@@ -38,7 +40,7 @@ from trainer.setup.geometry import DECISIVE, with_geometry
 
 Model = TypeVar("Model", EncoderConfig, FrontendConfig)
 
-_FILES = ("config.yaml", DECISIVE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
+_FILES = ("config.yaml", DECISIVE, DEVICE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
 
 def run_training(
@@ -141,7 +143,8 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
             get_logger().warning("%s", sentence)
         began = time.monotonic()
         settings = with_absolute_paths(config).model_dump(mode="json")
-        supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks)
+        device = partial(choose_device, config.scaling, run, store)
+        supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks, device)
         try:
             rows = "docs" if shards.manifest.noun == "documents" else "rows"
             with ProgressBar(lambda: supervisor.line, steps, terms_of(config), rows):

@@ -7,6 +7,7 @@ drained. So one policy covers every failure: of a worker, its node, the coordina
 import secrets
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from common.console.logs import get_logger
 from common.session import start_ray
 from common.stores.address import child
 from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.driver.device import Device
 from trainer.driver.failure import (
     FAILURES,
     GroupFailure,
@@ -45,7 +47,7 @@ class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
     `settings` are the whole configuration as JSON, with absolute paths, for the workers. `marks` are the end times of
-    the parts of this command's start, for the Stopwatch.
+    the parts of this command's start, for the Stopwatch. `choose_device` returns the run's device.
 
     Attributes:
         line: the newest step's line of metrics; None before the first.
@@ -59,6 +61,7 @@ class Supervisor:
         steps: int,
         signals: Signals,
         marks: dict[str, float],
+        choose_device: Callable[[Mapping[str, float]], Device],
     ) -> None:
         self.scaling, self.run, self.steps, self.signals = scaling, run, steps, signals
         self._settings, self._name = settings, str(settings["run"])
@@ -73,6 +76,7 @@ class Supervisor:
         self._hang = self._notices = ""
         self._stopwatch = Stopwatch(marks)
         self._waiting: Waiting | None = None
+        self._choose_device = choose_device
 
     def run_to_end(self) -> int:
         """Starts the group until the run reaches its last step or stops early; returns the last step taken.
@@ -116,9 +120,11 @@ class Supervisor:
             return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
         self.signals.listen()  # ray.init has replaced the handler of SIGTERM
         self._stopwatch.mark("ray")
-        self._waiting = Waiting(self.scaling, ray.cluster_resources(), time.monotonic())
+        resources = ray.cluster_resources()
+        device = self._choose_device(resources)
+        self._waiting = Waiting(self.scaling, device, resources, time.monotonic())
         channel = ControlChannel(secrets.token_hex(8))
-        fit = Fit(build_group(self.scaling, self._settings, self.run, channel.name, self._stopwatch.marks))
+        fit = Fit(build_group(self.scaling, device, self._settings, self.run, channel.name, self._stopwatch.marks))
         reader = ChannelReader(channel)
         fit.start()
         try:

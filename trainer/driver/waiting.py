@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.cluster import named_cluster
+from trainer.driver.device import Device
 from trainer.setup.scaling import ScalingConfig
 
 FIRST_SECONDS = 10.0
@@ -15,11 +16,12 @@ _WORDS = {"starting": "loading", "fetching": "fetching the run or the shards", "
 class Waiting:
     """Reports what a start waits for: after ten seconds, at each change, and once a minute.
 
-    `resources` are the CPUs and GPUs of Ray's session, by name; `began` is in seconds of the clock of `look`.
+    `device` is that of the run; `resources` are the CPUs and GPUs of Ray's session, by name; `began` is in seconds of
+    the clock of `look`.
     """
 
-    def __init__(self, scaling: ScalingConfig, resources: Mapping[str, float], began: float) -> None:
-        self._scaling, self._resources, self._began = scaling, resources, began
+    def __init__(self, scaling: ScalingConfig, device: Device, resources: Mapping[str, float], began: float) -> None:
+        self._scaling, self._device, self._resources, self._began = scaling, device, resources, began
         self._said, self._said_at = "", began
         self._over = False
 
@@ -37,7 +39,7 @@ class Waiting:
     def _of_room(self) -> str:
         scaling, found = self._scaling, self._resources
         cpus, gpus = found.get("CPU", 0), found.get("GPU", 0)
-        needed = f"{scaling.cpus_per_worker} CPU(s)" + (" and a GPU" if scaling.device == "cuda" else "")
+        needed = f"{scaling.cpus_per_worker} CPU(s)" + (" and a GPU" if self._device == "cuda" else "")
         return (
             f"none of {scaling.least_workers} workers has started; each needs {needed}, and Ray has {cpus:g} CPUs and "
             f"{gpus:g} GPUs in total"

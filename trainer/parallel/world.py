@@ -27,6 +27,8 @@ class Request(enum.IntFlag):
     """Stop without a checkpoint, because checkpoints cannot be written."""
     EARLY = 8
     """Save and end the run, because its scores no longer improve."""
+    REPORT = 16
+    """Report metrics to Ray Train."""
 
 
 def is_part(tensor: Tensor) -> bool:

@@ -15,7 +15,9 @@ class ScalingConfig(Strict):
     """Number of training processes, one for each GPU if GPUs are used. `[least, most]`: as many as fit on the cluster;
     the number changes when nodes leave or join, while the command keeps running."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs if the cluster has one for every worker, else CPUs."""
+    """Device of the workers. auto: GPUs if the cluster has one for every worker when the run first starts, else CPUs.
+    The run keeps its device (`device.json` in its folder) and waits for GPUs that are missing. Set cuda where the
+    cluster adds nodes with GPUs later."""
     cpus_per_worker: int = Field(default=1, ge=1)
     """CPUs that a worker reserves; without a GPU also its number of threads."""
     address: str | None = None
@@ -40,6 +42,12 @@ class ScalingConfig(Strict):
     """Log a worker whose own time for a step exceeds this factor times the others'."""
     stop_seconds: float = Field(default=25.0, gt=0)
     """Time after SIGTERM or Ctrl-C for the workers to finish their step and save. Kubernetes kills after 30 s."""
+    spot_notices: Literal["aws", "gcp"] | None = None
+    """Cloud whose metadata server announces the end of a spot host. One worker of each host asks it every 5 seconds; a
+    notice drains the node, so that the workers save and the group starts on other nodes. null: it is not asked."""
+    report_minutes: float | None = Field(default=None, gt=0)
+    """Pass the newest metrics to Ray Train every so many minutes, without a checkpoint, so that Ray's dashboard, Tune
+    and Anyscale show them. A report takes some 0.2 s, in which all workers wait. null: never."""
     storage_threads: int = Field(default=2, ge=1)
     """CPUs for the tasks that read shards, in a session on this machine."""
 

@@ -84,6 +84,8 @@ def _join(address: str, port: int, backend: str, timeout_seconds: float) -> None
 
     import torch.distributed as dist
 
+    if backend == "nccl" and (problem := _gpu_problem()):
+        raise RuntimeError(problem)
     context = ray.train.get_context()
     os.environ |= {
         "MASTER_ADDR": address,
@@ -94,6 +96,18 @@ def _join(address: str, port: int, backend: str, timeout_seconds: float) -> None
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
     }
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def _gpu_problem() -> str | None:
+    """A message if torch cannot use the GPU that Ray has reserved here: Ray counts GPUs when a node starts."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    found = f"this run trains on GPUs, and torch {torch.__version__} can use none on host {socket.gethostname()}"
+    if not torch.backends.cuda.is_built():
+        return f"{found}, because it is built without CUDA; install torch with CUDA on all hosts"
+    return f"{found}; check `nvidia-smi` there, and restart or replace the host"
 
 
 def _leave() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.exceptions import GetTimeoutError, RaySystemError, RpcError
 from ray.experimental import internal_kv
 
@@ -120,3 +121,13 @@ def draining(nodes: set[str]) -> str | None:
     node, deadline_ms = min(found.items(), key=lambda item: item[1] or float("inf"))
     left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
     return f"node {node[:8]} is about to be removed{left}"
+
+
+def drain(node: str, reason: str, end: float) -> str | None:
+    """Tells Ray that a node ends at a Unix time, so that nothing new is started there.
+
+    Returns:
+        None, or why Ray refuses.
+    """
+    accepted, why = _head().drain_node(node, DRAIN_NODE_REASON_PREEMPTION, reason, int(end * 1000))
+    return None if accepted else str(why)

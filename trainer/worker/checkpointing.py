@@ -16,6 +16,7 @@ from trainer.metrics.metrics import METRICS, read_last_step
 from trainer.parallel.world import Request
 from trainer.setup.config import TrainConfig
 from trainer.worker.heartbeat import Heartbeat
+from trainer.worker.reporter import Reporter
 from trainer.worker.turns import Turns
 
 
@@ -41,6 +42,7 @@ class Checkpointing:
         self.saver: Saver | None = None
         self._config, self._run, self._turns, self._stepper = config, run, turns, turns.main.stepper
         self._heartbeat = heartbeat
+        self._reporter = Reporter(config.scaling.report_minutes)
         self._identity = {"config_hash": config.hash(), "data_hash": data_hash}
 
     def resume(self) -> int:
@@ -99,7 +101,7 @@ class Checkpointing:
             self.early_stopping.measured(step, scores)
 
     def after_step(self, step: int, scores: dict[str, float], stop: bool) -> bool:
-        """Saves or stops if any worker requests it; returns whether this was the last step.
+        """Saves, reports or stops if any worker requests it; returns whether this was the last step.
 
         Args:
             step: 1-based step that was just taken.
@@ -113,11 +115,15 @@ class Checkpointing:
         if self.saver is not None:
             request |= Request.SAVE if self.saver.due(step) else Request(0)
             request |= Request.FAIL if self.saver.failed() else Request(0)
+            request |= Request.REPORT if self._reporter.due() else Request(0)
         request = self._stepper.world.agree(request)
         if Request.FAIL in request:
             if self.saver is not None:
                 self.saver.check()
             raise SaveError("the first worker can no longer write checkpoints")
+        if Request.REPORT in request:
+            with self._heartbeat.exchange("reporting"):
+                self._reporter.report(step, self._heartbeat.line)
         self.early = Request.EARLY in request
         end = step == self._stepper.total_steps or Request.STOP in request or self.early
         if end or Request.SAVE in request:

@@ -1,7 +1,8 @@
 """Entry point of a worker, called by Ray Train: builds the parts of the run and starts the training loop."""
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import ray
 import ray.train
@@ -16,7 +17,7 @@ from trainer.checkpoints.store import fetch_run, store_of
 from trainer.data.batches import RankBatch
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
-from trainer.data.stream import Ahead, batches, with_branches
+from trainer.data.stream import Ahead, batches, limit_resources, with_branches
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import ObjectiveError
 from trainer.setup.branches import data_hash_of
@@ -38,6 +39,7 @@ from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler, Stopwatch
 from trainer.worker.listener import Listener
 from trainer.worker.loop import TrainingLoop
+from trainer.worker.spotwatch import SpotWatch
 from trainer.worker.turns import Turn, Turns
 
 
@@ -45,8 +47,8 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, and again after each failure.
 
     Args:
-        settings: `config` (the TrainConfig as JSON), `channel` (name of the control channel) and `marks` (the driver's
-            part of the Stopwatch).
+        settings: `config` (the TrainConfig as JSON), `device` (of the run), `channel` (name of the control channel) and
+            `marks` (the driver's part of the Stopwatch).
 
     Returns:
         None after the last step. Otherwise `given_up` with the reason; or the saved `step` with `stopped`, the notice,
@@ -67,14 +69,21 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
     get_logger().addHandler(HeartbeatLogHandler(heartbeat))
     with Listener(ControlChannel(settings["channel"]), heartbeat) as listener:
-        return _train(config, heartbeat, stopwatch, listener)
+        # Ray would also return a GPU of the host that it did not reserve for this worker.
+        device = torch.device("cpu") if settings["device"] == "cpu" else ray.train.torch.get_device()
+        with _spot_watch(config.scaling.spot_notices, context.get_local_rank(), heartbeat.node):
+            return _train(config, device, heartbeat, stopwatch, listener)
+
+
+def _spot_watch(cloud: Literal["aws", "gcp"] | None, local_rank: int, node: str) -> AbstractContextManager[Any]:
+    """Watches for spot notices in one worker of each host."""
+    return nullcontext() if cloud is None or local_rank else SpotWatch(cloud, node)
 
 
 def _train(
-    config: TrainConfig, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
+    config: TrainConfig, device: torch.device, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
 ) -> dict[str, Any] | None:
     world = CountedWorld(heartbeat.rank, heartbeat.size, heartbeat)
-    device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
     with heartbeat.doing("fetching"):
@@ -95,6 +104,10 @@ def _train(
         ]
     except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
+    resources, settled = ray.cluster_resources(), config.scaling.cpus_per_worker * world.size
+    limit_resources(
+        world.size * len(settings), resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0)
+    )
     plans = {name: Plan(one.seed, shards[name].num_documents, one.batch_documents) for name, one in settings.items()}
     steppers = build_turns(config, branches, total_steps(config, plans[""]))
     feeds = {branch.name: build_feed(branch.objective, encoder, vocabulary) for branch in branches}

@@ -32,7 +32,8 @@ class Heartbeat:
         node: Ray's id of the host.
         step: last finished step of the run; -1 before the checkpoint is loaded.
         steps: number of steps that this group has finished.
-        phase: current phase: starting, fetching, data, forward, gather, update, agree, validating, saving, ended.
+        phase: current phase: starting, fetching, data, forward, gather, update, agree, validating, reporting, saving,
+            ended.
         entered: number of exchanges between workers that it has entered.
         own_seconds: mean time of a step without waiting for data or other workers; None before the first.
         start: seconds of each part of the start until this group's first step: imports, checks, ray, group, model,

@@ -1,0 +1,79 @@
+"""The metadata servers of AWS (IMDSv2) and GCP over real HTTP on this machine."""
+
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Clouds:
+    """What the servers say.
+
+    Attributes:
+        action: body of AWS's answer; None: 404, as while no notice exists.
+        preempted: body of GCP's answer.
+        once: withdraw a notice after one host has read it.
+        tokens: number of tokens given out; only the newest is valid.
+        asked: paths that were asked for.
+        host: address of the server.
+        expire: refuse the next token with 401, as after its lifetime.
+    """
+
+    def __init__(self):
+        self.action = None
+        self.preempted = b"FALSE"
+        self.once = False
+        self.tokens = 0
+        self.expire = False
+        self.asked = []
+        self.host = ""
+
+
+@contextmanager
+def metadata_server():
+    clouds = Clouds()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self, status, body=b""):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_PUT(self):
+            lifetime = int(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "0"))
+            if self.path != "/latest/api/token" or not 1 <= lifetime <= 21600:
+                return self.answer(400)
+            clouds.tokens += 1
+            return self.answer(200, f"token-{clouds.tokens}".encode())
+
+        def do_GET(self):
+            clouds.asked.append(self.path)
+            if self.path == "/computeMetadata/v1/instance/preempted":
+                return self.answer(200, clouds.preempted) if self.google() else self.answer(403)
+            if clouds.expire or self.headers.get("X-aws-ec2-metadata-token") != f"token-{clouds.tokens}":
+                clouds.expire = False
+                return self.answer(401)
+            if self.path != "/latest/meta-data/spot/instance-action" or clouds.action is None:
+                return self.answer(404, b"<?xml version='1.0'?><html/>")
+            body = clouds.action
+            if clouds.once:
+                clouds.action = None
+            return self.answer(200, body)
+
+        def google(self):
+            return self.headers.get("Metadata-Flavor") == "Google"
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        clouds.host = f"127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield clouds
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,80 @@
+"""The device of a run: chosen once, kept, and changed by nothing but a new run."""
+
+import pytest
+import tinyruns as runs
+
+from common.records import DamagedError
+from common.storage import read_json
+from trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
+from trainer.driver.checks import ray_problems
+from trainer.driver.device import DEVICE, choose_device, device_problem, kept_device, recorded_device
+from trainer.setup.scaling import ScalingConfig
+
+TWO_GPUS = {"CPU": 8.0, "GPU": 2.0}
+NO_GPU = {"CPU": 8.0}
+
+
+def choose(run, resources, **scaling):
+    return choose_device(ScalingConfig(**scaling), run, None, resources)
+
+
+def with_checkpoint(run):
+    folder = checkpoint_path(run / CHECKPOINTS, 3)
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("workers", "device"), [(1, "cuda"), (2, "cuda"), (3, "cpu"), ((2, 5), "cuda"), ((3, 5), "cpu")]
+)
+def test_auto_takes_gpus_if_there_is_one_for_every_worker(tmp_path, log, workers, device):
+    assert choose(tmp_path, TWO_GPUS, workers=workers) == device
+    assert read_json(tmp_path / DEVICE) == {"device": device}
+    (line,) = log
+    assert line.startswith(f"training on {device} (scaling.device = auto, and Ray has 2 GPU(s) for at least ")
+
+
+@pytest.mark.parametrize(("first", "later"), [(TWO_GPUS, NO_GPU), (NO_GPU, TWO_GPUS)])
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_was_chosen_stays_when_gpus_come_and_go(tmp_path, log, first, later, trained):
+    device = choose(tmp_path, first)
+    if trained:
+        with_checkpoint(tmp_path)
+    assert choose(tmp_path, later) == device == recorded_device(tmp_path)
+    assert len(log) == 1
+    assert device_problem(ScalingConfig(), tmp_path) is None
+
+
+def test_another_device_is_refused_once_there_is_a_checkpoint(tmp_path, log):
+    assert choose(tmp_path, TWO_GPUS, device="cpu") == "cpu"
+    assert device_problem(ScalingConfig(device="cuda"), tmp_path) is None, "nothing was computed yet"
+    assert choose(tmp_path, NO_GPU, device="cuda") == "cuda" == recorded_device(tmp_path)
+    assert len(log) == 2
+    with_checkpoint(tmp_path)
+    assert device_problem(ScalingConfig(device="cuda"), tmp_path) is None
+    told = device_problem(ScalingConfig(device="cpu"), tmp_path)
+    assert told.startswith("scaling.device = cpu: this run was started on cuda")
+    assert "set it to cuda or auto" in told
+    assert "--fork NEW_RUN" in told
+    assert kept_device(ScalingConfig(device="cpu"), tmp_path) == "cuda"
+
+
+def test_a_run_on_gpus_does_not_continue_on_a_machine_without(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    choose(tmp_path, {"CPU": 8.0, "GPU": 99.0}, workers=99)
+    with_checkpoint(tmp_path)
+    config = runs.train_config("data", tmp_path, scaling={"workers": 99, "device": "auto"})
+    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    assert "this run was started on GPUs" in problem
+    assert "99 workers need a GPU each" in problem
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"device": "tpu"}', '{"dev'])
+def test_a_damaged_record_is_named_with_its_remedy(tmp_path, content):
+    (tmp_path / DEVICE).write_text(content)
+    problem = device_problem(ScalingConfig(), tmp_path)
+    assert f"{DEVICE} is damaged" in problem
+    assert 'write {"device": "cuda"}' in problem
+    with pytest.raises(DamagedError):
+        choose(tmp_path, TWO_GPUS)
