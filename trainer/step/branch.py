@@ -11,6 +11,7 @@ from trainer.data.batches import AnyBatch, RankBatch
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend
 from trainer.objectives.base import Objective
+from trainer.objectives.share import SHARED_ROWS
 from trainer.parallel.world import World
 from trainer.step.gradcache import GradCache, Gradients
 from trainer.step.microbatch import Microbatch, out_of_memory
@@ -32,6 +33,7 @@ class Branch:
         name: name among the run's additional branches; empty for the main one.
         frontend: hidden states of patches; None for spans of tokens.
         weight: factor of the loss.
+        shared_rows: views of the global batch above which each worker computes a share of the loss.
     """
 
     encoder: Encoder
@@ -43,6 +45,7 @@ class Branch:
     name: str = ""
     frontend: Frontend | None = None
     weight: float = 1.0
+    shared_rows: int = SHARED_ROWS
 
     @property
     def label(self) -> str:
@@ -68,7 +71,15 @@ class Branch:
         Ranks agree before and after the all-gather of embeddings, so that none waits there for a rank that failed.
         """
         passes = GradCache(
-            self.encoder, self.objective, self.world, self.seed, step, self.autocast, self.frontend, self.weight
+            self.encoder,
+            self.objective,
+            self.world,
+            self.seed,
+            step,
+            self.autocast,
+            self.frontend,
+            self.weight,
+            self.shared_rows,
         )
         pieces = self._pieces(batch.spans)
         counts = passes.count(batch)

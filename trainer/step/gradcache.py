@@ -19,6 +19,7 @@ from trainer.data.batches import AnyBatch, RankBatch
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend
 from trainer.objectives.base import Gathered, Objective, ObjectiveError
+from trainer.objectives.share import SHARED_ROWS, Share
 from trainer.parallel.world import World
 from trainer.step.contract import facts_code, facts_problem, keys_problem, terms_problem
 
@@ -70,6 +71,7 @@ class GradCache:
         autocast: type of the forward's matrix products, or None for the parameters' type.
         frontend: hidden states of patches; None for spans of tokens.
         weight: factor of the loss.
+        shared_rows: views of the global batch above which each worker computes a share of the loss.
     """
 
     encoder: Encoder
@@ -80,6 +82,7 @@ class GradCache:
     autocast: torch.dtype | None = None
     frontend: Frontend | None = None
     weight: float = 1.0
+    shared_rows: int = SHARED_ROWS
 
     def count(self, batch: RankBatch) -> Counts:
         """Totals over all ranks, by one all-reduce.
@@ -116,11 +119,11 @@ class GradCache:
     ) -> Gradients:
         """Accumulates this rank's part of the gradient, after `embed`.
 
-        Every rank computes the whole gradient of the objective's parameters. Only the first rank keeps it, so that the
-        sum over ranks counts it once.
+        Without a share, every rank computes the whole gradient of the objective's parameters. Only the first rank keeps
+        it, so that the sum over ranks counts it once.
         """
         gradients = self._differentiate(batch, pieces, embedded, counts)
-        if self.world.rank:
+        if self.world.rank and self._share(batch, counts) is None:
             for parameter in self.objective.parameters():
                 parameter.grad = None
         return gradients
@@ -181,11 +184,19 @@ class GradCache:
             self.seed,
             self.step,
             self.world.size,
+            self._share(batch, counts),
         )
         terms = self.objective.loss(gathered)
         if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
             raise ObjectiveError(f"objective {self.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.objective.remembers else None
+
+    def _share(self, batch: RankBatch, counts: Counts) -> Share | None:
+        """This rank's share of the loss; None if every rank computes all of it."""
+        views = counts.num_rows * self.objective.num_views
+        if self.world.size == 1 or not self.objective.shares or views <= self.shared_rows:
+            return None
+        return Share(self.world, counts.first_row, counts.first_row + batch.num_rows, counts.num_rows)
 
     def _total(self, terms: dict[str, Tensor], like: Tensor) -> Tensor:
         """The sum of the terms with the branch's weight; 0 without terms."""
