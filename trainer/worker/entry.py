@@ -73,7 +73,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
 def _train(
     config: TrainConfig, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
 ) -> dict[str, Any] | None:
-    world = CountedWorld(heartbeat.rank, heartbeat.size, heartbeat)
+    world = CountedWorld(heartbeat.rank, heartbeat.size, config.scaling.bitwise, heartbeat)
     device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
@@ -95,7 +95,10 @@ def _train(
         ]
     except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
-    plans = {name: Plan(one.seed, shards[name].num_documents, one.batch_documents) for name, one in settings.items()}
+    plans = {
+        name: Plan(one.seed, shards[name].num_documents, one.batch_documents, one.unit_documents)
+        for name, one in settings.items()
+    }
     steppers = build_turns(config, branches, total_steps(config, plans[""]))
     feeds = {branch.name: build_feed(branch.objective, encoder, vocabulary) for branch in branches}
 
