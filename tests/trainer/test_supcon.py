@@ -35,7 +35,7 @@ def test_tiles_change_nothing(tile):
     same = (labels[:, None] == labels[None]).fill_diagonal_(False)
     plain = -(scores.log_softmax(dim=1).where(same, 0).sum(dim=1) / same.sum(dim=1)).mean()
     expected = differentiated(plain, embeddings)
-    found = differentiated(supcon(embeddings, labels, 0.2, tile_rows=tile), embeddings)
+    found = differentiated(supcon(embeddings, labels, 0.2, tile=tile), embeddings)
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
     assert deviation([found[1]], [expected[1]]) < 1e-12
 

@@ -5,7 +5,7 @@ Legend: S spans, T tokens of all spans together (specials included), K tokens th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self, Union
+from typing import TYPE_CHECKING, NamedTuple, Self, Union
 
 import numpy as np
 import torch
@@ -103,6 +103,22 @@ class SpanBatch(PackedBatch):
         ]
 
 
+class Unit(NamedTuple):
+    """A canonical microbatch (trainer/data/canonical.py).
+
+    Attributes:
+        number: its number in the global batch.
+        num_documents: rows of the shards.
+        num_spans: its spans.
+        num_rows: its rows of views.
+    """
+
+    number: int
+    num_documents: int
+    num_spans: int
+    num_rows: int
+
+
 @dataclass(frozen=True)
 class RankBatch:
     """A rank's share of a step.
@@ -115,6 +131,7 @@ class RankBatch:
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
         also: the shares of the run's additional branches by name.
+        units: canonical microbatches of which the spans are composed; empty if there are none.
     """
 
     spans: AnyBatch
@@ -124,6 +141,7 @@ class RankBatch:
     digest: int = 0
     views: Tensor | None = None
     also: dict[str, "RankBatch"] = field(default_factory=dict)
+    units: tuple[Unit, ...] = ()
 
     @property
     def tokens(self) -> SpanBatch:

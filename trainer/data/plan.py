@@ -54,15 +54,20 @@ class Plan:
         seed: the run's seed.
         num_documents: documents of the training split, the length of an epoch.
         batch_documents: documents of one optimizer step over all ranks.
+        unit_documents: documents of a canonical microbatch, of which ranks have whole ones; None: there are none.
     """
 
     seed: int
     num_documents: int
     batch_documents: int
+    unit_documents: int | None = None
 
     def slice(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Positions [start, end) of a batch that a rank reads; sizes differ by at most one document."""
-        return self.batch_documents * rank // world_size, self.batch_documents * (rank + 1) // world_size
+        """Positions [start, end) of a batch that a rank reads; sizes differ by at most one document, or one unit."""
+        unit = self.unit_documents or 1
+        units = -(-self.batch_documents // unit)
+        start, end = unit * (units * rank // world_size), unit * (units * (rank + 1) // world_size)
+        return min(start, self.batch_documents), min(end, self.batch_documents)
 
     def documents(self, first_step: int, last_step: int, start: int = 0, end: int | None = None) -> tuple[I64, I64]:
         """Epochs and document numbers of positions [start, end) of the steps [first_step, last_step), in order."""

@@ -22,6 +22,7 @@ from ray.data import DataContext, ExecutionResources
 from common.console.logs import get_logger
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
+from trainer.data.canonical import feed_units
 from trainer.data.chunks import RankPlan, fetched, read_chunk
 from trainer.data.feed import Feed
 
@@ -136,7 +137,11 @@ def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[R
     """The rank's batches, on its device, in step order."""
     for table in documents(rank_plan):
         table = table.combine_chunks()
-        batch = feed.feed(table, table.column("epoch").to_numpy())
+        epochs, unit = table.column("epoch").to_numpy(), rank_plan.plan.unit_documents
+        if unit is None:
+            batch = feed.feed(table, epochs)
+        else:
+            batch = feed_units(feed, table, epochs, rank_plan.start // unit, unit)
         yield replace(batch, digest=batch.spans.digest()).to(device)
 
 

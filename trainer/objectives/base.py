@@ -22,6 +22,7 @@ from trainer.data.feed import Feed
 from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
 from trainer.objectives.config import ObjectiveConfig, RunContext
+from trainer.objectives.share import Share
 from trainer.parallel.world import World
 
 Config = TypeVar("Config", bound=ObjectiveConfig)
@@ -41,6 +42,7 @@ class Gathered:
         seed: seed of the run.
         step: 1-based optimizer step.
         world_size: number of workers; the loss must not depend on it.
+        share: the rows whose gradient `loss` must compute; None: all. Only objectives that share have one.
     """
 
     views: Tensor
@@ -48,6 +50,7 @@ class Gathered:
     seed: int = 0
     step: int = 1
     world_size: int = 1
+    share: Share | None = None
 
     def detach(self) -> "Gathered":
         """The same batch without gradient."""
@@ -85,6 +88,9 @@ class Objective(nn.Module, ABC, Generic[Config]):
     """Number of views of a row, V."""
     remembers = False
     """True if `remember` must be called after each update, which keeps the gathered views until then."""
+    shares = False
+    """True if `loss` computes the gradient of the rows of `batch.share` alone, when there is one. Its value is still
+    that of the global batch, and the gradients of the objective's parameters are summed over workers."""
 
     def __init__(self, config: Config, run: RunContext, embedding_size: int) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ def compute_together(
     """
     was_training = encoder.training
     encoder.eval()
-    start, end = total * world.rank // world.size, total * (world.rank + 1) // world.size
+    start, end = world.part(total, chunk)
     forwards = -(-(end - start) // chunk)
     if encoder.sharded:  # forwards gather weights, so every worker runs the same number
         forwards = world.largest(forwards)

@@ -43,10 +43,12 @@ class World:
     Attributes:
         rank: number of this worker.
         size: number of workers; with 1 no process group is needed.
+        bitwise: results must not depend on `size` in any bit.
     """
 
     rank: int = 0
     size: int = 1
+    bitwise: bool = False
 
     def gather(self, rows: Tensor, start: int, total: int) -> Tensor:
         """Gathers all ranks' rows in the order of the global batch, `(total, D)`, differentiably.
@@ -67,6 +69,18 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def add(self, values: Tensor) -> None:
+        """Replaces a tensor by its sum over ranks."""
+        if self.size > 1:
+            dist.all_reduce(values)
+
+    def part(self, total: int, chunk: int) -> tuple[int, int]:
+        """This rank's part [start, end) of `total` rows; whole chunks if it must not matter who computes a row."""
+        unit = chunk if self.bitwise else 1
+        units = -(-total // unit)
+        start, end = unit * (units * self.rank // self.size), unit * (units * (self.rank + 1) // self.size)
+        return min(start, total), min(end, total)
 
     def largest(self, number: int) -> int:
         """The maximum of all ranks' numbers."""

@@ -20,6 +20,7 @@ from trainer.setup.branches import BranchConfig
 from trainer.setup.scaling import ScalingConfig
 from trainer.step.settings import OptimConfig
 
+_UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
 # Settings that older runs lack. At these values nothing differs, so that such runs keep their hashes.
 _LATER = (
     ("encoder", "new_mlm_head", False),
@@ -122,6 +123,16 @@ class TrainConfig(Strict):
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
+        if self.scaling.bitwise and self.microbatch_tokens == "auto":
+            problems.append(
+                "scaling.bitwise = True needs a fixed microbatch_tokens, not auto, because its microbatches must not "
+                "depend on memory; set a number of tokens, or null"
+            )
+        if self.scaling.bitwise and self.encoder.compile is True:
+            problems.append(
+                "scaling.bitwise = True needs encoder.compile = false: compiled kernels depend on the lengths seen "
+                "before; set one of them to false"
+            )
         if self.validation.stsb and not self.validation.every_steps:
             problems.append(
                 "validation.stsb needs validation.every_steps above 0; remove it, or set the number of steps"
@@ -145,6 +156,18 @@ class TrainConfig(Strict):
         """
         chooses = self.export == "best" or self.validation.patience is not None
         return self.validation.score == FOLLOWED and (bool(self.objective.scores) or chooses)
+
+    @property
+    def unit_documents(self) -> int | None:
+        """Documents of a canonical microbatch; None without `scaling.bitwise`."""
+        if not self.scaling.bitwise:
+            return None
+        return self.scaling.bitwise_documents or -(-self.batch_documents // _UNITS)
+
+    @property
+    def num_units(self) -> int:
+        """Canonical microbatches of a batch; 0 without `scaling.bitwise`."""
+        return 0 if self.unit_documents is None else -(-self.batch_documents // self.unit_documents)
 
     def _best_problems(self) -> list[str]:
         """Reasons why no best checkpoint can be chosen, which `export: best` and patience need."""

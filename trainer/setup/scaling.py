@@ -25,6 +25,12 @@ class ScalingConfig(Strict):
     shard_parameters: bool = False
     """Keep only a part of weights, gradients and optimizer state on each worker, and gather each layer when it is used
     (FSDP2). For encoders that are too large for one device. Same gradient, more communication; see docs/decisions."""
+    bitwise: bool = False
+    """Train to the same bits with any number of workers. Batches are cut into canonical microbatches, workers get whole
+    ones, and gradients are added as 64-bit integers. It takes more time and memory, and twice the exchange."""
+    bitwise_documents: int | None = Field(default=None, ge=1)
+    """Documents of a canonical microbatch. More take less time, and the batch has fewer microbatches for the workers.
+    The bits depend on it. null: a sixteenth of `batch_documents`, rounded up."""
     resize_seconds: float = Field(default=60.0, gt=0)
     """Seconds between checks whether a group of `[least, most]` workers can grow. Growing restarts the group from the
     last checkpoint and repeats the steps since."""
@@ -70,4 +76,13 @@ class ScalingConfig(Strict):
     def _range(self) -> "ScalingConfig":
         if self.least_workers > self.most_workers:
             raise ValueError(f"workers = {list(self.workers)}: the first number must not exceed the second")  # type: ignore[arg-type]
+        if self.bitwise_documents is not None and not self.bitwise:
+            raise ValueError(
+                f"bitwise_documents = {self.bitwise_documents} has no effect without bitwise = true; remove it"
+            )
+        if self.bitwise and self.shard_parameters:
+            raise ValueError(
+                "bitwise = true and shard_parameters = true exclude each other: sharded gradients are added in an "
+                "order that depends on the number of workers; set one of them to false"
+            )
         return self

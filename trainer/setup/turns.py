@@ -1,7 +1,7 @@
 """Builds the branches of a run and the steppers that update the encoder in turn."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from pipeline.shards.manifest import Manifest
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend, embedding_width, load_vit
 from trainer.model.settings import FrontendConfig
+from trainer.parallel.fixedpoint import FixedPointSums
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.setup.build import build_objective
@@ -62,19 +63,26 @@ def build_turns(config: TrainConfig, branches: Sequence[Branch], total_steps: in
     if config.scaling.shard_parameters:
         shard(encoder, main.world)
     if config.turns == "joint":
-        return [_stepper(config.optim, [main, *others], total_steps)]
+        return [_stepper(config, config.optim, [main, *others], total_steps)]
     settings = config.branches()
-    return [_stepper(settings[branch.name].optim, [branch], total_steps) for branch in (*others, main)]
+    return [_stepper(config, settings[branch.name].optim, [branch], total_steps) for branch in (*others, main)]
 
 
-def _stepper(optim: OptimConfig, branches: Sequence[Branch], total_steps: int) -> Stepper:
+def _stepper(config: TrainConfig, optim: OptimConfig, branches: Sequence[Branch], total_steps: int) -> Stepper:
     """A stepper whose update has the gradients of these branches."""
-    main, *joined = branches
     modules: list[nn.Module] = [one for branch in branches for one in (branch.objective, branch.frontend) if one]
-    reached = used_parameters(main.encoder, branches)
+    reached = used_parameters(branches[0].encoder, branches)
+    optimizer = build_optimizer(optim, branches[0].encoder, *modules, reached=reached)
+    if branches[0].world.bitwise:
+        settings = config.branches()
+        num_terms = sum(settings[branch.name].num_units + 1 for branch in branches)  # one of the objective
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        sums = FixedPointSums(branches[0].world, parameters, num_terms)
+        branches = [replace(branch, sums=sums) for branch in branches]
+    main, *joined = branches
     return Stepper(
         **{each.name: getattr(main, each.name) for each in fields(main)},
-        optimizer=build_optimizer(optim, main.encoder, *modules, reached=reached),
+        optimizer=optimizer,
         optim=optim,
         total_steps=total_steps,
         joined=tuple(joined),

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from trainer.data.batches import AnyBatch, RankBatch
+from trainer.data.canonical import units_of
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend
 from trainer.objectives.base import Objective
+from trainer.objectives.share import SHARED_ROWS
+from trainer.parallel.fixedpoint import FixedPointSums
 from trainer.parallel.world import World
+from trainer.step.canonical import CanonicalCache
 from trainer.step.gradcache import GradCache, Gradients
 from trainer.step.microbatch import Microbatch, out_of_memory
 
@@ -32,6 +36,8 @@ class Branch:
         name: name among the run's additional branches; empty for the main one.
         frontend: hidden states of patches; None for spans of tokens.
         weight: factor of the loss.
+        shared_rows: views of the global batch above which each worker computes a share of the loss.
+        sums: sums of gradients that do not depend on the number of workers; None: ordinary ones.
     """
 
     encoder: Encoder
@@ -43,6 +49,8 @@ class Branch:
     name: str = ""
     frontend: Frontend | None = None
     weight: float = 1.0
+    shared_rows: int = SHARED_ROWS
+    sums: FixedPointSums | None = None
 
     @property
     def label(self) -> str:
@@ -67,19 +75,32 @@ class Branch:
 
         Ranks agree before and after the all-gather of embeddings, so that none waits there for a rank that failed.
         """
-        passes = GradCache(
-            self.encoder, self.objective, self.world, self.seed, step, self.autocast, self.frontend, self.weight
-        )
-        pieces = self._pieces(batch.spans)
+        passes = self._passes(batch, step)
+        pieces = self._pieces(batch)
         counts = passes.count(batch)
         embedded = self._all_fit(lambda: passes.embed(pieces))
         if embedded is None:
             return None
         return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts))
 
-    def _pieces(self, spans: AnyBatch) -> list[AnyBatch]:
+    def cut(self, batch: RankBatch) -> list[AnyBatch]:
+        """The microbatches of a share: canonical ones if the bits must not depend on the number of workers."""
+        if self.sums is not None:
+            return [unit.spans for unit in units_of(batch)]
+        return self.microbatch.cut(batch.spans)
+
+    def _passes(self, batch: RankBatch, step: int) -> GradCache:
+        """Both passes of a step."""
+        given = self.encoder, self.objective, self.world, self.seed, step, self.autocast, self.frontend, self.weight
+        if self.sums is None:
+            return GradCache(*given, self.shared_rows)
+        first = batch.units[0].number if batch.units else 0
+        limit = self.microbatch.max_tokens
+        return CanonicalCache(*given, sums=self.sums, max_tokens=limit, first_unit=first)
+
+    def _pieces(self, batch: RankBatch) -> list[AnyBatch]:
         """The microbatches of a share. With a sharded encoder, all ranks get the same number; the last may be empty."""
-        pieces = self.microbatch.cut(spans)
+        pieces, spans = self.cut(batch), batch.spans
         if not self.encoder.sharded:
             return pieces
         return pieces + [spans.span_slice(0, 0)] * (self.world.largest(len(pieces)) - len(pieces))

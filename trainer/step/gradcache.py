@@ -19,6 +19,7 @@ from trainer.data.batches import AnyBatch, RankBatch
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend
 from trainer.objectives.base import Gathered, Objective, ObjectiveError
+from trainer.objectives.share import SHARED_ROWS, Share
 from trainer.parallel.world import World
 from trainer.step.contract import facts_code, facts_problem, keys_problem, terms_problem
 
@@ -70,6 +71,7 @@ class GradCache:
         autocast: type of the forward's matrix products, or None for the parameters' type.
         frontend: hidden states of patches; None for spans of tokens.
         weight: factor of the loss.
+        shared_rows: views of the global batch above which each worker computes a share of the loss.
     """
 
     encoder: Encoder
@@ -80,6 +82,7 @@ class GradCache:
     autocast: torch.dtype | None = None
     frontend: Frontend | None = None
     weight: float = 1.0
+    shared_rows: int = SHARED_ROWS
 
     def count(self, batch: RankBatch) -> Counts:
         """Totals over all ranks, by one all-reduce.
@@ -116,11 +119,11 @@ class GradCache:
     ) -> Gradients:
         """Accumulates this rank's part of the gradient, after `embed`.
 
-        Every rank computes the whole gradient of the objective's parameters. Only the first rank keeps it, so that the
-        sum over ranks counts it once.
+        Without a share, every rank computes the whole gradient of the objective's parameters. Only the first rank keeps
+        it, so that the sum over ranks counts it once.
         """
         gradients = self._differentiate(batch, pieces, embedded, counts)
-        if self.world.rank:
+        if self.world.rank and self._share(batch, counts) is None:
             for parameter in self.objective.parameters():
                 parameter.grad = None
         return gradients
@@ -132,7 +135,7 @@ class GradCache:
         if len(pieces) == 1:
             spans, mlm_sum = embedded[0]
             terms, gathered = self._loss(spans, batch, counts)
-            _backward(self._total(terms, spans) + mlm_sum * share)
+            backward(self._total(terms, spans) + mlm_sum * share)
             return Gradients(_detached(terms), mlm_sum.detach(), counts.selected, gathered)
         terms, gradient, gathered = self._through_loss(embedded, batch, counts)
         sizes = [piece.num_spans for piece in pieces]
@@ -141,7 +144,7 @@ class GradCache:
         for number, (piece, gradient_part) in enumerate(zip(pieces, upstream, strict=True)):
             spans, mlm_sum = self._forward(piece, number)
             through_spans = 0.0 if gradient_part is None else (spans * gradient_part).sum()
-            _backward(through_spans + mlm_sum * share)
+            backward(through_spans + mlm_sum * share)
             mlm_total = mlm_total + mlm_sum.detach()
         return Gradients(terms, mlm_total, counts.selected, gathered)
 
@@ -158,14 +161,14 @@ class GradCache:
         embedded.clear()
         cached.requires_grad_(True)
         terms, gathered = self._loss(cached, batch, counts)
-        _backward(self._total(terms, cached))
+        backward(self._total(terms, cached))
         return _detached(terms), cached.grad, gathered
 
     def _loss(self, spans: Tensor, batch: RankBatch, counts: Counts) -> tuple[dict[str, Tensor], Gathered | None]:
         """The loss terms of the global batch, from this rank's span embeddings."""
         if not self.objective.config.embeds:
             return {}, None
-        views, total = self.objective.views(spans, batch), counts.num_rows
+        views, total = self._views(spans, batch), counts.num_rows
         wanted = (batch.num_rows, self.objective.num_views)
         if views.dim() != 3 or views.shape[:2] != wanted:
             raise ValueError(
@@ -181,11 +184,27 @@ class GradCache:
             self.seed,
             self.step,
             self.world.size,
+            self._share(batch, counts),
         )
         terms = self.objective.loss(gathered)
         if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
             raise ObjectiveError(f"objective {self.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.objective.remembers else None
+
+    def _views(self, spans: Tensor, batch: RankBatch) -> Tensor:
+        """Views of this rank's rows, `(m, V, D)`."""
+        return self.objective.views(spans, batch)
+
+    def _stream(self, number: int) -> tuple[int, int]:
+        """Rank and number of a microbatch that key torch's generator."""
+        return self.world.rank, number
+
+    def _share(self, batch: RankBatch, counts: Counts) -> Share | None:
+        """This rank's share of the loss; None if every rank computes all of it."""
+        views = counts.num_rows * self.objective.num_views
+        if self.world.size == 1 or not self.objective.shares or views <= self.shared_rows:
+            return None
+        return Share(self.world, counts.first_row, counts.first_row + batch.num_rows, counts.num_rows)
 
     def _total(self, terms: dict[str, Tensor], like: Tensor) -> Tensor:
         """The sum of the terms with the branch's weight; 0 without terms."""
@@ -201,7 +220,7 @@ class GradCache:
         """
         device = piece.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self._autocast(device):
-            torch.manual_seed(seeding.torch_seed(self.seed, "dropout", self.step, self.world.rank, number))
+            torch.manual_seed(seeding.torch_seed(self.seed, "dropout", self.step, *self._stream(number)))
             frontend = () if self.frontend is None else (self.frontend,)
             embeddings, mlm_sum = self.encoder(piece, *frontend)
         return embeddings, mlm_sum
@@ -214,7 +233,7 @@ def _detached(terms: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in terms.items()}
 
 
-def _backward(loss: Tensor) -> None:
+def backward(loss: Tensor) -> None:
     """Runs backward if there is a graph. A rank without documents or without selected tokens may have none."""
     if loss.requires_grad:
         loss.backward()

@@ -107,11 +107,11 @@ class Stepper(Branch):
         Raises:
             NonFiniteLossError: the loss or gradient is not finite; on every rank, before anything is updated.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
         buffers = [branch.buffers() for branch in (self, *self.joined)]
         found = self.gradients(batch, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.world.sum_gradients(parameters)
+        self._sum(parameters)
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
         measured = self._measure(batch, step, found, norm)
         if measured.skipped:
@@ -124,6 +124,20 @@ class Stepper(Branch):
             if one.gathered is not None:
                 branch.objective.remember(one.gathered)
         return measured
+
+    def _clear(self) -> None:
+        """Forgets all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.sums is not None:
+            self.sums.begin()
+
+    def _sum(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Replaces each gradient by its sum over ranks; NaN if fixed-point sums could overflow."""
+        if self.sums is None:
+            self.world.sum_gradients(parameters)
+        elif not self.sums.finish():
+            message = "a microbatch's gradient has an entry that is not finite or not below %g (scaling.bitwise)"
+            get_logger().warning(message, self.sums.limit)
 
     def _bad_loss(self, measured: StepMetrics, step: int) -> str:
         """Message about a loss or gradient that is not finite."""
@@ -160,7 +174,7 @@ class Stepper(Branch):
     def _counted(self, branch: Branch, batch: RankBatch, found: Gradients) -> "_Counted":
         """Loss and counts of one branch over all ranks."""
         mlm_sum, spans, config = found.mlm_sum, batch.spans, branch.objective.config
-        places = sum(self.encoder.token_places(piece) for piece in branch.microbatch.cut(spans))
+        places = sum(self.encoder.token_places(piece) for piece in branch.cut(batch))
         flops = step_flops(self.encoder.model, self.weights, spans.lengths, len(spans.labels))
         counts = mlm_sum.new_tensor([spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
         totals = self.world.sum(torch.cat([mlm_sum.double()[None], counts])).tolist()
@@ -202,7 +216,7 @@ class Stepper(Branch):
             else:
                 also = {branch.name: one for branch, one in zip(self.joined, found[1:], strict=True)}
                 return replace(found[0], also=also)
-            self.optimizer.zero_grad(set_to_none=True)
+            self._clear()
             self._restore(buffers)
             branch.microbatch.lower(part.spans, self.world)
             limit = branch.microbatch.max_tokens

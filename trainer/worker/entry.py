@@ -83,7 +83,7 @@ def _spot_watch(cloud: Literal["aws", "gcp"] | None, local_rank: int, node: str)
 def _train(
     config: TrainConfig, device: torch.device, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
 ) -> dict[str, Any] | None:
-    world = CountedWorld(heartbeat.rank, heartbeat.size, heartbeat)
+    world = CountedWorld(heartbeat.rank, heartbeat.size, config.scaling.bitwise, heartbeat)
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
     with heartbeat.doing("fetching"):
@@ -108,7 +108,10 @@ def _train(
     limit_resources(
         world.size * len(settings), resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0)
     )
-    plans = {name: Plan(one.seed, shards[name].num_documents, one.batch_documents) for name, one in settings.items()}
+    plans = {
+        name: Plan(one.seed, shards[name].num_documents, one.batch_documents, one.unit_documents)
+        for name, one in settings.items()
+    }
     steppers = build_turns(config, branches, total_steps(config, plans[""]))
     feeds = {branch.name: build_feed(branch.objective, encoder, vocabulary) for branch in branches}
 

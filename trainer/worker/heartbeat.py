@@ -170,6 +170,11 @@ class CountedWorld(World):
         with self.heartbeat.exchange("gather"):
             return super().sum(values)
 
+    def add(self, values: Tensor) -> None:
+        """As `World.add`."""
+        with self.heartbeat.exchange("update"):
+            super().add(values)
+
     def largest(self, number: int) -> int:
         """As `World.largest`."""
         with self.heartbeat.exchange("gather"):

@@ -35,6 +35,7 @@ class Declutr(Objective[DeclutrConfig]):
         self._metric_loss = None
         if isinstance(config.loss, MetricLearningConfig):
             self._metric_loss = MetricLearningLoss(**config.loss.model_dump(exclude={"kind"}))
+        self.shares = self._metric_loss is None
 
     def feed(self, vocabulary: Vocabulary, max_content: int) -> SpanFeed:
         """Builds the feed that draws, masks and packs the spans of documents."""
@@ -70,7 +71,7 @@ class Declutr(Objective[DeclutrConfig]):
             value = self._metric_loss(embeddings)
         else:
             assert isinstance(self.config.loss, NTXentConfig)
-            value = ntxent(embeddings, self.config.loss.temperature, self.queue)
+            value = ntxent(embeddings, self.config.loss.temperature, self.queue, share=batch.share)
         if self.config.released_rank_scaling:
             value = value / batch.world_size + (value - value / batch.world_size).detach()
         return {"contrastive": value}

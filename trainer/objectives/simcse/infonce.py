@@ -11,12 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE_ROWS = 1024
-"""Rows and columns of a tile: 4 MiB of scores in float32."""
+from trainer.objectives.share import Share, tile_rows, tiles_of
 
 
 def infonce(
-    queries: Tensor, columns: Tensor, temperature: float, own_weight: float = 0.0, tile_rows: int = TILE_ROWS
+    queries: Tensor,
+    columns: Tensor,
+    temperature: float,
+    own_weight: float = 0.0,
+    tile: int | None = None,
+    share: Share | None = None,
 ) -> Tensor:
     """Mean over i of -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = cos(q_i, c_j) / t + w [j = i + N].
 
@@ -28,12 +32,14 @@ def infonce(
         columns: `(N, D)` positives, or `(2N, D)` positives and hard negatives.
         temperature: t.
         own_weight: w, added to the logit of a query's own hard negative.
-        tile_rows: rows and columns of a tile; the result does not depend on it.
+        tile: rows and columns of a tile; None: by device. The result does not depend on it.
+        share: this worker's rows of N, whose gradient is computed, while that of others is 0; None: all.
     """
     with torch.autocast(queries.device.type, enabled=False):
         dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
         rows, others = (F.normalize(each.to(dtype), dim=-1) for each in (queries, columns))
-        value: Tensor = _TiledInfoNCE.apply(rows, others, temperature, own_weight, tile_rows)  # type: ignore[no-untyped-call]
+        settings = temperature, own_weight, tile or tile_rows(rows.device), share
+        value: Tensor = _TiledInfoNCE.apply(rows, others, *settings)  # type: ignore[no-untyped-call]
         return value
 
 
@@ -44,41 +50,74 @@ class _TiledInfoNCE(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, others: Tensor, temperature: float, own_weight: float, size: int) -> Tensor:
-        # The lowest finite number, not -inf: a single query has no negatives, and its gradient must be 0, not NaN.
-        log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
-        for first, _, scores in _tiles(rows, others, temperature, own_weight, size):
-            torch.logaddexp(log_sums[first], scores.logsumexp(dim=1), out=log_sums[first])
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        others: Tensor,
+        temperature: float,
+        own_weight: float,
+        size: int,
+        share: Share | None,
+    ) -> Tensor:
+        scored = rows, others, temperature, own_weight, size
+        if share is None:
+            log_sums = _log_sums(*scored)
+        else:
+            (log_sums,) = share.complete(lambda: _log_sums(*scored, share.tiles(len(rows), size))[None], rows)
         positive = (rows * others[: len(rows)]).sum(dim=1) / temperature
         ctx.save_for_backward(rows, others, log_sums, positive)
-        ctx.settings = temperature, own_weight, size
+        ctx.settings = temperature, own_weight, size, share
         return -F.logsigmoid(positive - log_sums).mean()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         rows, others, log_sums, positive = ctx.saved_tensors
-        temperature, own_weight, size = ctx.settings
+        temperature, own_weight, size, share = ctx.settings
         with torch.autocast(rows.device.type, enabled=False):
             weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * temperature))
             to_rows = -weights[:, None] * others[: len(rows)]
             to_others = torch.zeros_like(others)
             to_others[: len(rows)] = -weights[:, None] * rows
-            for first, second, scores in _tiles(rows, others, temperature, own_weight, size):
+            scored = rows, others, temperature, own_weight, size
+            if share is None:
+                for first, second, scores in _tiles(*scored):
+                    pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
+                    to_rows[first].addmm_(pushes, others[second])
+                    to_others[second].addmm_(pushes.T, rows[first])
+                return to_rows, to_others, None, None, None, None
+            for first, second, scores in _tiles(*scored, share.tiles(len(rows), size)):
                 pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                 to_rows[first].addmm_(pushes, others[second])
+            for first, second, scores in _tiles(*scored, None, share.tiles(len(others), size)):
+                pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                 to_others[second].addmm_(pushes.T, rows[first])
-        return to_rows, to_others, None, None, None
+        return share.only_own(to_rows), share.only_own(to_others), None, None, None, None
+
+
+def _log_sums(
+    rows: Tensor, others: Tensor, temperature: float, own_weight: float, size: int, firsts: list[slice] | None = None
+) -> Tensor:
+    """`(N,)` logsumexp of the negatives of each query, or of those in `firsts`."""
+    # The lowest finite number, not -inf: a single query has no negatives, and its gradient must be 0, not NaN.
+    log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
+    for first, _, scores in _tiles(rows, others, temperature, own_weight, size, firsts):
+        torch.logaddexp(log_sums[first], scores.logsumexp(dim=1), out=log_sums[first])
+    return log_sums
 
 
 def _tiles(
-    rows: Tensor, others: Tensor, temperature: float, own_weight: float, size: int
+    rows: Tensor,
+    others: Tensor,
+    temperature: float,
+    own_weight: float,
+    size: int,
+    firsts: list[slice] | None = None,
+    seconds: list[slice] | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Tiles of the scores; a query's score with its positive is the lowest number."""
-    for start in range(0, len(rows), size):
-        first = slice(start, min(start + size, len(rows)))
-        for begin in range(0, len(others), size):
-            second = slice(begin, min(begin + size, len(others)))
+    """Tiles of the scores of some queries and columns, or of all; a query's score with its positive is the lowest."""
+    for first in tiles_of(0, len(rows), size) if firsts is None else firsts:
+        for second in tiles_of(0, len(others), size) if seconds is None else seconds:
             scores = (rows[first] @ others[second].T).div_(temperature)
             for column, change in ((0, None), (len(rows), own_weight)):  # column - row
                 offset = column + first.start - second.start

@@ -62,6 +62,8 @@ class SimcseFeed:
 class Simcse(TextObjective[SimcseConfig]):
     """The cross entropy over `(M, 2, D)` views, or `(M, 3, D)` with hard negatives."""
 
+    shares = True
+
     def __init__(self, config: SimcseConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
         self.num_views = 3 if config.supervised else 2
@@ -77,7 +79,7 @@ class Simcse(TextObjective[SimcseConfig]):
         """SimCSE eq. 1; with hard negatives eq. 5, whose weight is added to the logit of a row's own negative."""
         first, *others = self.head(batch.views).unbind(1)
         weight = self.config.hard_negative_weight
-        return {"contrastive": infonce(first, torch.cat(others), self.config.temperature, weight)}
+        return {"contrastive": infonce(first, torch.cat(others), self.config.temperature, weight, share=batch.share)}
 
     def exported(self) -> list[Dense]:
         """The head, if the run is supervised; SimCSE drops it after unsupervised training."""

@@ -24,6 +24,7 @@ class Supcon(Objective[SupconConfig]):
         self.head: nn.Module = nn.Identity()
         if config.head:
             self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
+        self.shares = not (config.released_supcon and config.labels)  # that form needs the whole matrix of scores
 
     def feed(self, vocabulary: Vocabulary, max_content: int) -> Feed:
         """Builds the feed that cuts two views of each clip into patches."""
@@ -40,10 +41,10 @@ class Supcon(Objective[SupconConfig]):
             loss = (
                 by_rank_of_class(first, second, labels, config.temperature)
                 if config.labels
-                else infonce(first, second, config.temperature)
+                else infonce(first, second, config.temperature, share=batch.share)
             )
         else:
             groups = labels if config.labels else torch.arange(len(labels), device=labels.device)
-            loss = supcon(torch.cat([first, second]), groups.repeat(2), config.temperature)
+            loss = supcon(torch.cat([first, second]), groups.repeat(2), config.temperature, share=batch.share)
             loss = loss * (config.temperature / config.base_temperature)
         return {"supcon": loss}

@@ -1,0 +1,170 @@
+"""`scaling.bitwise`: any number of workers takes the same steps to the bit."""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from groups import run_group
+from measures import deviation
+from tiny import HALF, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+
+from trainer.data.canonical import feed_units, units_of
+from trainer.data.plan import Plan
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.parallel.fixedpoint import SCALE, FixedPointSums
+from trainer.parallel.world import World
+from trainer.step.optim import build_optimizer
+from trainer.step.settings import OptimConfig
+from trainer.step.step import NonFiniteLossError
+
+LENGTHS = [48, 70, 49, 131, 60, 99, 52, 77, 64]
+DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}
+CASES = {
+    "both": {},
+    "two documents a unit": {"unit": 2},
+    "second pass": {"tokens": 20},
+    "mlm alone": {"objective": {"terms": "mlm", "masking": HALF}},
+    "mlm alone, second pass": {"objective": {"terms": "mlm", "masking": HALF}, "tokens": 20},
+    "contrastive alone": {"objective": {"terms": "contrastive"}},
+    "queue": {"objective": {"masking": HALF, "queue_size": 13}},
+    "padded": {"encoder": {**DROPOUT, "layout": "padded"}},
+    "checkpointed": {"encoder": {**DROPOUT, "activation_checkpointing": True}},
+    "bert": {"family": "bert"},
+}
+
+
+def stepper_of(
+    world, objective=None, encoder=DROPOUT, family="roberta", tokens=None, dtype=torch.float32, num_terms=99
+):
+    config = DeclutrConfig(**(objective or {"masking": HALF}))
+    world = dataclasses.replace(world, bitwise=True)
+    optim = OptimConfig(lr=1e-2, bias_correction=False, max_grad_norm=0.1)
+    made = tiny_stepper(
+        tiny_encoder(family, dtype, **encoder), config, world=world, microbatch_tokens=tokens, optim=optim
+    )
+    optimizer = build_optimizer(optim, made.encoder, made.objective)
+    sums = FixedPointSums(world, [p for group in optimizer.param_groups for p in group["params"]], num_terms)
+    return dataclasses.replace(made, optimizer=optimizer, sums=sums), tiny_feed(config)
+
+
+def batch_of(feed, world, step, unit=1, lengths=LENGTHS):
+    table = documents(lengths, 12)
+    start, end = Plan(0, len(lengths), len(lengths), unit).slice(world.rank, world.size)
+    return feed_units(feed, table.slice(start, end - start), np.full(end - start, step), start // unit, unit)
+
+
+def checksum(parameters):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in parameters)).hexdigest()
+
+
+def trained(world, cases, steps=3):
+    """Checksum of the parameters and the lines of the steps, by case."""
+    found = {}
+    for name, case in cases.items():
+        unit = case.get("unit", 1)
+        stepper, feed = stepper_of(world, **{key: value for key, value in case.items() if key != "unit"})
+        lines = []
+        for step in range(1, steps + 1):
+            batch = batch_of(feed, world, step, unit)
+            batch = dataclasses.replace(batch, digest=batch.spans.digest())
+            lines.append(stepper.step(batch, step).line())
+        found[name] = checksum(stepper.encoder.parameters()), lines
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return trained(World(), CASES)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_any_number_of_workers_has_the_same_bits(alone, size):
+    """With units of two documents, seven workers have five units: two workers have none."""
+    assert len({one[0] for one in alone.values()}) == len(CASES) - 3  # a second forward changes no bit
+    assert alone["both"] == alone["second pass"] == alone["checkpointed"]
+    assert alone["mlm alone"] == alone["mlm alone, second pass"]
+    for results in run_group(size, trained, CASES):
+        for name, (found, lines) in results.items():
+            assert lines == alone[name][1], name
+            assert found == alone[name][0], name
+
+
+def gradients(stepper, batch):
+    stepper._clear()
+    stepper.gradients(batch, 1)
+    stepper._sum([p for group in stepper.optimizer.param_groups for p in group["params"]])
+    return [p.grad.clone() for p in stepper.encoder.parameters()]
+
+
+@pytest.mark.parametrize("unit", [1, 2, 9])
+def test_gradient_is_that_of_the_whole_batch(unit):
+    stepper, feed = stepper_of(World(), dtype=torch.float64)
+    plain = tiny_stepper(tiny_encoder("roberta", torch.float64, **DROPOUT), DeclutrConfig(masking=HALF))
+    plain.optimizer.zero_grad()
+    whole = rank_batch(feed, documents(LENGTHS, 12))
+    plain.gradients(whole, 1)
+    batch = batch_of(feed, World(), 0, unit)
+    assert batch.spans.digest() == whole.spans.digest()
+    assert [part.num_documents for part in units_of(batch)] == [unit] * (9 // unit) + ([1] if unit == 2 else [])
+    found = gradients(stepper, batch)
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.encoder.parameters()]
+    assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) <= 10 / SCALE
+    assert deviation(found, expected) < 1e-10
+
+
+def test_a_gradient_that_could_overflow_is_found():
+    """The limit is of each term; the message names it, and nothing is updated."""
+    stepper, feed = stepper_of(World())
+    before = checksum(stepper.encoder.parameters())
+    stepper.sums.limit = 1e-6
+    with pytest.raises(NonFiniteLossError, match="nothing was updated"):
+        stepper.step(batch_of(feed, World(), 1), 1)
+    assert checksum(stepper.encoder.parameters()) == before
+    stepper.sums.limit = 2.0**12
+    stepper.step(batch_of(feed, World(), 1), 1)
+    assert checksum(stepper.encoder.parameters()) != before
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**40, -(2.0**40)])
+def test_terms_beyond_the_limit_are_refused(value):
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    sums = FixedPointSums(World(), [parameter], 3)
+    sums.begin()
+    (parameter * torch.tensor([1.0, 2, 3, 4, 5])).sum().backward()
+    (parameter * torch.tensor([0.0, value, 0, 0, 0])).sum().backward()
+    assert not sums.finish()
+    assert parameter.grad.isnan().all()
+
+
+def test_sums_below_the_limit_are_exact():
+    """As many terms as allowed, each just below the limit, do not overflow."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    sums = FixedPointSums(World(), [parameter], 3)
+    sums.begin()
+    term = torch.full((4,), sums.limit).nextafter(torch.tensor(0.0))
+    for _ in range(3):
+        (parameter * term).sum().backward()
+    assert sums.finish()
+    assert torch.equal(parameter.grad, (3 * term.double()).float())
+
+
+def test_order_of_terms_changes_nothing():
+    generator = torch.Generator().manual_seed(0)
+    terms = [
+        torch.randn(1000, generator=generator) * 10.0 ** (4 * torch.rand(1, generator=generator) - 3) for _ in range(20)
+    ]
+    found = []
+    for some in (terms, terms[::-1], terms[7:] + terms[:7]):
+        parameter = torch.nn.Parameter(torch.zeros(1000))
+        sums = FixedPointSums(World(), [parameter], 20)
+        sums.begin()
+        for term in some:
+            (parameter * term).sum().backward()
+        assert sums.finish()
+        found.append(parameter.grad)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.allclose(found[0], torch.stack(terms).double().sum(0).float(), rtol=1e-6)

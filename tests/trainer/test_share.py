@@ -1,0 +1,115 @@
+"""Losses of which each worker computes a share: value and gradient are those of one process that computes all."""
+
+import pytest
+import torch
+from groups import run_group
+from measures import deviation
+
+from trainer.objectives.declutr.ntxent import ntxent
+from trainer.objectives.share import SHARED_ROWS, Share
+from trainer.objectives.simcse.infonce import infonce
+from trainer.objectives.supcon.loss import supcon
+from trainer.parallel.world import World
+
+pytestmark = pytest.mark.dist
+ROWS = 11
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def ntxent_of(views, share, tile):
+    return ntxent(torch.cat([views[:, 0], views[:, 1]]), 0.2, None, tile, share)
+
+
+def queued(views, share, tile):
+    queue = torch.randn(7, views.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return ntxent(torch.cat([views[:, 0], views[:, 1]]), 0.2, queue.to(views.dtype), tile, share)
+
+
+def simcse(views, share, tile):
+    return infonce(views[:, 0], views[:, 1], 0.1, 0.0, tile, share)
+
+
+def hard_negatives(views, share, tile):
+    return infonce(views[:, 0], torch.cat([views[:, 1], views[:, 1].roll(1, 1)]), 0.1, 0.7, tile, share)
+
+
+def labelled(views, share, tile):
+    labels = torch.tensor([3, 3, 1, 0, 2, 1, 1, 0, 2, 3, 5]).repeat(2)
+    return supcon(torch.cat([views[:, 0], views[:, 1]]), labels, 0.3, tile, share)
+
+
+LOSSES = {each.__name__: each for each in (ntxent_of, queued, simcse, hard_negatives, labelled)}
+
+
+def views_of(dtype):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(ROWS, 2, 6, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def computed(world, dtype, bounds):
+    """Values and gradients of the losses, of the rows of this rank, by name and tile."""
+    start, end = bounds[world.rank]
+    found = {}
+    for name, loss in LOSSES.items():
+        for tile in (1, 3, 8, None):
+            own = views_of(dtype)[start:end].requires_grad_()
+            table = world.gather(own.flatten(1), start, ROWS).view(ROWS, 2, -1)
+            if table.requires_grad:
+                table.retain_grad()
+            value = loss(table, Share(world, start, end, ROWS), tile)
+            value.backward()
+            # layers between the views and the loss must see this rank's rows alone
+            assert not torch.cat([table.grad[:start], table.grad[end:]]).any()
+            found[name, tile] = value.item(), own.grad
+    return found
+
+
+BOUNDS = {1: [(0, 11)], 2: [(0, 5), (5, 11)], 3: [(0, 4), (4, 4), (4, 11)]}
+
+
+@pytest.mark.parametrize("size", BOUNDS)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_shares_add_up_to_the_whole_loss(size, dtype):
+    """A worker may have no rows."""
+    bounds = BOUNDS[size]
+    ranks = run_group(size, computed, dtype, bounds) if size > 1 else [computed(World(), dtype, bounds)]
+    for name, loss in LOSSES.items():
+        views = views_of(torch.float64).requires_grad_()
+        expected = loss(views, None, None)
+        expected.backward()
+        for tile in (1, 3, 8, None):
+            assert {rank[name, tile][0] for rank in ranks} == {ranks[0][name, tile][0]}, name
+            assert ranks[0][name, tile][0] == pytest.approx(expected.item(), rel=LIMITS[dtype]), name
+            gradient = torch.cat([rank[name, tile][1] for rank in ranks])
+            assert deviation([gradient], [views.grad]) < LIMITS[dtype], (name, tile)
+
+
+def counted(world, rows):
+    """Elements of scores that this rank computes, forward and backward, for shared rows and for all."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function.overloadpacket == torch.ops.aten.mm:
+                self.elements += result.numel()
+            return result
+
+    found = []
+    start, end = rows * world.rank // world.size, rows * (world.rank + 1) // world.size
+    for share in (None, Share(world, start, end, rows)):
+        table = torch.randn(2 * rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with Products() as seen:
+            ntxent(table, 0.1, None, 16, share).backward()
+        found.append(seen.elements)
+    return found
+
+
+def test_a_worker_computes_its_rows_alone():
+    """M^2 / W scores in each of both passes; all of them have half of M^2, because scores are symmetric."""
+    rows = SHARED_ROWS // 8
+    for whole, share in run_group(3, counted, rows):
+        assert share == pytest.approx(2 * (2 * rows) ** 2 / 3, rel=0.02)
+        assert whole == pytest.approx((2 * rows) ** 2, rel=0.1)

@@ -1,0 +1,88 @@
+"""Canonical microbatches: documents of the global batch whose forward is the same for any number of workers.
+
+A batch is cut into units of a fixed number of documents, counted from the start of the global batch. A worker has whole
+units, and each is packed alone, so that no forward depends on the number of workers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.data.batches import AnyBatch, RankBatch, Unit
+from trainer.data.feed import Feed
+
+
+def feed_units(
+    feed: Feed, rows: pa.Table, epochs: NDArray[np.int64], first_unit: int, unit_documents: int
+) -> RankBatch:
+    """The batch of a worker, of which each unit is packed alone.
+
+    Args:
+        feed: packs rows.
+        rows: n rows of the shards, whole units of the global batch.
+        epochs: `(n,)` epoch in which each is read.
+        first_unit: number of the worker's first unit in the global batch.
+        unit_documents: documents of a unit; the last unit of the global batch may have fewer.
+    """
+    places = range(0, len(rows), unit_documents)
+    parts = [feed.feed(rows.slice(at, unit_documents), epochs[at : at + unit_documents]) for at in places]
+    if not parts:  # more workers than units
+        return feed.feed(rows, epochs)
+    starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])
+    views = [None if part.views is None else part.views + int(at) for part, at in zip(parts, starts, strict=False)]
+    return RankBatch(
+        _joined([part.spans for part in parts]),
+        len(rows),
+        sum(part.num_rows for part in parts),
+        {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
+        views=_cat(views),
+        units=tuple(
+            Unit(first_unit + number, part.num_documents, part.spans.num_spans, part.num_rows)
+            for number, part in enumerate(parts)
+        ),
+    )
+
+
+def units_of(batch: RankBatch) -> list[RankBatch]:
+    """The units of a worker's batch as separate batches, without facts; a batch without units is one."""
+    if not batch.units:
+        return [batch]
+    bounds = np.cumsum([0, *(unit.num_spans for unit in batch.units)]).tolist()
+    rows = np.cumsum([0, *(unit.num_rows for unit in batch.units)]).tolist()
+    spans: list[AnyBatch] = list(batch.spans.slices(list(pairwise(bounds))))
+    return [
+        replace(
+            batch,
+            spans=part,
+            num_documents=unit.num_documents,
+            num_rows=unit.num_rows,
+            facts={},
+            views=None if batch.views is None else batch.views[row : row + unit.num_rows] - bound,
+            units=(unit,),
+            also={},
+        )
+        for unit, part, bound, row in zip(batch.units, spans, bounds, rows, strict=False)
+    ]
+
+
+def _joined(parts: Sequence[AnyBatch]) -> AnyBatch:
+    """The spans of several batches, one after the other."""
+    tokens = np.cumsum([0, *(part.num_tokens for part in parts)]).tolist()
+    values: dict[str, Any] = {each.name: [getattr(part, each.name) for part in parts] for each in fields(parts[0])}
+    if "selected" in values:
+        values["selected"] = [places + at for places, at in zip(values["selected"], tokens, strict=False)]
+    joined: dict[str, Any] = {name: _cat(tensors) for name, tensors in values.items()}
+    return type(parts[0])(**joined)
+
+
+def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensors one after the other; None if they are missing."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(found) if found else None

@@ -1,0 +1,113 @@
+"""Gradient sums that do not depend on the order of their terms, so that any number of workers has the same bits.
+
+The gradient of each canonical microbatch (trainer/data/canonical.py) is rounded to a multiple of 2^-44 and added as a
+64-bit integer. Sums of integers are exact in any order. The rounding, 3e-14, is below that of a sum in float32 for
+entries above 5e-7, and is small compared with AdamW's eps for all.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from trainer.parallel.world import World
+
+_BITS = 44
+SCALE = 2.0**_BITS
+"""Integers of one unit of the gradient. It is the same for every step and every number of workers."""
+_CHUNK = 2**20  # elements converted at a time, so that temporary memory is small
+_BUCKET = 2**24  # integers of a message, 128 MiB
+
+
+class FixedPointSums:
+    """Adds up the gradients of all microbatches of all workers.
+
+    A hook of each parameter moves its gradient to the sums as soon as a backward has computed it, so that no parameter
+    has a gradient in float32 until `finish`.
+
+    Args:
+        world: the workers.
+        parameters: in the same order on every worker; not sharded.
+        num_terms: largest number of terms of a sum, for all workers together.
+    """
+
+    def __init__(self, world: World, parameters: Sequence[nn.Parameter], num_terms: int) -> None:
+        self.world = world
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.limit = 2.0 ** (63 - _BITS) / max(1, num_terms)
+        """Smallest absolute value of a term's entry that is refused: sums of smaller ones cannot overflow."""
+        self._sums: dict[int, Tensor] = {}
+        self._buckets: list[tuple[Tensor, list[nn.Parameter]]] = []
+        self._refused: Tensor | None = None
+        self._ignored = False
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._add)
+
+    def begin(self) -> None:
+        """Sets all sums to zero."""
+        device = self.parameters[0].device
+        self._refused = torch.zeros((), dtype=torch.int64, device=device)
+        self._buckets = []
+        for some in _grouped(self.parameters):
+            flat = torch.zeros(sum(parameter.numel() for parameter in some), dtype=torch.int64, device=device)
+            self._buckets.append((flat, some))
+            parts = flat.split([parameter.numel() for parameter in some])
+            self._sums.update({id(parameter): part for parameter, part in zip(some, parts, strict=True)})
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Drops gradients that are computed in the block: another worker adds the same."""
+        self._ignored = True
+        try:
+            yield
+        finally:
+            self._ignored = False
+
+    def finish(self) -> bool:
+        """Gives each parameter its gradient, summed over microbatches and workers; false if a term was refused.
+
+        Then all gradients are NaN, on every worker.
+        """
+        assert self._refused is not None
+        self.world.add(self._refused)
+        allowed = int(self._refused) == 0
+        for flat, some in self._buckets:
+            self.world.add(flat)
+            for parameter in some:
+                parameter.grad = self._converted(self._sums.pop(id(parameter)), parameter, allowed)
+        self._buckets = []
+        return allowed
+
+    def _add(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or self._ignored or self._refused is None:
+            return
+        total = self._sums[id(parameter)]
+        for part, places in zip(gradient.reshape(-1).split(_CHUNK), total.split(_CHUNK), strict=True):
+            # false for NaN too
+            self._refused += ~(torch.linalg.vector_norm(part, torch.inf) < self.limit)
+            places += (part * SCALE).round_().to(torch.int64)  # exact: a product with a power of two
+
+    @staticmethod
+    def _converted(total: Tensor, like: Tensor, allowed: bool) -> Tensor:
+        """The sum of a parameter's gradients in its type."""
+        gradient = torch.full_like(like, torch.nan)
+        if allowed:
+            for part, places in zip(gradient.view(-1).split(_CHUNK), total.split(_CHUNK), strict=True):
+                part.copy_(places)
+                part /= SCALE
+        return gradient
+
+
+def _grouped(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Groups consecutive parameters into messages of at most `_BUCKET` integers; a larger parameter is alone."""
+    groups: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        if not groups or filled + parameter.numel() > _BUCKET:
+            groups.append([])
+            filled = 0
+        groups[-1].append(parameter)
+        filled += parameter.numel()
+    return groups
