@@ -15,9 +15,9 @@ from waiting import until
 from common.lock import LOCK, RunLockedError
 from common.stores.address import child
 from common.stores.files import names, read_file, write_file
-from trainer.driver.lease import Lease
+from common.lease import Lease
 
-HOLD = "import sys; from trainer.driver.lease import Lease\n"
+HOLD = "import sys; from common.lease import Lease\n"
 HOLD += "with Lease(sys.argv[1], print): print('held', flush=True); sys.stdin.read()"
 
 
