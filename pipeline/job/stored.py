@@ -29,7 +29,7 @@ from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
 from pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 
-_SETTLE_SECONDS = 2.0
+_SETTLE_SECONDS = 1.0
 """Time after which a command looks whether its lease was overwritten; writing a small object takes less."""
 _OF_UNIT = re.compile(r"(?:train-|held-out-|ledger/|rejected/|units/)(\d{5,})\.(?:arrow|jsonl\.gz|json)")
 _SHARED = ("shared", "files")
@@ -51,6 +51,7 @@ class StoredOutput(Output):
         self._there: dict[str, int] = {}
         self._files: dict[tuple[str, str], Files] = {}
         self._listing: Files | None = None
+        self._ended = False
 
     @property
     def name(self) -> str:
@@ -94,7 +95,7 @@ class StoredOutput(Output):
             try:
                 yield
             finally:
-                if self._listing is None:
+                if not self._ended:
                     self._send_progress()
 
     def refresh(self) -> None:
@@ -188,8 +189,8 @@ class StoredOutput(Output):
             for name, record in found.items()
         }
         files |= self.store.send(self.folder, [name for name in _SINGLE if (self.folder / name).is_file()])
-        self._listing = dict(sorted(files.items()))
-        write_file(self.store.at(LISTING), encoded(self._listing), self.store.retries)
+        write_file(self.store.at(LISTING), encoded(dict(sorted(files.items()))), self.store.retries)
+        self._ended = True
         try:
             self._clear()
             self.store.sweep()
@@ -207,6 +208,7 @@ class StoredOutput(Output):
                 remove_file(self.store.at(name), self.store.retries)
             elif not is_file and name:
                 remove_tree(self.store.at(name), self.store.retries)
+        self._ended = True
         self.store.sweep()
 
     def _send_progress(self) -> None:
