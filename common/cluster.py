@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from pathlib import Path
 
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
@@ -11,6 +12,15 @@ _PAUSE_SECONDS = 0.5
 def named_cluster(address: str | None) -> tuple[str, str]:
     """The setting that names a cluster, and its value; an empty value stands for a local session."""
     return ("address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
+
+
+def started_cluster() -> str | None:
+    """Address of the cluster that `ray start` has joined this host to; None if there is none or it does not answer."""
+    try:
+        address = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").read_text().strip()
+    except OSError:
+        return None
+    return address if address and cluster_problem("", address) is None else None
 
 
 def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str | None:

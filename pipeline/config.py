@@ -20,14 +20,18 @@ from pipeline.tokenizer.tokenization import TokenizerConfig
 _DOCUMENT_RULES = ("boilerplate", "c4", "gopher", "repetition")
 """Rules of `choosing` that count words and lines of a page."""
 # Settings that decide where and how the work runs, but not its result.
-_NO_INFLUENCE: dict[str, Any] = {"output": True, "session": True, "max_error_share": True, "tokenizer": {"engine"}}
+_NO_INFLUENCE: dict[str, Any] = {
+    **dict.fromkeys(("output", "session", "max_error_share", "cache", "patience_seconds"), True),
+    "tokenizer": {"engine"},
+}
 
 
 class PipelineConfig(Strict):
     """The `prepare` section of a config file: from a corpus to shards."""
 
     output: str
-    """Folder of the shards; created if missing."""
+    """Folder of the shards, created if missing, or an address (`s3://...`, `gs://...`). All hosts of a cluster must see
+    the folder; an address needs no shared folder (docs/cluster.md)."""
     corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
     content: AnyContent = DocumentsContent()
     tokenizer: TokenizerConfig | None = Field(default=None, validate_default=True)
@@ -53,6 +57,10 @@ class PipelineConfig(Strict):
     """Rows of a record batch in a shard, which a reading task of the trainer loads at once."""
     seed: int = Field(default=0, ge=0)
     """Seed of the held-out split."""
+    cache: str = "~/.cache/declutr"
+    """Folder on each host for files on their way, if `output` is an address."""
+    patience_seconds: float = Field(default=600.0, ge=0)
+    """Time to retry a request while the store of `output` does not answer."""
     session: SessionConfig = SessionConfig()
 
     @field_validator("tokenizer")

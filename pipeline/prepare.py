@@ -7,16 +7,16 @@ import _thread
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from common.commandline import config_parser
 from common.config import ConfigError, load_config
 from common.console.logs import get_logger, setup_logging
 from common.credentials import refused_settings
-from common.lock import RunLock, RunLockedError
+from common.lock import RunLockedError
 from common.meanings import annotated_yaml
-from common.paths import expand
 from common.session_config import SessionError
 from common.storage import write_aside, write_text
 from pipeline.choosing.config import problems as choosing_problems
@@ -24,15 +24,16 @@ from pipeline.choosing.evaluation_sets import INDEX, build_index
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
 from pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
+from pipeline.job.opened import Output
+from pipeline.job.opening import open_output, small_files
 from pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
-from pipeline.job.output import PreparePlan, claim, discard, hash_plan, output_problems, plan_of
+from pipeline.job.output import PreparePlan, hash_plan, output_problems, plan_of
 from pipeline.job.places import look
 from pipeline.job.progress import seconds_spent
 from pipeline.job.recheck import content_problems
 from pipeline.job.sample import output_tokenizer
 from pipeline.job.stages import run_stages
 from pipeline.job.units import Unit, mark_units, plan_units
-from pipeline.job.worker import CANDIDATES
 from pipeline.readers.skipped import Skipped, describe_skipped
 from pipeline.shards.manifest import (
     MANIFEST,
@@ -43,7 +44,6 @@ from pipeline.shards.manifest import (
     load_manifest,
     sum_counts,
 )
-from pipeline.shards.shards import check_shards
 from pipeline.tokenizer.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
 
 _INTERRUPTED = 130
@@ -51,8 +51,9 @@ _INTERRUPTED = 130
 
 
 def problems(config: PipelineConfig) -> list[str]:
-    """Finds problems of inputs, tokenizer and output folder before any work, one line each."""
-    return _examine(config)[2]
+    """Finds problems of inputs, tokenizer and output before any work, one line each."""
+    with _examined(config) as (_, _, _, found):
+        return found
 
 
 def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
@@ -64,55 +65,57 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
             the same.
 
     Returns:
-        The manifest, which is also written to the output folder when all units are finished.
+        The manifest, which is also written to the output when all units are finished.
 
     Raises:
-        ConfigError: problems of inputs, tokenizer or output folder, or no document of the corpus is kept.
-        ShardError: too many documents could not be read, the counts do not balance, or the output folder cannot be
-            written to.
-        RunLockedError: another command holds the output folder.
+        ConfigError: problems of inputs, tokenizer or output, or no document of the corpus is kept.
+        ShardError: too many documents could not be read, the counts do not balance, or the output cannot be written to.
+        RunLockedError: another command holds the output.
         SessionError: no Ray session could be started on this machine.
     """
-    units, plan, found = _examine(config, verify_inputs)
-    if found or plan is None:
-        raise ConfigError("prepare", found)
-    folder = expand(config.output).absolute()
-    if (folder / MANIFEST).exists() and not check_shards(folder):
-        get_logger().info("%s is already prepared", folder)
-        return load_manifest(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _examined(config, verify_inputs) as (output, units, plan, found):
+        if found or plan is None or output is None:
+            raise ConfigError("prepare", found)
         try:
-            with RunLock(folder, _thread.interrupt_main):
-                if found := output_problems(folder, config, plan):  # another command may have changed it meanwhile
+            if output.is_complete():
+                get_logger().info("%s is already prepared", output.name)
+                return load_manifest(output.folder)
+            with output.owned(_lost):
+                output.refresh()  # another command may have changed it meanwhile
+                if found := output_problems(output.folder, output.names(), config, plan):
                     raise ConfigError("prepare", found)
-                return _make(config, folder, units, plan)
-        finally:
-            if folder.is_dir() and not any(folder.iterdir()):  # a folder renamed meanwhile must not hide the error
-                folder.rmdir()
-    except OSError as error:  # a full disk, a lost storage, a folder without write permission
-        raise ShardError(
-            f"prepare: {error}. Finished work in {folder} is kept; remove the cause, then the same command continues"
-        ) from error
+                return _make(output, units, plan)
+        except OSError as error:  # a full disk, a lost storage, a folder without write permission
+            raise ShardError(
+                f"prepare: {error}. Finished work in {output.name} is kept; remove the cause, then the same command "
+                "continues"
+            ) from error
 
 
-def _make(config: PipelineConfig, folder: Path, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
-    """Completes a folder whose lock this process holds."""
-    claim(folder, plan)
+def _lost() -> None:
+    get_logger().error("stopping: another command has taken over the output, because this one was suspended")
+    _thread.interrupt_main()
+
+
+def _make(output: Output, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
+    """Completes an output that this process holds."""
+    config, folder = output.config, output.folder
+    output.claim(plan)
     tokenizer = _equip(config, folder, units)
-    sidecars = run_stages(config, folder, units, tokenizer)
+    output.share()
+    sidecars = run_stages(output, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
     sources = [part.source for unit in units for part in unit.parts]
     hint = lines_hint(counts.read, counts.dropped, identity(config), sources)
     if nothing := nothing_kept(counts, config, [failure for sidecar in sidecars for failure in sidecar.failures]):
-        discard(folder)
+        output.discard()
         raise ConfigError("prepare", [nothing, hint] if hint else [nothing])
     if problem := too_many_failed(counts, sidecars, config):
         raise ShardError(problem)
     manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config), plan.skipped)
-    adopt_estimate(folder, hash_plan(plan))
+    adopt_estimate(folder, hash_plan(plan), output.estimate_path)
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
-    shutil.rmtree(folder / CANDIDATES, ignore_errors=True)
+    output.complete()
     if hint:
         get_logger().warning(hint)
     return manifest
@@ -129,49 +132,69 @@ def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> Token
 def plan_ahead(config: PipelineConfig) -> Estimate:
     """Estimates the result of `prepare` from a sample and saves it next to the output folder for the final report.
 
-    The output folder is only read, because another command may be working in it.
+    The output is only read, because another command may be working in it.
 
     Raises:
         ConfigError: problems of inputs, tokenizer or output folder.
         ShardError: the sample could not be processed, for example because the disk is full.
     """
-    units, plan, found = _examine(config)
-    if found or plan is None:
-        raise ConfigError("prepare", found)
-    folder = expand(config.output).absolute()
-    try:
-        with tempfile.TemporaryDirectory(prefix="declutr-plan-") as work:
-            if (folder / TOKENIZER).exists():
-                shutil.copytree(folder / TOKENIZER, Path(work, TOKENIZER))
-            if (folder / INDEX).exists():
-                shutil.copyfile(folder / INDEX, Path(work, INDEX))
-            made = estimate(config, Path(work), units, _equip(config, Path(work), units))
-    except OSError as error:
-        raise ShardError(f"--plan: {error}; nothing was written") from error
-    keep_estimate(made.model_copy(update={"plan_hash": hash_plan(plan)}), folder)
-    return made
+    with _examined(config) as (output, units, plan, found):
+        if found or plan is None or output is None:
+            raise ConfigError("prepare", found)
+        folder = output.folder
+        try:
+            with tempfile.TemporaryDirectory(prefix="declutr-plan-") as work:
+                if (folder / TOKENIZER).exists():
+                    shutil.copytree(folder / TOKENIZER, Path(work, TOKENIZER))
+                if (folder / INDEX).exists():
+                    shutil.copyfile(folder / INDEX, Path(work, INDEX))
+                made = estimate(config, Path(work), units, _equip(config, Path(work), units))
+        except OSError as error:
+            raise ShardError(f"--plan: {error}; nothing was written") from error
+        keep_estimate(made.model_copy(update={"plan_hash": hash_plan(plan)}), output.estimate_path)
+        return made
 
 
-def _examine(config: PipelineConfig, verify: bool = False) -> tuple[list[Unit], PreparePlan | None, list[str]]:
-    """The units, their plan if the inputs can be read, and all problems."""
+Examined = tuple[Output | None, list[Unit], PreparePlan | None, list[str]]
+
+
+@contextmanager
+def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined]:
+    """The output if it can be used, the units, their plan if the inputs can be read, and all problems."""
     if found := list(refused_settings(config.model_dump(mode="json"))):
-        return [], None, found
+        yield None, [], None, found
+        return
     places = look(config.model_dump())
+    with ExitStack() as stack:
+        output = None
+        if not any(problem.startswith("output ") for problem in places):
+            try:
+                output = stack.enter_context(open_output(config))
+            except OSError as error:
+                places.append(f"output = {config.output!r}: {error}")
+        yield output, *_examine(config, output, places, verify)
+
+
+def _examine(
+    config: PipelineConfig, output: Output | None, places: list[str], verify: bool
+) -> tuple[list[Unit], PreparePlan | None, list[str]]:
+    """The units, their plan if the inputs can be read, and all problems; `places` are those of the paths."""
     skipped = Skipped()
     unread = any(problem.startswith("corpus.") for problem in places)
     units, found = ([], []) if unread else plan_units(config.corpus, config.unit_mib, skipped, config.content)
     found += places
     found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
     plan = None
-    if not found:  # missing inputs would also be reported as changed inputs
-        folder = expand(config.output)
+    if not found and output is not None:  # missing inputs would also be reported as changed inputs
         units = mark_units(units)
         plan = plan_of(config, units, skipped.kinds())
         for line in describe_skipped(plan.skipped):
             get_logger().warning(line)
-        found += output_problems(folder, config, plan) or content_problems(folder, config, units, verify)
+        found += output_problems(output.folder, output.names(), config, plan) or content_problems(
+            output.folder, config, units, verify
+        )
     tokenizer = config.tokenizer
-    is_there = plan is not None and (expand(config.output) / TOKENIZER).exists()
+    is_there = plan is not None and output is not None and (output.folder / TOKENIZER).exists()
     if isinstance(tokenizer, PretrainedTokenizer) and not is_there and not any("tokenizer.name" in p for p in places):
         try:
             load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
@@ -207,8 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("prepare: stopped; finished work is kept, the same command continues\n")
         return _INTERRUPTED
     sys.stdout.write(summary(manifest, config.output) + "\n")
-    if estimate := load_estimate(expand(config.output)):
-        sys.stdout.write(estimate.score(manifest, seconds_spent(expand(config.output))) + "\n")
+    with small_files(config) as folder:
+        if estimate := load_estimate(folder):
+            sys.stdout.write(estimate.score(manifest, seconds_spent(folder)) + "\n")
     return 0
 
 

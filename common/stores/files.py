@@ -147,6 +147,28 @@ def entries(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> dict[str, bool]
     return _ask(url, retries, look) or {}
 
 
+def sizes(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> dict[str, int]:
+    """Sizes in bytes of all files below a folder, by name from there; none if the folder does not exist."""
+
+    def look(files: Any, place: str) -> dict[str, int]:
+        root, found, waiting = place.rstrip("/") + "/", dict[str, int](), [place]
+        while waiting:
+            folder = waiting.pop()
+            try:  # not `find`, which leaves out folders that could not be listed
+                inside = files.ls(folder, detail=True)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            for one in inside:
+                name = str(one["name"])
+                if one["type"] == "file":
+                    found[name.removeprefix(root)] = int(one["size"])
+                elif name.rstrip("/") != folder.rstrip("/"):
+                    waiting.append(name)
+        return found
+
+    return _ask(url, retries, look) or {}
+
+
 def _act(url: str, retries: RetryPolicy, action: Callable[[Any, str], Answer]) -> Answer:
     """Runs an action on the file system of an address and the path in it.
 

@@ -9,7 +9,7 @@ Every function raises RemoteError if the store refuses, or did not answer within
 import argparse
 import fcntl
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -68,7 +68,17 @@ def local_copy(url: str, cache: Path, retries: RetryPolicy = DEFAULT_RETRIES) ->
     Raises:
         FileNotFoundError, AlteredError: see `pull_folder`.
     """
-    listing = _whole_listing(url, retries)
+    return local_files(url, _whole_listing(url, retries), cache, retries)
+
+
+def local_files(
+    url: str, listing: Mapping[str, FileRecord], cache: Path, retries: RetryPolicy = DEFAULT_RETRIES
+) -> Path:
+    """Like `local_copy`, but of these files of a folder, which need not be complete.
+
+    Raises:
+        AlteredError: a file is missing or altered.
+    """
     local = cache / short_name(url, msgspec.json.encode(listing, order="sorted"))
     _pull(url, listing, local, retries)
     return local
@@ -85,7 +95,7 @@ def remove_folder(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
     remove_tree(url, retries)
 
 
-def _pull(url: str, listing: dict[str, FileRecord], local: Path, retries: RetryPolicy, renew: bool = False) -> None:
+def _pull(url: str, listing: Mapping[str, FileRecord], local: Path, retries: RetryPolicy, renew: bool = False) -> None:
     local.parent.mkdir(parents=True, exist_ok=True)
     with local.with_name(f".{local.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

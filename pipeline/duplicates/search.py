@@ -1,6 +1,7 @@
 """The search on Ray Data: one task and one result file a bucket, so that a stopped search can continue."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from common.storage import hash_json, write_aside
 from pipeline.duplicates.clusters import decide
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.documents import Documents, Numbering, number
+from pipeline.duplicates.exchange import PAIRS, Exchange
 from pipeline.duplicates.keys import KeysError
 from pipeline.duplicates.pairs import Pairs, bucket_pairs, join
 from pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
@@ -24,7 +26,11 @@ _JOINED = 1 << 22  # pairs that are collected before repeats among them are remo
 
 
 def find_duplicates(
-    folder: Path, units: Sequence[str], config: DuplicatesConfig, session: SessionConfig | None = None
+    folder: Path,
+    units: Sequence[str],
+    config: DuplicatesConfig,
+    session: SessionConfig | None = None,
+    exchange: Exchange | None = None,
 ) -> Path:
     """Finds the documents to drop; continues an earlier search that was stopped.
 
@@ -33,6 +39,7 @@ def find_duplicates(
         units: names of the units in plan order, which is the order of the corpus.
         config: settings, the same as those of the keys.
         session: where the work runs; without influence on the result.
+        exchange: the store of the keys, if hosts share no folder; `folder` is then this host's copy.
 
     Returns:
         Path of `duplicates.arrow` (pipeline/duplicates/table.py). Its bytes depend only on keys and settings.
@@ -47,9 +54,11 @@ def find_duplicates(
     stamp = hash_json(made_from)
     if stamp_of(result) == stamp:
         return result
-    for aside in (folder / "pairs").glob(".*.tmp"):
+    for aside in (folder / PAIRS).glob(".*.tmp"):
         aside.unlink()
-    for left in (folder / "pairs").glob("*.arrow"):  # left by other settings with more buckets
+    if exchange is not None:
+        exchange.fetch(folder)
+    for left in (folder / PAIRS).glob("*.arrow"):  # left by other settings with more buckets
         if int(left.stem) >= num_buckets:
             left.unlink()
     todo = [bucket for bucket in range(num_buckets) if stamp_of(pairs_path(folder, bucket)) != stamp]
@@ -62,9 +71,12 @@ def find_duplicates(
         start_ray(session.num_cpus, session.address)
         rows = ray.data.from_items([{"bucket": bucket} for bucket in todo], override_num_blocks=len(todo))
         arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "stamp": stamp}
+        arguments["exchange"] = exchange
         for done in rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows():
             if done["problem"]:
                 raise KeysError(f"bucket {done['bucket']}: {done['problem']}")
+        if exchange is not None:
+            exchange.fetch(folder)
     pairs = _read_all([pairs_path(folder, bucket) for bucket in range(num_buckets)])
     write_duplicates(result, decide(pairs), Documents(numbering), stamp)
     return result
@@ -72,16 +84,25 @@ def find_duplicates(
 
 def pairs_path(folder: Path, bucket: int) -> Path:
     """Path of the pairs of a bucket."""
-    return folder / "pairs" / f"{bucket:05d}.arrow"
+    return folder / PAIRS / f"{bucket:05d}.arrow"
 
 
 def search_bucket(
-    row: dict[str, int], numbering: Numbering, config: DuplicatesConfig, num_buckets: int, stamp: str
+    row: dict[str, int],
+    numbering: Numbering,
+    config: DuplicatesConfig,
+    num_buckets: int,
+    stamp: str,
+    exchange: Exchange | None = None,
 ) -> dict[str, Any]:
     """Writes the pairs of a bucket, or returns an error message; Ray Data maps this function over buckets."""
     bucket = int(row["bucket"])
     try:
+        if exchange is not None:
+            numbering = replace(numbering, folder=exchange.folder())
         _write_pairs(bucket, numbering, config, num_buckets, stamp)
+        if exchange is not None:
+            exchange.send(pairs_path(numbering.folder, bucket))
     except (OSError, KeysError) as error:
         return {"bucket": bucket, "problem": str(error)}
     return {"bucket": bucket, "problem": ""}

@@ -210,25 +210,20 @@ def _judge(records: Iterable[tuple[Judged, NDArray[np.uint32] | Media | None]], 
     return found
 
 
-def keep_estimate(made: Estimate, folder: Path) -> None:
-    """Writes an estimate next to the output folder, from where `prepare` adopts it."""
+def keep_estimate(made: Estimate, path: Path) -> None:
+    """Writes an estimate to a path outside the output, from where `prepare` adopts it."""
     try:
-        write_text(_beside(folder), made.model_dump_json(indent=1) + "\n")
+        write_text(path, made.model_dump_json(indent=1) + "\n")
     except OSError as error:
         get_logger().warning("the estimate could not be saved for the final report: %s", error)
 
 
-def adopt_estimate(folder: Path, plan_hash: str) -> None:
-    """Moves an estimate of the same plan from next to the output folder into it."""
-    path = _beside(folder)
+def adopt_estimate(folder: Path, plan_hash: str, path: Path) -> None:
+    """Moves an estimate of the same plan from a path outside the output folder into it."""
     found = _load(path)
     if found is not None and found.plan_hash == plan_hash:
         write_text(folder / ESTIMATE, path.read_text(encoding="utf-8"))
         path.unlink(missing_ok=True)
-
-
-def _beside(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.{ESTIMATE}")
 
 
 def load_estimate(folder: Path) -> Estimate | None:

@@ -1,7 +1,7 @@
 """The output folder of a preparation: its plan, its finished work and the remains of a killed run."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +82,19 @@ def discard(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def output_problems(folder: Path, config: PipelineConfig, plan: PreparePlan) -> list[str]:
-    """Reasons why the output folder cannot be used for this plan, one line each; none if it is new or has this plan."""
+def output_problems(folder: Path, names: Collection[str], config: PipelineConfig, plan: PreparePlan) -> list[str]:
+    """Reasons why an output cannot be used for this plan, one line each; none if it is new or has this plan.
+
+    Args:
+        folder: the output folder; for an address, a folder with the plan that was found there.
+        names: names of the files and folders in the output.
+        config: settings.
+        plan: plan of these settings.
+    """
     where = f"output = {config.output!r}"
     if folder.exists() and not folder.is_dir():
         return [f"{where} is a file; name a folder"]
-    if not folder.is_dir() or all(path.name.startswith(".") or path.name == LOCK for path in folder.iterdir()):
+    if all(name.startswith(".") or name in ("", LOCK) for name in names):
         return []
     try:
         other = PreparePlan.model_validate_json((folder / PLAN).read_bytes())

@@ -1,13 +1,21 @@
 """Problems of the paths in the settings of a preparation, found even if other settings are invalid."""
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.credentials import refusal
 from common.hub import looks_like_a_path
 from common.paths import PathError, expand, folder_problem
-from common.stores.address import is_remote
+from common.stores.address import child, is_remote
+from common.stores.files import remove_file, write_file
+from common.stores.folders import is_whole
+from common.stores.retry import RetryPolicy
 from pipeline.shards.manifest import MANIFEST
+
+_LOOK_SECONDS = 20.0
+"""Time for a store to answer before any work; it is not known yet whether the address is right."""
 
 
 def look(values: Mapping[str, Any]) -> list[str]:
@@ -19,7 +27,9 @@ def look(values: Mapping[str, Any]) -> list[str]:
     found = [f"corpus.paths: {problem}" for path in local if (problem := _path_problem(path))]
     output = values.get("output")
     if isinstance(output, str):
-        found += [f"output = {output!r}: {problem}" for problem in output_place_problems(output, local)]
+        patience = values.get("patience_seconds", _LOOK_SECONDS)
+        seconds = min(patience, _LOOK_SECONDS) if isinstance(patience, int | float) else _LOOK_SECONDS
+        found += [f"output = {output!r}: {problem}" for problem in output_place_problems(output, listed, seconds)]
     name = tokenizer.get("name") if isinstance(tokenizer, Mapping) else None
     if isinstance(name, str) and looks_like_a_path(name):
         problem = _path_problem(name)
@@ -29,10 +39,17 @@ def look(values: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def output_place_problems(output: str, inputs: list[str]) -> list[str]:
-    """Reasons why a folder cannot take the shards: it cannot be created, or is inside an input folder."""
+def output_place_problems(output: str, inputs: Sequence[Any], patience_seconds: float = _LOOK_SECONDS) -> list[str]:
+    """Reasons why an output cannot take the shards: it cannot be written to, or is inside an input.
+
+    Args:
+        output: a folder or an address.
+        inputs: paths and addresses of the corpus; other types are ignored.
+        patience_seconds: time to retry a request while a store does not answer.
+    """
     if is_remote(output):
-        return ["is an address; name a folder, then `declutr push FOLDER ADDRESS`"]
+        return _address_problems(output, [path for path in inputs if isinstance(path, str)], patience_seconds)
+    inputs = [path for path in inputs if isinstance(path, str) and not is_remote(path)]
     try:
         folder = expand(output)
     except PathError as error:
@@ -45,6 +62,34 @@ def output_place_problems(output: str, inputs: list[str]) -> list[str]:
     finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
     problem = None if finished else folder_problem(folder)
     return [*found, problem] if problem else found
+
+
+def _address_problems(output: str, inputs: Sequence[str], patience_seconds: float) -> list[str]:
+    """Reasons why an address cannot take the shards; writes and removes a small object there unless it is complete."""
+    if found := refusal(output):
+        return [found]
+    here = _bare(output)
+    found_inside = [
+        f"is inside the input {path!r}, so the same command would read the shards as input; name another address"
+        for path in inputs
+        if is_remote(path) and f"{here}/".startswith(f"{_bare(path)}/")
+    ]
+    if not here.partition("://")[2].partition("/")[2]:
+        return [*found_inside, "names no folder in the bucket; add one, like s3://BUCKET/openwebtext"]
+    retries = RetryPolicy(patience_seconds)
+    probe = child(output, f".declutr-{secrets.token_hex(4)}")
+    try:
+        if not is_whole(output, retries):  # nothing is written to a complete output, so reading it is enough
+            write_file(probe, b"", retries)
+            remove_file(probe, retries)
+    except (OSError, NotImplementedError) as error:
+        return [*found_inside, f"nothing can be written there: {error}"]
+    return found_inside
+
+
+def _bare(address: str) -> str:
+    """An address without options and final slashes."""
+    return address.partition("?")[0].rstrip("/")
 
 
 def _inside(folder: Path, root: Path) -> bool:

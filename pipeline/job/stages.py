@@ -7,24 +7,24 @@ the second finds duplicates over all units, and the third writes the units witho
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import WorkerCrashedError
 
 from common.console.logs import get_logger
 from common.session import start_ray
-from common.storage import fsync_path
+from common.stores.listing import decoded, encoded
 from pipeline.config import PipelineConfig
 from pipeline.duplicates.keys import KeysError
-from pipeline.duplicates.search import find_duplicates
 from pipeline.duplicates.table import DUPLICATES
-from pipeline.job.progress import Progress
+from pipeline.job.opened import Output
+from pipeline.job.output_store import Files, OutputStore, made_in, refuse_missing
+from pipeline.job.progress import BEATS, Progress
 from pipeline.job.sample import output_engine
 from pipeline.job.selection import write_selected
-from pipeline.job.unit_writer import finished_sidecar
 from pipeline.job.units import Unit
-from pipeline.job.worker import stage_folder, write_unit
+from pipeline.job.worker import write_unit
 from pipeline.shards.content import noun_of
 from pipeline.shards.manifest import ShardError, Sidecar
 from pipeline.tokenizer.batch_tokenizer import EngineName
@@ -35,39 +35,32 @@ _ATTEMPTS = 10
 Stage = Literal["prepare", "select"]
 
 
-def run_stages(
-    config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo | None
-) -> list[Sidecar]:
-    """Completes the output folder; returns the sidecars of all units in plan order.
+def run_stages(output: Output, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> list[Sidecar]:
+    """Completes the units of an output; returns their sidecars in plan order.
 
     Raises:
         ConfigError: the engine in tokenizer.engine does not give the same ids.
         ShardError: a task could not read its input or write its output.
     """
-    if not config.duplicates.enabled:
-        return _run("prepare", config, folder, units, tokenizer)
-    if (folder / DUPLICATES).exists():
+    if not output.config.duplicates.enabled:
+        return _run("prepare", output, units, tokenizer)
+    if (output.folder / DUPLICATES).exists():
         # Once the duplicates are known, only units with missing files are read again.
-        missing = [unit for unit in units if finished_sidecar(unit, folder, config) is None]
-        _run("prepare", config, folder, missing, tokenizer)
+        missing = [unit for unit in units if output.finished_sidecar(unit, "select") is None]
+        _run("prepare", output, missing, tokenizer)
     else:
-        _run("prepare", config, folder, units, tokenizer)
+        _run("prepare", output, units, tokenizer)
         try:
-            candidates = stage_folder(folder, config)
-            found = find_duplicates(candidates, [unit.name for unit in units], config.duplicates, config.session)
+            output.find_duplicates([unit.name for unit in units])
         except (KeysError, OSError) as error:
-            raise _stopped("duplicates", folder, error) from error
-        found.replace(folder / DUPLICATES)
-        fsync_path(folder)
-    return _run("select", config, folder, units, tokenizer)
+            raise _stopped("duplicates", output.name, error) from error
+    return _run("select", output, units, tokenizer)
 
 
-def _run(
-    stage: Stage, config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo | None
-) -> list[Sidecar]:
+def _run(stage: Stage, output: Output, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> list[Sidecar]:
     """Processes unfinished units on Ray Data; returns the sidecars of all units in order."""
-    target = stage_folder(folder, config) if stage == "prepare" else folder
-    found = [finished_sidecar(unit, target, config) for unit in units]
+    config, folder = output.config, output.folder
+    found = [output.finished_sidecar(unit, stage) for unit in units]
     done = [sidecar for sidecar in found if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
     todo = [unit for unit, sidecar in zip(units, found, strict=True) if sidecar is None]
@@ -76,10 +69,12 @@ def _run(
         get_logger().info("%s: %d of %d units are already finished", stage, len(done), len(units))
     if todo:
         engine = output_engine(config, folder, units) if stage == "prepare" else "tokenizers"
-        start_ray(config.session.num_cpus, config.session.address)
+        start_ray(output.session.num_cpus, output.session.address)
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
-        rows = ray.data.from_items([{"unit": unit.model_dump_json()} for unit in todo], override_num_blocks=len(todo))
+        rows = ray.data.from_items([_row(unit, stage, output) for unit in todo], override_num_blocks=len(todo))
         arguments = {"stage": stage, "folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": engine}
+        if output.store is not None:
+            arguments |= {"store": output.store, "shared": output.shared_files(stage)}
         results = rows.map(
             work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=lambda: {"max_retries": _ATTEMPTS}
         )
@@ -89,39 +84,61 @@ def _run(
             try:
                 for row in results.iter_rows():
                     if row["problem"]:
-                        raise _stopped(stage, folder, row["problem"])
+                        raise _stopped(stage, output.name, row["problem"])
                     sidecar = Sidecar.model_validate_json(row["sidecar"])
+                    if row["sent"]:
+                        output.note(stage, sidecar.unit, decoded(row["sent"], sidecar.unit))
                     sidecars[sidecar.unit] = sidecar
                     progress.add(sidecar)
             except WorkerCrashedError as error:
                 left = [unit for unit in todo if unit.name not in sidecars]
-                raise _stopped(stage, folder, _crashed(left)) from error
+                raise _stopped(stage, output.name, _crashed(left)) from error
     return [sidecars[unit.name] for unit in units]
 
 
 def work_on(
-    row: dict[str, str],
+    row: dict[str, Any],
     stage: Stage,
     folder: str,
     config: PipelineConfig,
     tokenizer: TokenizerInfo | None,
     engine: EngineName | None,
-) -> dict[str, str]:
+    store: OutputStore | None = None,
+    shared: Files | None = None,
+) -> dict[str, Any]:
     """Processes one unit; Ray Data maps it from `{"unit": JSON}` to `{"sidecar": JSON, "problem": message}`.
+
+    If the output is in a store, the unit's files are made in a temporary folder of this host, and sent; the row then
+    has the list of the files that the task needs (`needs`), and the answer the list of those that it has sent (`sent`).
 
     A full disk or a damaged file is returned as a problem; raised here, users would see it as a traceback of Ray.
     """
     # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit = Unit.model_validate_json(row["unit"])
-    try:
+
+    def write(place: Path) -> Sidecar:
         if stage == "prepare":
-            sidecar = write_unit(unit, Path(folder), config, tokenizer, engine)
+            return write_unit(unit, place, config, tokenizer, engine)
+        return write_selected(unit, place, config, tokenizer)
+
+    sent = b""
+    try:
+        if store is None:
+            sidecar = write(Path(folder))
         else:
-            sidecar = write_selected(unit, Path(folder), config, tokenizer)
+            refuse_missing(unit)
+            needs = decoded(row["needs"], unit.name)
+            with store.desk(shared or {}, needs, Path(folder) / BEATS) as place:
+                sidecar = write(place)
+                sent = encoded(store.send_finished(stage, unit.name, place, made_in(place, needs)))
     except (OSError, ShardError) as error:
-        return {"sidecar": "", "problem": f"unit {unit.name}: {error}"}
-    return {"sidecar": sidecar.model_dump_json(), "problem": ""}
+        return {"sidecar": "", "problem": f"unit {unit.name}: {error}", "sent": b""}
+    return {"sidecar": sidecar.model_dump_json(), "problem": "", "sent": sent}
+
+
+def _row(unit: Unit, stage: Stage, output: Output) -> dict[str, Any]:
+    return {"unit": unit.model_dump_json(), "needs": encoded(output.files_of(stage, unit.name))}
 
 
 def _crashed(left: Sequence[Unit]) -> str:
@@ -132,5 +149,5 @@ def _crashed(left: Sequence[Unit]) -> str:
     )
 
 
-def _stopped(stage: str, folder: Path, problem: object) -> ShardError:
-    return ShardError(f"{stage}: {problem}. Finished work in {folder} is kept; the same command continues")
+def _stopped(stage: str, output: str, problem: object) -> ShardError:
+    return ShardError(f"{stage}: {problem}. Finished work in {output} is kept; the same command continues")

@@ -152,10 +152,18 @@ def load_sidecar(folder: Path, unit: str) -> Sidecar | None:
 
 def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sidecar | None:
     """The sidecar of a finished unit: same input, same settings, all files present in full size; else None."""
+    sidecar = matching_sidecar(unit, folder, config)
+    if sidecar is None:
+        return None
+    sizes = {shard.name: shard.num_bytes for shard in sidecar.shards} | {sidecar.ledger.name: sidecar.ledger.num_bytes}
+    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    return sidecar if whole else None
+
+
+def matching_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sidecar | None:
+    """The sidecar of a unit with the same input and settings, whether its files are present or not; else None."""
     sidecar = load_sidecar(folder, unit.name)
     if sidecar is None:
         return None
     same = sidecar.unit_hash == hash_unit(unit) and sidecar.config_hash == config_hash(config)
-    sizes = {shard.name: shard.num_bytes for shard in sidecar.shards} | {sidecar.ledger.name: sidecar.ledger.num_bytes}
-    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
-    return sidecar if same and whole else None
+    return sidecar if same else None

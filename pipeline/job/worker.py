@@ -111,8 +111,9 @@ def _judged_texts(
     records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
 ) -> Iterator[tuple[Judged, NDArray[np.uint32] | None]]:
     """Every text with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
-    encoder = _encoder(str(folder / TOKENIZER), tokenizer.fingerprint, engine)
-    chooser = _chooser(config.choosing.model_dump_json(), str(folder / INDEX))
+    # Of an output in a store, both are links in a temporary folder, to the same files for every task of a host.
+    encoder = _encoder(str((folder / TOKENIZER).resolve()), tokenizer.fingerprint, engine)
+    chooser = _chooser(config.choosing.model_dump_json(), str((folder / INDEX).resolve()))
     documents = (_judge(record, chooser, config) for record in records)
     for batch in batches(documents, lambda judged: len(judged.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         going = [judged for judged in batch if not judged.entry.fate]

@@ -76,7 +76,7 @@ def test_plan_makes_no_folder_and_its_estimate_reaches_the_output(tmp_path, make
     other = make_config(corpus, seed=1)
     for mine, found in ((other, None), (config, 100)):
         units, _ = plan_units(mine.corpus, mine.unit_mib)
-        adopt_estimate(tmp_path / "out", hash_plan(plan_of(mine, units)))
+        adopt_estimate(tmp_path / "out", hash_plan(plan_of(mine, units)), tmp_path / "out.estimate.json")
         estimate = load_estimate(tmp_path / "out")
         assert (estimate and estimate.documents) == found
     assert not list(tmp_path.glob("*.estimate.json"))

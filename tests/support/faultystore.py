@@ -17,6 +17,7 @@ class Faults:
     Attributes:
         status: HTTP status of a refused request, with `code` as the store's own error code.
         left: how many requests still fail; None: all of them.
+        after: how many requests of these methods still succeed before.
         methods: the HTTP methods that fail.
         cut: cut the body of an answer in half and close the connection, instead of an error.
         seen: methods of all requests, failed ones too.
@@ -27,10 +28,17 @@ class Faults:
         self.clear()
 
     def clear(self):
-        self.status, self.code, self.left, self.methods, self.cut = 0, "", 0, (), False
+        self.status, self.code, self.left, self.methods, self.cut, self.after = 0, "", 0, (), False, 0
 
-    def refuse(self, status, code, left=None, methods=("GET", "PUT", "POST", "DELETE", "HEAD")):
-        self.status, self.code, self.left, self.methods, self.cut = status, code, left, methods, False
+    def refuse(self, status, code, left=None, methods=("GET", "PUT", "POST", "DELETE", "HEAD"), after=0):
+        self.status, self.code, self.left, self.methods, self.cut, self.after = (
+            status,
+            code,
+            left,
+            methods,
+            False,
+            after,
+        )
 
     def truncate(self, left=None):
         self.left, self.methods, self.cut = left, ("GET",), True
@@ -38,6 +46,9 @@ class Faults:
     def strikes(self, method):
         self.seen.append(method)
         if method not in self.methods or self.left == 0:
+            return False
+        if self.after > 0:
+            self.after -= 1
             return False
         if self.left is not None:
             self.left -= 1

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from common.config import config_yaml
 from common.console.logs import get_logger
+from common.lease import Lease
 from common.lock import RunLock
 from common.paths import expand
 from common.scores import SCORES
@@ -25,7 +26,6 @@ from trainer.driver.checks import problems, ray_problems, refuse
 from trainer.driver.device import DEVICE, choose_device
 from trainer.driver.export import EXPORT, export, read_settings
 from trainer.driver.failure import FAILURES
-from trainer.driver.lease import Lease
 from trainer.driver.original_score import with_original_score
 from trainer.driver.progress import ProgressBar
 from trainer.driver.signals import Signals

@@ -1,8 +1,9 @@
-"""Allows one command at a time on a run in an object store, with an object that names the holder and is renewed by it.
+"""Allows one command at a time at an address of an object store: an object names the holder and is renewed by it.
 
-Arrow's clients have no conditional write. If two commands start at the same moment on two hosts, both may start; the
-one whose object was overwritten notices at its next renewal and stops. In the same way, a holder that cannot renew for
-a minute may lose its run. On one host `common/lock.py` is taken first and has no such gap.
+The address is that of a run or of an output of `prepare`. Arrow's clients have no conditional write. If two commands
+start at the same moment on two hosts, both may start; the one whose object was overwritten notices at its next renewal
+and stops. `settle_seconds` closes this gap unless a store takes that long to write the object. A holder that cannot
+renew for a minute may lose its place. For a run, `common/lock.py` is taken first and has no such gap on one host.
 
 Only the store's clock counts: the age of the object is the time from its last change to the writing of a second object.
 So hosts with different clocks get the same result.
@@ -28,28 +29,42 @@ _ONCE = RetryPolicy(total_seconds=0.0)
 
 
 class Lease(Watcher):
-    """Holds a run in a store while its block runs.
+    """Holds an address while its block runs.
 
-    `lost` is called from a thread when another command has taken over the run.
+    Args:
+        address: address of a run or of an output.
+        lost: called from a thread when another command has taken over the address.
+        beat_seconds: time between two renewals.
+        settle_seconds: time after which the object is read again on entering; 0 leaves this out. Of several commands
+            that start at once, the last writer stays.
 
     Raises:
-        RunLockedError: on entering, a running command holds the run.
+        RunLockedError: on entering, a running command holds the address.
         RemoteError: on entering, the store refuses or does not answer.
     """
 
-    def __init__(self, address: str, lost: Callable[[], None], beat_seconds: float = _BEAT_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str,
+        lost: Callable[[], None],
+        beat_seconds: float = _BEAT_SECONDS,
+        settle_seconds: float = 0.0,
+    ) -> None:
         super().__init__(beat_seconds, "declutr-lease")
+        self._settle_seconds = settle_seconds
         self._address, self._url, self._lost = address, child(address, LOCK), lost
         self._holder = this_process(secrets.token_hex(8))
 
     def __enter__(self) -> Self:
         holder = self._read(RetryPolicy())
         if holder is not None and lives(holder, self._age_seconds):
-            raise RunLockedError(
-                f"{refusal(self._address, holder)}; wait until it ends (a minute if its host is gone), or name "
-                "another address"
-            )
+            raise self._refused(holder)
         self._write(RetryPolicy())
+        if self._settle_seconds:
+            time.sleep(self._settle_seconds)
+            holder = self._read(RetryPolicy())
+            if holder is not None and holder.token != self._holder.token:
+                raise self._refused(holder)
         return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -70,6 +85,12 @@ class Lease(Watcher):
         except OSError as error:  # the next call may succeed
             get_logger().debug("%s cannot be renewed: %s", self._url, error)
         return True
+
+    def _refused(self, holder: Holder) -> RunLockedError:
+        return RunLockedError(
+            f"{refusal(self._address, holder)}; wait until it ends (a minute if its host is gone), or name another "
+            "address"
+        )
 
     def _mine(self) -> bool:
         holder = self._read(_ONCE)

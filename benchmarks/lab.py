@@ -1,7 +1,7 @@
-"""Hosts of their own on this machine: network, process and mount namespaces, an SSH server and a home folder each.
+"""Several hosts on this machine: network, process and mount namespaces, an SSH server and a home folder each.
 
-Everything hangs on one process: when it ends, however the tests ended, the kernel ends every process, network device
-and mount of every host. Nothing has a name outside: no `ip netns`, no device on this machine, no mount others see.
+All of it belongs to one process. When that process ends, the kernel ends every process, network device and mount of
+every host. Nothing has a name outside: no `ip netns`, no device on this machine, no mount that others see.
 """
 
 import os
@@ -10,7 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+Answer = TypeVar("Answer")
 
 TOOLS = {"sshd": "openssh-server", "rsync": "rsync", "ip": "iproute2", "unshare": "util-linux", "ss": "iproute2"}
 
@@ -59,8 +64,8 @@ Subsystem sftp internal-sftp
 """
 
 
-def missing():
-    """Why such hosts cannot be made here; None if they can."""
+def missing() -> str | None:
+    """Reason why such hosts cannot be made here; None if they can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "namespaces and an SSH server need root on Linux"
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
@@ -76,7 +81,7 @@ def missing():
     return f"no namespaces here: {trial.stderr.strip()}" if trial.returncode else None
 
 
-def _child(pid):
+def _child(pid: int) -> int | None:
     """The only child of a process; None if it has none yet."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -85,18 +90,19 @@ def _child(pid):
     return int(children[0]) if children else None
 
 
-def _wait(found, what, timeout=20):
-    deadline = time.monotonic() + timeout
+def _wait(found: Callable[[], Answer | None], what: str, seconds: float = 20.0) -> Answer:
+    deadline = time.monotonic() + seconds
     while not (answer := found()):
-        assert time.monotonic() < deadline, f"{what} did not come"
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not start within {seconds:.0f} s")
         time.sleep(0.02)
     return answer
 
 
 class Host:
-    """One host: run commands on it, look at its processes, pull its plug."""
+    """One host: run commands on it, look at its processes, kill it."""
 
-    def __init__(self, lab, name, address):
+    def __init__(self, lab: "Lab", name: str, address: str) -> None:
         self.name, self.address = name, address
         self.folder = lab.folder / name
         self.home = self.folder / "root"
@@ -123,15 +129,17 @@ class Host:
         lab.run("ip", "link", "set", f"v-{name}", "master", "switch", "up")
         _wait((self.folder / "ready").exists, f"{name} ({(self.folder / 'boot.log').read_text()})")
 
-    def command(self, *command, env=None, folder=Path("/root")):
-        """Arguments for `subprocess`: that command on this host, with a clean environment."""
+    def command(
+        self, *command: object, env: Mapping[str, str] | None = None, folder: Path = Path("/root")
+    ) -> list[str]:
+        """Make arguments for `subprocess`: that command on this host, with a clean environment."""
         path = f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        variables = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"} | (env or {})
+        variables = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"} | dict(env or {})
         enter = ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--uts", f"--wdns={folder}"]
-        return [*enter, "env", "-i", *(f"{key}={value}" for key, value in variables.items()), *command]
+        return [*enter, "env", "-i", *(f"{key}={value}" for key, value in variables.items()), *map(str, command)]
 
-    def run(self, *command, timeout=300, **options):
-        """Runs it to its end; returns the finished process with its output."""
+    def run(self, *command: object, timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run it to its end; return the finished process with its output."""
         return subprocess.run(
             self.command(*command, **options),
             stdin=subprocess.DEVNULL,
@@ -142,27 +150,27 @@ class Host:
             check=False,
         )
 
-    def titles(self):
-        """Titles of the processes that run on it."""
+    def titles(self) -> list[str]:
+        """List the titles of the processes that run on it."""
         return self.run("ps", "-axww", "-o", "command=").stdout.splitlines()
 
-    def kill(self):
-        """Everything on it is gone at once, as when a spot instance is taken back without notice."""
+    def kill(self) -> None:
+        """End everything on it at once, as when a spot instance is taken back without notice."""
         os.kill(self.pid, signal.SIGKILL)
         self.process.wait(timeout=20)
 
 
 class Lab:
-    """A switch and the hosts that are plugged into it. A context manager: nothing is left when it ends."""
+    """A context manager: a switch and the hosts connected to it. Nothing is left when it ends."""
 
-    def __init__(self, folder, keep):
+    def __init__(self, folder: Path, keep: Sequence[str | Path]) -> None:
         self.folder = folder
-        self.hosts = {}
+        self.hosts: dict[str, Host] = {}
         # what hosts must see although it lies below /root or /tmp, outermost first
         real = {os.path.realpath(path) for path in (folder, *keep, sys.prefix, sys.base_prefix)}
         self.kept = sorted(real | {sys.prefix, sys.base_prefix}, key=len)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.key = self.folder / "key"
         for path in (self.key, self.folder / "host_key"):
@@ -177,32 +185,34 @@ class Lab:
         _wait(lambda: Path(f"/proc/{self.pid}/comm").read_text() == "sleep\n", "the switch")
         return self
 
-    def __exit__(self, *_):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.process.kill()
         self.process.wait(timeout=20)
         for host in self.hosts.values():
             host.process.wait(timeout=20)
 
-    def add(self, name, address):
-        """Starts a host."""
+    def add(self, name: str, address: str) -> Host:
+        """Start a host."""
         self.hosts[name] = Host(self, name, address)
         return self.hosts[name]
 
-    def run(self, *command):
-        """Runs a command beside the switch."""
+    def run(self, *command: str) -> None:
+        """Run a command in the namespace of the switch."""
         subprocess.run(["nsenter", "-t", str(self.pid), "--net", *command], check=True)
 
-    def left(self):
-        """What of it is still there: processes that see its mounts, and devices that this machine sees.
+    def left(self) -> list[str]:
+        """List what is still there: processes that see its mounts, and devices that this machine sees.
 
-        Numbers of namespaces say nothing: the kernel gives them to others as soon as they are free.
+        Numbers of namespaces are no sign, because the kernel gives them to others as soon as they are free.
         """
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if str(self.folder) in (folder / "mountinfo").read_text():
                     found.append(f"process {folder.name}: {(folder / 'cmdline').read_bytes()!r}")
-            except OSError:  # it ended while we looked
+            except OSError:  # it ended meanwhile
                 continue
         links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
         found += [line for line in links.splitlines() if " switch" in line or " v-" in line]

@@ -1,0 +1,179 @@
+"""An output in an object store, as the command and its tasks on any host use it: the store is all that they share.
+
+The store has the layout of an output folder. An object store has no rename, so a list of the files of a unit, with
+their checksums, is written after them (`sent/STAGE/UNIT.json`). A unit without such a list, or whose files do not have
+the sizes in it, is not finished. The whole output is complete when `.files.json` exists, which is written last, after
+the manifest (common/stores/folders.py); `sent/` and `candidates/` are removed then.
+"""
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from common.paths import expand
+from common.storage import hash_file
+from common.stores.address import child, is_remote, short_name
+from common.stores.copies import fetch_all
+from common.stores.files import push_file, read_file, sizes, write_file
+from common.stores.folders import local_files
+from common.stores.listing import FileRecord, decoded, encoded
+from common.stores.retry import RetryPolicy
+from pipeline.duplicates.exchange import Exchange
+from pipeline.job.progress import BEATS
+from pipeline.job.units import Unit
+from pipeline.job.worker import CANDIDATES
+
+SENT = "sent"
+"""Folder in the output for the lists of finished units."""
+_COPIES, _TASKS = "copies", "tasks"
+_THREADS = 16
+_SWEEP_SECONDS = 30.0
+
+Files = dict[str, FileRecord]
+"""Files of the output, by name from its address."""
+
+
+@dataclass(frozen=True)
+class OutputStore:
+    """The address of an output, and the folder for its files on each host.
+
+    Every method raises RemoteError if the store refuses, or did not answer within `patience_seconds`.
+    """
+
+    address: str
+    cache: str
+    """`cache` of the configuration; each host expands it."""
+    patience_seconds: float
+
+    @property
+    def retries(self) -> RetryPolicy:
+        """Retries of every request."""
+        return RetryPolicy(self.patience_seconds)
+
+    @property
+    def room(self) -> Path:
+        """Folder of this host for files of this output."""
+        return expand(self.cache).absolute() / short_name(self.address)
+
+    def at(self, name: str) -> str:
+        """Address of a file of the output."""
+        return child(self.address, name)
+
+    def send(self, folder: Path, names: Sequence[str]) -> Files:
+        """Sends files of a local folder, in this order; returns their records."""
+        found = {name: FileRecord(hash_file(folder / name), (folder / name).stat().st_size) for name in names}
+        for name in names:
+            push_file(folder / name, self.at(name), self.retries)
+        return found
+
+    def send_finished(self, stage: str, unit: str, folder: Path, names: Sequence[str]) -> Files:
+        """Sends the files of a finished unit, then their list."""
+        sent = self.send(folder, names)
+        write_file(self.at(f"{SENT}/{stage}/{unit}.json"), encoded(sent), self.retries)
+        return sent
+
+    def fetch(self, files: Mapping[str, FileRecord], folder: Path) -> None:
+        """Fetches files and compares their checksums.
+
+        Raises:
+            AlteredError: a file is missing or altered.
+        """
+        fetch_all(self.address, files, folder, self.retries)
+
+    def finished(self) -> tuple[dict[str, int], dict[tuple[str, str], Files]]:
+        """Sizes of everything at the address, and the files of all finished units by stage and unit.
+
+        Raises:
+            AlteredError: a list is damaged.
+        """
+        there = sizes(self.address, self.retries)
+        lists = [name for name in there if name.startswith(f"{SENT}/")]
+        found = {}
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for name, raw in zip(
+                lists, pool.map(lambda name: read_file(self.at(name), self.retries), lists), strict=True
+            ):
+                files = decoded(raw, self.at(name)) if raw else {}
+                if files and holds(there, files):
+                    found[Path(name).parent.name, Path(name).stem] = files
+        return there, found
+
+    def exchange(self, files: Mapping[str, FileRecord]) -> Exchange:
+        """The search for duplicates over candidates, whose files these are."""
+        keys = {name.removeprefix(f"{CANDIDATES}/"): record for name, record in files.items()}
+        cache = f"{self.cache}/{short_name(self.address)}/{_COPIES}"
+        return Exchange(self.at(CANDIDATES), cache, keys, self.patience_seconds)
+
+    @contextmanager
+    def desk(self, shared: Mapping[str, FileRecord], own: Mapping[str, FileRecord], beats: Path) -> Iterator[Path]:
+        """A temporary folder of this host with the layout of an output folder, for one task.
+
+        Args:
+            shared: files that all tasks need; a host fetches them once.
+            own: files that this task needs.
+            beats: folder for heartbeats, which exists on the host of the command only.
+        """
+        copy = local_files(self.address, shared, self.room / _COPIES, self.retries)
+        (self.room / _TASKS).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.room / _TASKS) as name:
+            folder = Path(name)
+            for path in copy.iterdir():
+                (folder / path.name).symlink_to(path)
+            if beats.parent.is_dir():
+                beats.mkdir(exist_ok=True)
+                (folder / beats.name).symlink_to(beats)
+            self.fetch(own, folder)
+            yield folder
+
+    def sweep(self) -> None:
+        """Removes this output's files from all hosts of the session, as far as they answer; they are only copies."""
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+        task = ray.remote(_sweep)
+        left = [
+            task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(self)
+            for node in nodes
+        ]
+        _sweep(self)
+        if left:
+            ray.wait(left, num_returns=len(left), timeout=_SWEEP_SECONDS)
+
+
+def _sweep(store: OutputStore) -> None:
+    for name in (_COPIES, _TASKS):
+        shutil.rmtree(store.room / name, ignore_errors=True)
+
+
+def holds(there: Mapping[str, int], files: Mapping[str, FileRecord]) -> bool:
+    """Returns True if all files have the size of their record."""
+    return all(there.get(name) == record.num_bytes for name, record in files.items())
+
+
+def made_in(folder: Path, needs: Mapping[str, FileRecord]) -> list[str]:
+    """Names of the files that a task has made at its desk, the sidecar last."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    names = {path.relative_to(folder).as_posix() for path in files} - needs.keys()
+    return sorted(
+        (name for name in names if not name.startswith(f"{BEATS}/")), key=lambda name: ("units/" in name, name)
+    )
+
+
+def refuse_missing(unit: Unit) -> None:
+    """Checks that this host sees the local inputs that the command saw; otherwise they would count as failed.
+
+    Raises:
+        FileNotFoundError: it does not.
+    """
+    for part in unit.parts:
+        if unit.marks.get(part.path) and not is_remote(part.path) and not Path(part.path).exists():
+            raise FileNotFoundError(
+                f"{part.path} is not on host {socket.gethostname()}; put the corpus into a folder that all hosts see, "
+                "or into an object store, and name it in corpus.paths"
+            )

@@ -1,0 +1,229 @@
+"""The output of a preparation in an object store while a command works on it."""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from common.cluster import started_cluster
+from common.console.logs import get_logger
+from common.lease import Lease
+from common.lock import LOCK
+from common.session_config import SessionConfig
+from common.storage import hash_file
+from common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
+from common.stores.listing import LISTING, FileRecord, encoded, read_listing
+from common.stores.retry import RetryPolicy
+from pipeline.choosing.evaluation_sets import INDEX
+from pipeline.config import PipelineConfig
+from pipeline.duplicates.search import find_duplicates
+from pipeline.duplicates.table import DUPLICATES
+from pipeline.job.estimate import ESTIMATE
+from pipeline.job.opened import Output
+from pipeline.job.output import PLAN, PreparePlan
+from pipeline.job.output_store import SENT, Files, OutputStore, holds
+from pipeline.job.progress import PROGRESS
+from pipeline.job.unit_writer import matching_sidecar
+from pipeline.job.units import Unit
+from pipeline.job.worker import CANDIDATES
+from pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
+
+_SETTLE_SECONDS = 1.0
+"""Time after which a command looks whether its lease was overwritten; writing a small object takes less."""
+_OF_UNIT = re.compile(r"(?:train-|held-out-|ledger/|rejected/|units/)(\d{5,})\.(?:arrow|jsonl\.gz|json)")
+_SHARED = ("shared", "files")
+_SINGLE = (PLAN, ESTIMATE, PROGRESS, DUPLICATES, MANIFEST)
+"""Files of the command itself, the manifest last."""
+
+
+class StoredOutput(Output):
+    """An output in an object store. `folder` is temporary: a command starts from what the store has.
+
+    Every method raises RemoteError if the store refuses, or did not answer in time.
+    """
+
+    store: OutputStore
+
+    def __init__(self, config: PipelineConfig, store: OutputStore, folder: Path) -> None:
+        super().__init__(config, folder)
+        self.store = store
+        self._there: dict[str, int] = {}
+        self._files: dict[tuple[str, str], Files] = {}
+        self._listing: Files | None = None
+        self._ended = False
+
+    @property
+    def name(self) -> str:
+        """The output in messages."""
+        return self.store.address
+
+    @property
+    def estimate_path(self) -> Path:
+        """Path of the estimate of `--plan` in the cache of this host."""
+        return self.store.room.with_name(f"{self.store.room.name}.{ESTIMATE}")
+
+    @property
+    def session(self) -> SessionConfig:
+        """The place where the tasks run: if none is set, the cluster of this host, because no host's disk matters."""
+        session = self.config.session
+        if session != SessionConfig() or "RAY_ADDRESS" in os.environ:
+            return session
+        return SessionConfig(address=started_cluster())
+
+    def names(self) -> list[str]:
+        """Names of the files and folders at the address."""
+        return sorted({name.partition("/")[0] for name in self._there})
+
+    def is_complete(self) -> bool:
+        """Returns True if the output has the list of its files, and they have the sizes in it."""
+        if self._listing is None or not holds(self._there, self._listing):
+            return False
+        if {CANDIDATES, SENT} & set(self.names()):  # the command that wrote the list was killed
+            with contextlib.suppress(OSError):
+                self._clear()
+        return True
+
+    @contextlib.contextmanager
+    def owned(self, lost: Callable[[], None]) -> Iterator[None]:
+        """Keeps other commands away from the address; `lost` is called if one has taken it over.
+
+        Raises:
+            RunLockedError: another command holds the address.
+        """
+        with Lease(self.store.address, lost, settle_seconds=_SETTLE_SECONDS):
+            try:
+                yield
+            finally:
+                if not self._ended:
+                    self._send_progress()
+
+    def refresh(self) -> None:
+        """Fetches the small files of the output: plan, tokenizer, sidecars of finished units."""
+        self._there, self._files = self.store.finished()
+        self._listing = read_listing(self.store.address, self.store.retries) if LISTING in self._there else None
+        for place, files in _units(self._listing or {}, "select" if self.config.duplicates.enabled else "prepare"):
+            if holds(self._there, files):
+                self._files.setdefault(place, files)
+        for name in _SINGLE:
+            if name in self._there and (name != MANIFEST or self._listing is not None):
+                self._pull(name)
+        wanted = {
+            name: record
+            for place, files in self._files.items()
+            for name, record in files.items()
+            if (place == _SHARED or Path(name).parent.name == "units") and not self._has(name, record)
+        }
+        self.store.fetch(wanted, self.folder)
+
+    def _pull(self, name: str) -> None:
+        path = self.folder / name
+        if name != DUPLICATES or not path.exists():  # it never changes, and may be large
+            pull_file(self.store.at(name), path, self.store.retries)
+
+    def _has(self, name: str, record: FileRecord) -> bool:
+        path = self.folder / name
+        return path.exists() and hash_file(path) == record.sha256
+
+    def claim(self, plan: PreparePlan) -> None:
+        """Sends the plan unless the store has one."""
+        super().claim(plan)
+        if PLAN not in self._there:
+            push_file(self.folder / PLAN, self.store.at(PLAN), self.store.retries)
+
+    def share(self) -> None:
+        """Sends the tokenizer and the index of evaluation sets, unless the store has them."""
+        names = [path.relative_to(self.folder).as_posix() for path in sorted((self.folder / TOKENIZER).glob("*"))]
+        names += [INDEX] if (self.folder / INDEX).exists() else []
+        if _SHARED not in self._files:
+            self._files[_SHARED] = self.store.send_finished(*_SHARED, self.folder, names)
+
+    def finished_sidecar(self, unit: Unit, stage: str) -> Sidecar | None:
+        """The sidecar of a unit that a stage has finished; `refresh` fetches only sidecars of units with all files."""
+        return matching_sidecar(unit, self.target(stage), self.config)
+
+    def note(self, stage: str, unit: str, files: Files) -> None:
+        """Notes the files of a unit that a task has sent."""
+        self._files[stage, unit] = files
+
+    def shared_files(self, stage: str) -> Files:
+        """The tokenizer and the index of evaluation sets; to select, also the list of duplicates."""
+        found = dict(self._files[_SHARED])
+        if stage == "select":
+            path = self.folder / DUPLICATES
+            found[DUPLICATES] = FileRecord(hash_file(path), path.stat().st_size)
+        return found
+
+    def files_of(self, stage: str, unit: str) -> Files:
+        """The candidates of a unit, to select from."""
+        return self._files["prepare", unit] if stage == "select" else {}
+
+    def find_duplicates(self, units: list[str]) -> None:
+        """Searches for duplicates among the candidates of all units, with a copy of their keys on each host.
+
+        Raises:
+            KeysError: a file of keys is missing, damaged, or was written with other settings.
+        """
+        keys = f"{CANDIDATES}/keys/"
+        files = {
+            name: record
+            for (stage, _), found in self._files.items()
+            if stage == "prepare"
+            for name, record in found.items()
+            if name.startswith(keys)
+        }
+        exchange = self.store.exchange(files)
+        self._keep(find_duplicates(exchange.folder(), units, self.config.duplicates, self.session, exchange))
+
+    def _keep(self, duplicates: Path) -> None:
+        super()._keep(duplicates)
+        push_file(self.folder / DUPLICATES, self.store.at(DUPLICATES), self.store.retries)
+
+    def complete(self) -> None:
+        """Sends the manifest and then the list of all files, and removes what only the work needed."""
+        stage = "select" if self.config.duplicates.enabled else "prepare"
+        files = {
+            name: record
+            for place, found in self._files.items()
+            if place[0] in (stage, _SHARED[0])
+            for name, record in found.items()
+        }
+        files |= self.store.send(self.folder, [name for name in _SINGLE if (self.folder / name).is_file()])
+        write_file(self.store.at(LISTING), encoded(dict(sorted(files.items()))), self.store.retries)
+        self._ended = True
+        try:
+            self._clear()
+            self.store.sweep()
+        except OSError as error:
+            get_logger().warning("%s is complete; what only the work needed could not be removed: %s", self.name, error)
+
+    def _clear(self) -> None:
+        for name in (CANDIDATES, SENT):
+            remove_tree(self.store.at(name), self.store.retries)
+
+    def discard(self) -> None:
+        """Removes everything at the address, except the lock; a plan at the address shows that it is ours."""
+        for name, is_file in entries(self.store.address, self.store.retries).items():
+            if is_file and name not in ("", LOCK):
+                remove_file(self.store.at(name), self.store.retries)
+            elif not is_file and name:
+                remove_tree(self.store.at(name), self.store.retries)
+        self._ended = True
+        self.store.sweep()
+
+    def _send_progress(self) -> None:
+        """Sends the progress of unfinished work. It serves only messages, so an error is not raised."""
+        with contextlib.suppress(OSError):
+            if (self.folder / PROGRESS).exists():
+                push_file(self.folder / PROGRESS, self.store.at(PROGRESS), RetryPolicy(total_seconds=0.0))
+
+
+def _units(listing: Mapping[str, FileRecord], stage: str) -> list[tuple[tuple[str, str], Files]]:
+    """The files of a complete output, by unit; those that all units share are one more."""
+    found: dict[tuple[str, str], Files] = {}
+    for name, record in listing.items():
+        if match := _OF_UNIT.fullmatch(name):
+            found.setdefault((stage, match[1]), {})[name] = record
+        elif name == INDEX or name.startswith(f"{TOKENIZER}/"):
+            found.setdefault(_SHARED, {})[name] = record
+    return list(found.items())

@@ -1,0 +1,209 @@
+"""Preparation into an object store: the bytes of a folder, whatever is killed, lost, refused or done twice."""
+
+import json
+
+import pytest
+import ray
+from faultystore import faulty_store
+from s3server import s3_server
+
+from common.config import ConfigError
+from common.lease import Lease
+from common.lock import LOCK, RunLockedError
+from common.session import start_ray
+from common.storage import hash_file
+from common.stores.address import child
+from common.stores.copies import pull_all
+from common.stores.files import modified, names, read_file, remove_file, sizes, write_file
+from common.stores.folders import is_whole
+from pipeline.config import PipelineConfig
+from pipeline.prepare import main, plan_ahead, prepare
+from pipeline.shards.manifest import ShardError
+from pipeline.shards.shards import check_shards
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """About 0.5 MB with copies, near copies and a line that cannot be read."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [f"document {n}: " + f"{n * 31 % 97} words of it " * (5 + n % 60) for n in range(500)]
+    texts[100:110] = texts[:10]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (folder / "a.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
+    return folder
+
+
+def config_of(corpus, output, cache, **changes):
+    values = {
+        "output": str(output),
+        "corpus": {"kind": "files", "paths": [str(corpus)]},
+        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
+        "geometry": {"num_anchors": 1, "max_tokens": 32},
+        "held_out_share": 0.2,
+        "unit_mib": 0.1,
+        "block_documents": 20,
+        "write_rejected": True,
+        "cache": str(cache),
+        "patience_seconds": 3,
+        "session": {"num_cpus": 2},
+    }
+    return PipelineConfig.model_validate(values | changes)
+
+
+def contents(folder):
+    """Checksums of everything but the log of how long it took."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
+    return {str(path.relative_to(folder)): hash_file(path) for path in files}
+
+
+def pulled(address, folder):
+    pull_all(address, folder)
+    return contents(folder)
+
+
+@pytest.fixture(scope="module")
+def local(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    prepare(config_of(corpus, folder / "out", folder / "cache"))
+    return contents(folder / "out")
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def session(bucket):  # noqa: ARG001
+    """A session whose workers have the server's credentials in their environment."""
+    ray.shutdown()
+    start_ray(num_cpus=4)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("duplicates", [{}, {"near": {}}, {"exact": False}])
+def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates):
+    address = bucket(f"shards-{len(str(duplicates))}")
+    config = config_of(corpus, address, tmp_path / "cache", duplicates=duplicates)
+    manifest = prepare(config)
+    assert manifest == prepare(config_of(corpus, tmp_path / "out", tmp_path / "cache", duplicates=duplicates))
+    assert pulled(address, tmp_path / "pulled") == contents(tmp_path / "out")
+    assert check_shards(tmp_path / "pulled", full=True) == []
+    assert not {"candidates", "sent", LOCK} & set(names(address))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert prepare(config) == manifest
+
+
+def test_a_stopped_command_continues_and_makes_only_what_is_missing(corpus, bucket, tmp_path, local):
+    """As after kills: some units are whole, one lost a file, one has no list."""
+    address = bucket("stopped")
+    config = config_of(corpus, address, tmp_path / "cache")
+    with pytest.raises(ShardError, match="max_error_share"):
+        prepare(config.model_copy(update={"max_error_share": 0.0}))
+    there = sizes(address)
+    assert not is_whole(address)
+    assert "manifest.json" not in there
+    kept = "train-00000.arrow"
+    remove_file(child(address, "sent/select/00001.json"))
+    write_file(child(address, "train-00002.arrow"), b"cut off")
+    remove_file(child(address, "candidates/keys/00003.arrow"))
+    before = modified(child(address, kept))
+    prepare(config)
+    assert pulled(address, tmp_path / "pulled") == local
+    assert modified(child(address, kept)) == before
+
+
+def test_lost_shards_of_a_complete_output_are_made_again(corpus, bucket, tmp_path, local):
+    address = bucket("lost")
+    config = config_of(corpus, address, tmp_path / "cache")
+    prepare(config)
+    before = modified(child(address, "train-00001.arrow"))
+    remove_file(child(address, "train-00000.arrow"))
+    prepare(config)
+    assert pulled(address, tmp_path / "pulled") == local
+    assert modified(child(address, "train-00001.arrow")) == before
+
+
+def test_other_settings_or_foreign_files_are_refused(corpus, bucket, tmp_path):
+    address = bucket("refused")
+    write_file(child(address, "mine.txt"), b"mine")
+    with pytest.raises(ConfigError, match="holds files that `prepare` did not write"):
+        prepare(config_of(corpus, address, tmp_path / "cache"))
+    remove_file(child(address, "mine.txt"))
+    prepare(config_of(corpus, address, tmp_path / "cache"))
+    there = sizes(address)
+    with pytest.raises(ConfigError, match="seed: here 1, there 0"):
+        prepare(config_of(corpus, address, tmp_path / "cache", seed=1))
+    assert sizes(address) == there
+
+
+def test_a_second_command_is_refused_and_changes_nothing(corpus, bucket, tmp_path):
+    address = bucket("twice")
+    with Lease(address, lambda: None):
+        there = names(address)
+        with pytest.raises(RunLockedError, match=r"another command works here \(host .*, pid \d+"):
+            prepare(config_of(corpus, address, tmp_path / "cache"))
+        assert names(address) == there
+
+
+def test_a_corpus_of_which_nothing_is_kept_leaves_nothing(bucket, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n')
+    with pytest.raises(ConfigError, match="none of 1 documents is long enough"):
+        prepare(config_of(tmp_path / "a.jsonl", bucket("nothing"), tmp_path / "cache"))
+    assert sizes(bucket("nothing")) == {}
+    assert LOCK not in names(bucket("nothing"))
+
+
+def test_plan_writes_nothing_there_and_its_estimate_reaches_the_output(corpus, bucket, tmp_path, capsys):
+    address = bucket("planned")
+    config = config_of(corpus, address, tmp_path / "cache")
+    made = plan_ahead(config)
+    assert sizes(address) == {}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"prepare": config.model_dump(mode="json")}))
+    assert main([str(path)]) == 0
+    assert f"estimated before: documents {made.documents}" in capsys.readouterr().out
+    assert json.loads(read_file(child(address, "estimate.json")))["documents"] == made.documents
+
+
+def fails(config, words):
+    with pytest.raises((ShardError, ConfigError)) as caught:
+        prepare(config)
+    found = str(caught.value)
+    assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "after", "words"),
+    [
+        (403, "AccessDenied", 0, ["nothing can be written there", "refuses", "credentials, their permissions"]),
+        (503, "SlowDown", 25, ["has not answered for", "limits the request rate", "the same command continues"]),
+        (400, "ExpiredToken", 60, ["refuses", "credentials have expired: renew them", "the same command continues"]),
+    ],
+)
+def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
+    corpus, tmp_path, local, status, code, after, words
+):
+    """Before any work, while units are written, and while units without copies are written."""
+    with faulty_store() as (address, faults):
+        config = config_of(corpus, address("out"), tmp_path / "cache", patience_seconds=1)
+        faults.refuse(status, code, methods=("PUT", "POST"), after=after)
+        fails(config, words)
+        assert not is_whole(address("out"))
+        before = [name for name in names(address("out")) if name.endswith(".arrow")]
+        faults.clear()
+        prepare(config)
+        assert set(before) <= set(names(address("out")))
+        assert pulled(address("out"), tmp_path / "pulled") == local
+
+
+def test_throttling_for_a_while_changes_nothing(corpus, tmp_path, local):
+    with faulty_store() as (address, faults):
+        faults.refuse(503, "SlowDown", left=30)
+        prepare(config_of(corpus, address("out"), tmp_path / "cache", patience_seconds=60))
+        assert faults.left == 0
+        assert pulled(address("out"), tmp_path / "pulled") == local
