@@ -30,7 +30,7 @@ from benchmarks.sibling_inputs import keep_lower_layers, split_nli
 from benchmarks.sibling_runs import MAX_TOKENS, METHODS, PAIRS, prepare_settings, run_settings, start_settings
 from common.storage import folder_aside, read_json, write_text
 from pipeline.shards.shards import ShardSet
-from trainer.driver.export import EXPORT
+from trainer.driver.exported import EXPORT
 from trainer.driver.summary import SUMMARY
 from trainer.metrics.metrics import read_metrics
 from trainer.metrics.settings import STSB

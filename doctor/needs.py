@@ -10,9 +10,9 @@ from pipeline.tokenizer.tokenization import load_tokenizer
 from trainer.data.plan import Plan
 from trainer.model.language_model import load_hf_config
 from trainer.objectives.base import implementation_of
-from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.steps import total_steps
 
 _BYTES_SAVED = 12  # a parameter and AdamW's two moments, float32
 _BYTES_HELD = 16  # and the gradient
