@@ -22,7 +22,8 @@ from benchmarks import record
 from common.config import load_config
 from common.storage import folder_aside, hash_json, read_json, write_json
 from evaluation.senteval.data.tasks import find
-from trainer.driver.export import EXPORT, write_encoder
+from trainer.driver.export import write_encoder
+from trainer.driver.exported import EXPORT
 from trainer.driver.summary import SUMMARY
 from trainer.setup.build import build_encoder, load_tokenizer
 from trainer.setup.config import TrainConfig

@@ -27,7 +27,8 @@ from benchmarks.record import figure
 from common import seeding
 from common.session import start_ray
 from pipeline.shards.shards import ShardSet, check_shards, load_manifest
-from trainer.checkpoints.tensorfile import has_checksum, write_tensors
+from trainer.checkpoints.checksum import has_checksum
+from trainer.checkpoints.tensorfile import write_tensors
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import I64, Plan
 from trainer.objectives.declutr.ntxent import ntxent

@@ -32,7 +32,7 @@ from benchmarks.sibling_runs import MAX_TOKENS, METHODS, prepare_settings, run_s
 from benchmarks.sibling_table import table
 from common.storage import folder_aside, read_json, write_text
 from pipeline.shards.shards import ShardSet
-from trainer.driver.export import EXPORT
+from trainer.driver.exported import EXPORT
 from trainer.driver.summary import SUMMARY
 from trainer.metrics.metrics import read_metrics
 from trainer.metrics.settings import STSB

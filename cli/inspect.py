@@ -30,14 +30,15 @@ def run(arguments: list[str]) -> int:
     except ConfigError as error:
         return refused(error)
     from inspection.describe import DescribeError, default_spans, describe
-    from inspection.whereabouts import whereabouts
     from pipeline.shards.shards import ShardError, load_manifest
     from trainer.checkpoints.checkpoint import CheckpointError
-    from trainer.objectives.base import ObjectiveError
+    from trainer.objectives.config import ObjectiveError
 
     try:
         seed = given.seed if given.seed is not None else run.seed if run else 0
         if given.document:
+            from inspection.whereabouts import whereabouts
+
             spans = run.spans if run else default_spans(load_manifest(given.path))
             lines = whereabouts(given.path, given.document, spans, seed, given.epoch, run)
         else:

@@ -12,9 +12,9 @@ from trainer.data.plan import Plan
 from trainer.model.frontend import embedding_width
 from trainer.model.language_model import load_hf_config
 from trainer.objectives.base import implementation_of
-from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.steps import total_steps
 from trainer.setup.turns import new_frontend
 
 _WEIGHT_BYTES = 4

@@ -4,22 +4,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from common.excerpt import shorten
 from common.records import DamagedError
 from common.scores import comparable, read_scores
+from inspection.decoding import decoder
 from inspection.media import media_lines
 from inspection.texts import text_lines
-from inspection.views import view_lines
 from pipeline.shards.content import size_noun
-from pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, load_manifest
+from pipeline.shards.manifest import MANIFEST, Manifest, load_manifest
 from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, ShortDocuments
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.data.rows import document_keys, ragged
-from trainer.driver.export import EXPORT, SETTINGS, read_settings
+from trainer.driver.exported import EXPORT, SETTINGS, read_settings
 from trainer.driver.objective_checks import kind_problem
 from trainer.metrics.metrics import read_metrics
 from trainer.objectives.declutr.spans import draw, place
@@ -123,6 +122,8 @@ def row_lines(
     if problem := kind_problem(run, shards.manifest):
         raise DescribeError(problem + (f"; or name a branch: --branch {' or '.join(run.also)}" if run.also else ""))
     yield f"Spans and views that objective.kind = {run.objective.kind} makes in epoch {epoch} of seed {seed}:"
+    from inspection.views import view_lines
+
     yield from view_lines(path, run, rows, epoch)
 
 
@@ -151,7 +152,7 @@ def span_lines(
 ) -> Iterator[str]:
     """Show documents of shards by number, with the spans that an epoch draws from them."""
     table = shards.take(np.array(rows, np.int64))
-    tokenizer = AutoTokenizer.from_pretrained(path / TOKENIZER, trust_remote_code=False)
+    decode = decoder(path)
     tokens, offsets = ragged(table.column("tokens"))
     windows, window_offsets = ragged(table.column("windows"))
     lengths = table.column("num_tokens").to_numpy()
@@ -161,7 +162,7 @@ def span_lines(
         document = tokens[offsets[number] : offsets[number + 1]]
 
         def text(start: int, end: int, document: np.ndarray = document) -> str:
-            return shorten(tokenizer.decode(document[start:end].tolist()).strip(), _SHOWN_CHARACTERS)
+            return shorten(decode(document[start:end].tolist()), _SHOWN_CHARACTERS)
 
         source = table.column("source")[number].as_py()
         yield f"- document {row} ({table.column('id')[number].as_py().hex()}, {source}): {lengths[number]:,} tokens"

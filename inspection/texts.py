@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from common.excerpt import shorten
+from inspection.decoding import decoder
 from pipeline.shards.content import LABELS
-from pipeline.shards.manifest import TOKENIZER
 from pipeline.shards.shards import ShardSet
 
 _SHOWN_CHARACTERS = 160
@@ -16,12 +15,12 @@ _SHOWN_CHARACTERS = 160
 
 def text_lines(path: Path, shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
     """Show rows of shards by number, each text with its label and its number of tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(path / TOKENIZER, trust_remote_code=False)
+    decode = decoder(path)
     kind = shards.manifest.content.kind
     for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
         yield f"- row {number} ({row['id'].hex()}, {row['source']}): {row['num_tokens']:,} tokens"
         ends = [*row["starts"][1:], row["num_tokens"]]
         for start, end, label in zip(row["starts"], ends, row["labels"], strict=True):
             name = LABELS[label] if label >= 0 else "sentence" if kind == "sentences" else "premise"
-            text = shorten(tokenizer.decode(row["tokens"][start:end]).strip(), _SHOWN_CHARACTERS)
+            text = shorten(decode(row["tokens"][start:end]), _SHOWN_CHARACTERS)
             yield f"    {name:13s} {end - start:4d} tokens  {text}"

@@ -128,12 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pipeline.shards.shards import ShardError
     from trainer.checkpoints.checkpoint import CheckpointError
     from trainer.driver.failure import TrainingFailedError
-    from trainer.driver.fork import fork
     from trainer.driver.run import run_training
     from trainer.driver.signals import RunStoppedError
 
     try:
         if arguments.fork is not None:
+            from trainer.driver.fork import fork
+
             config = fork(config, arguments.fork)
         summary = run_training(config, _began(), early.wait if early else None)
     except (ConfigError, ShardError, CheckpointError, DamagedError, TrainingFailedError, RunLockedError) as error:

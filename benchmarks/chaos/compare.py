@@ -7,7 +7,7 @@ from benchmarks.chaos.fault import FaultRow, fail
 from benchmarks.chaos.run import ChaosError, Run
 from common.storage import hash_file
 from trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
-from trainer.driver.export import EXPORT
+from trainer.driver.exported import EXPORT
 
 _LOSSES = ("loss", "contrastive", "mlm")
 _TOLERANCE = 1e-6

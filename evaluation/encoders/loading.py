@@ -18,7 +18,7 @@ from evaluation.encoders.runs import load_run, start_of
 from evaluation.encoders.transformer import LongTexts, TransformerEncoder
 from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.export import EXPORT
+from trainer.driver.exported import EXPORT
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
 

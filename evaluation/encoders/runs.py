@@ -21,7 +21,7 @@ from pipeline.shards.manifest import TOKENIZER
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.weights import load_objective, load_parameters
-from trainer.driver.export import EXPORT, SETTINGS
+from trainer.driver.exported import EXPORT, SETTINGS
 from trainer.model.encoder import Encoder
 from trainer.setup.build import build_encoder, new_objective
 from trainer.setup.config import TrainConfig

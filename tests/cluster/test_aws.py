@@ -101,11 +101,12 @@ def test_what_would_be_started_and_who_reaches_it():
     ec2 = boto3.client("ec2")
     found = [each for held in ec2.describe_instances()["Reservations"] for each in held["Instances"]]
     started = {instance["InstanceType"]: instance for instance in found}
-    head, worker = started["m7i.2xlarge"], started["g6.2xlarge"]
+    head, worker = started["m7i.2xlarge"], started["g6.12xlarge"]
     assert "InstanceLifecycle" not in head
     assert worker["InstanceLifecycle"] == "spot"
     assert head["IamInstanceProfile"]["Arn"].endswith("/declutr-head")
     assert worker["IamInstanceProfile"]["Arn"].endswith("/declutr-worker")
+    assert {instance["Placement"]["AvailabilityZone"] for instance in (head, worker)} == {"us-west-2a"}
     for instance in (head, worker):
         assert [group["GroupId"] for group in instance["SecurityGroups"]] == [outputs["SecurityGroup"]]
         assert instance["MetadataOptions"]["HttpTokens"] == "required"

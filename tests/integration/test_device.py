@@ -27,15 +27,13 @@ def test_a_gpu_that_fails_stops_the_run_and_never_moves_it(data, tmp_path, log):
     run = tmp_path / "run"
 
     def config(device):
-        scaling = {"device": device, "same_failures": 2, "back_off_seconds": 0.1}
+        scaling = {"device": device, "same_failures": 1}
         return runs.train_config(data, run, scaling=scaling, checkpoint={"every_steps": 2})
 
     with pytest.raises(TrainingFailedError, match=r"this run trains on GPUs, and torch .* can use none on host"):
         run_training(config("auto"))
     assert read_json(run / DEVICE) == {"device": "cuda"}
     assert not (run / "metrics.jsonl").exists()
-    with pytest.raises(TrainingFailedError, match="this run trains on GPUs"):
-        run_training(config("auto"))
     assert run_training(config("cpu"))["steps"] == 6, "nothing had been computed, so the user may change it"
     assert read_json(run / DEVICE) == {"device": "cpu"}
     assert any("training on cpu (scaling.device = cpu)" in line for line in log)

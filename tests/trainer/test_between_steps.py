@@ -28,8 +28,9 @@ from trainer.setup.cache import run_folder
 from trainer.step.step import NonFiniteLossError
 from trainer.worker.bad_losses import BadLosses
 from trainer.worker.checkpointing import Checkpointing
-from trainer.worker.heartbeat import Heartbeat, Stopwatch
+from trainer.worker.heartbeat import Heartbeat
 from trainer.worker.loop import TrainingLoop
+from trainer.worker.stopwatch import Stopwatch
 from trainer.worker.turns import Turn, Turns
 
 RARE = 62

@@ -7,7 +7,8 @@ import pytest
 from broken import empty, flip_a_bit, remove, truncate
 from madeup import finish, save
 
-from trainer.driver.export import SETTINGS, export
+from trainer.driver.export import export
+from trainer.driver.exported import SETTINGS
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")
 

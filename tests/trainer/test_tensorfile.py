@@ -10,7 +10,8 @@ import xxhash
 from safetensors.torch import load_file, save
 
 from trainer.checkpoints import tensorfile
-from trainer.checkpoints.tensorfile import has_checksum, write_tensors
+from trainer.checkpoints.checksum import has_checksum
+from trainer.checkpoints.tensorfile import write_tensors
 
 TENSORS = {
     "of many": torch.arange(5000, dtype=torch.float32).reshape(50, 100),

@@ -9,8 +9,9 @@ import pytest
 from trainer.driver.watchdog import Watchdog
 from trainer.worker.backend import _signalled, listen
 from trainer.worker.channel import ControlChannel
-from trainer.worker.heartbeat import Heartbeat, Stopwatch, describe_start
+from trainer.worker.heartbeat import Heartbeat
 from trainer.worker.listener import Listener
+from trainer.worker.stopwatch import Stopwatch, describe_start
 
 
 def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):

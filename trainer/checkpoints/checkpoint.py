@@ -11,16 +11,18 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from common.config import first_problem
 from common.console.logs import get_logger
 from common.storage import folder_aside, read_json, write_json
+from trainer.checkpoints.checksum import has_checksum
 from trainer.checkpoints.state import RunState
-from trainer.checkpoints.tensorfile import has_checksum, write_tensors
 
-Contents = dict[str, dict[str, Tensor]]
+if TYPE_CHECKING:  # reading a state needs no torch
+    from torch import Tensor
+
+Contents = dict[str, "dict[str, Tensor]"]
 """The tensors of a checkpoint by file and name, on the CPU."""
 
 CHECKPOINTS = "checkpoints"
@@ -55,6 +57,8 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
     Raises:
         OSError: the storage failed; nothing has changed except a temporary folder, removed if possible.
     """
+    from trainer.checkpoints.tensorfile import write_tensors
+
     path = checkpoint_path(folder, state.step)
     if path.exists():  # skipped as broken at the start; the run has now reached its step again
         discard(path)

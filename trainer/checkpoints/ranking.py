@@ -16,7 +16,7 @@ from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.checkpoints.state import RunState, read_origin
 from trainer.metrics.metrics import read_metrics
 from trainer.metrics.settings import FOLLOWED
-from trainer.parallel.world import Request
+from trainer.parallel.request import Request
 
 
 def rating(folder: Path, score: str) -> Callable[[RunState], float | None]:

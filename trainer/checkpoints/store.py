@@ -7,6 +7,7 @@ import fcntl
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -21,7 +22,9 @@ from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
 from trainer.metrics.metrics import METRICS
 from trainer.metrics.tensorboard import TENSORBOARD
-from trainer.parallel.world import World
+
+if TYPE_CHECKING:  # the driver needs no torch
+    from trainer.parallel.world import World
 
 Found = tuple[Path, RunState] | None
 
@@ -31,7 +34,7 @@ def store_of(address: str, folder: Path, patience: RetryPolicy = DEFAULT_RETRIES
     return RunStore(address, folder, patience) if is_remote(address) else None
 
 
-def fetch_run(store: "RunStore", expected: Mapping[str, str], world: World) -> None:
+def fetch_run(store: "RunStore", expected: Mapping[str, str], world: "World") -> None:
     """Fetches the newest checkpoint that verifies to the hosts of all workers, and deletes other local checkpoints.
 
     `expected` is as for `checkpoint.find_latest`.

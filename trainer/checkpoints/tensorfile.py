@@ -7,7 +7,6 @@ The checksum is XXH3 (128 bits). Without a spare core a checkpoint slows the tra
 time. XXH3 detects damage by disks and networks; anyone who could forge it could change `state.json` too.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -16,6 +15,8 @@ from pathlib import Path
 import torch
 import xxhash
 from torch import Tensor
+
+from trainer.checkpoints.checksum import XXH3
 
 # safetensors' names, in its order of tensors: largest alignment first, then by name
 _DTYPES = {
@@ -30,7 +31,6 @@ _DTYPES = {
 }
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 _CHUNK_BYTES = 16 * 2**20
-_XXH3 = "xxh3:"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -58,18 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             raise OSError(f"{path} holds {found} bytes after {written} were written")
     finally:
         os.close(handle)
-    return _XXH3 + digest.hexdigest()
-
-
-def has_checksum(path: Path, checksum: str) -> bool:
-    """Compares a file with its checksum. One without a prefix is SHA-256, from older checkpoints.
-
-    Raises:
-        OSError: the storage failed.
-    """
-    kind = xxhash.xxh3_128 if checksum.startswith(_XXH3) else hashlib.sha256
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, kind).hexdigest() == checksum.removeprefix(_XXH3)
+    return XXH3 + digest.hexdigest()
 
 
 def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:

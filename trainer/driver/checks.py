@@ -4,8 +4,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.cluster import cluster_problem, named_cluster
 from common.config import ConfigError, flat_keys
 from common.console.logs import get_logger
@@ -17,9 +15,7 @@ from pipeline.shards.shards import check_shards
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from trainer.checkpoints.state import read_origin
-from trainer.driver.branch_checks import branch_problems
 from trainer.driver.device import DEVICE, device_problem, kept_device
-from trainer.driver.encoder_checks import encoder_problems
 from trainer.driver.objective_checks import data_problems, kind_problem
 from trainer.driver.places import place_problems
 from trainer.driver.validation_checks import validation_problems
@@ -52,23 +48,30 @@ def problems(config: TrainConfig) -> list[str]:
             "exported: name it in a branch (also.NAME.data)",
         ]
     others, manifests = _branch_shards(config)
+    began_before = bool(checkpoint.steps_in(run / CHECKPOINTS))
+    # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
+    # and transformers that takes seconds of each start.
+    from_scratch = began_before and config.encoder.pretrained is None and not config.also
     found += [line for line in others if line not in found]
-    found += [*_main_problems(config, manifest), *branch_problems(config, {"": manifest, **manifests})]
+    found += _main_problems(config, manifest, load=not from_scratch)
+    if config.also:
+        from trainer.driver.branch_checks import branch_problems
+
+        found += branch_problems(config, {"": manifest, **manifests})
     if len(manifests) == len(config.also):
         found += _other_shards(config, run, data_hash_of({"": manifest, **manifests}))
-    began_before = bool(checkpoint.steps_in(run / CHECKPOINTS))
     if not began_before and (remark := config.objective.remark_before(config.context(manifest.short_documents))):
         get_logger().warning("%s", remark)
-    # The encoder of a run from scratch that has a checkpoint is not built for checks, which takes seconds.
-    from_scratch = began_before and config.encoder.pretrained is None
     if from_scratch or any(line.startswith("encoder.pretrained = ") for line in found):
         return found
+    from trainer.driver.encoder_checks import encoder_problems
+
     return list(dict.fromkeys([*found, *encoder_problems(config, manifest)]))  # both parts load the objective
 
 
-def _main_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    """Problems of the main branch's objective, data and validation."""
-    found = data_problems(config, manifest)
+def _main_problems(config: TrainConfig, manifest: Manifest, load: bool) -> list[str]:
+    """Problems of the main branch's objective, data and validation; `load`: also load the objective."""
+    found = data_problems(config, manifest, load)
     return found if kind_problem(config, manifest) else [*found, *validation_problems(config, manifest)]
 
 
@@ -109,12 +112,16 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
     if address:
         problem = cluster_problem(name.replace("address", "scaling.address"), address)
         return [] if problem is None else [problem]
-    gpus, least = torch.cuda.device_count(), scaling.least_workers
     try:
         device = kept_device(scaling, run)
     except DamagedError:  # `problems` reports it
         return []
-    if device != "cuda" or gpus >= least:
+    if device != "cuda":
+        return []
+    import torch
+
+    gpus, least = torch.cuda.device_count(), scaling.least_workers
+    if gpus >= least:
         return []
     kept = "" if scaling.device == "cuda" else f"this run was started on GPUs ({run / DEVICE}), "
     trained = steps_in(run / CHECKPOINTS)

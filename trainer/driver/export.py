@@ -4,10 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from common.console.logs import get_logger
-from common.records import DamagedError, read_record
+from common.records import DamagedError
 from common.storage import folder_aside, hash_file, hash_json, set_aside, write_json, write_text
 from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints import checkpoint, ranking
@@ -16,6 +14,7 @@ from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import load_objective, load_parameters
 from trainer.driver.card import model_card
 from trainer.driver.dense import write_dense
+from trainer.driver.exported import EXPORT, SETTINGS, read_settings
 from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
@@ -23,9 +22,6 @@ from trainer.model.silence import silence
 from trainer.setup.build import build_encoder, build_objective, load_tokenizer
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
-
-EXPORT = "export"
-SETTINGS = "declutr.json"
 
 
 def export(config: TrainConfig, run: Path) -> Path:
@@ -69,31 +65,6 @@ def export(config: TrainConfig, run: Path) -> Path:
         if others := sorted(_files(target) - _files(aside)):
             _keep(target, f"it also holds {', '.join(others)}")
     return target
-
-
-class ExportSettings(msgspec.Struct, frozen=True):
-    """The part of an export's settings that is read back."""
-
-    step: int
-    """Step of the exported checkpoint."""
-    pooling: str
-    checkpoint: str = ""
-    """Hash of that checkpoint's state, which has the checksums of its files; empty in exports of older versions."""
-    files: dict[str, str] = {}
-    """SHA-256 of every other file of the folder."""
-
-
-def read_settings(folder: Path) -> ExportSettings:
-    """Reads the settings of an exported encoder.
-
-    Raises:
-        DamagedError: the file is damaged.
-        OSError: the file is missing or cannot be read.
-    """
-    raw = read_record(folder / SETTINGS, dict[str, Any])
-    if raw.pop("hash", hash_json(raw)) != hash_json(raw):
-        raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
-    return read_record(folder / SETTINGS, ExportSettings)
 
 
 def _is_of(target: Path, state: RunState) -> bool:

@@ -25,10 +25,11 @@ from trainer.data.plan import Plan
 from trainer.driver.checks import changes, problems, read_decisive, refuse
 from trainer.metrics.metrics import METRICS, read_metrics
 from trainer.setup.branches import data_hash_of
-from trainer.setup.build import build_encoder, build_objective, load_tokenizer, total_steps
+from trainer.setup.build import build_encoder, build_objective, load_tokenizer
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE, with_geometry
+from trainer.setup.steps import total_steps
 
 
 def fork(config: TrainConfig, new_run: str) -> TrainConfig:

@@ -1,4 +1,7 @@
-"""One start of the worker group on Ray: its TorchTrainer and the thread that runs it."""
+"""One start of the worker group on Ray: its trainer and the thread that runs it.
+
+The package of Ray's TorchTrainer imports torch, which this process does not need before the export.
+"""
 
 import contextlib
 import os
@@ -19,7 +22,7 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 import ray
 import ray.train
 from ray.exceptions import RayError
-from ray.train.torch import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.console.logs import get_logger
@@ -27,14 +30,14 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.device import Device
 from trainer.setup.scaling import ScalingConfig
 from trainer.worker.backend import GroupConfig
-from trainer.worker.entry import train_loop
+from trainer.worker.launch import train_loop
 
 _BACKEND_SECONDS = 1800
 
 
 def build_group(
     scaling: ScalingConfig, device: Device, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
-) -> TorchTrainer:
+) -> DataParallelTrainer:
     """The trainer of one start of a run; trainer/driver/supervisor.py restarts it.
 
     Args:
@@ -56,7 +59,7 @@ def build_group(
     # Older versions registered checkpoints with Ray, which would load them. Ours are found by listing the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
-    return TorchTrainer(
+    return DataParallelTrainer(
         train_loop,
         train_loop_config={"config": settings, "device": device, "channel": channel, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
@@ -65,7 +68,7 @@ def build_group(
             resources_per_worker=per_worker,
             elastic_resize_monitor_interval_s=scaling.resize_seconds,
         ),
-        torch_config=GroupConfig("nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds)),
+        backend_config=GroupConfig("nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds)),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,
             storage_path=str(run),
@@ -87,7 +90,7 @@ def _tune_callbacks() -> list[Any]:
 
 
 class Fit(threading.Thread):
-    """`TorchTrainer.fit` in a thread; the main thread handles signals and supervises.
+    """`DataParallelTrainer.fit` in a thread; the main thread handles signals and supervises.
 
     Attributes:
         value: return value of the first worker after a successful end.

@@ -1,12 +1,14 @@
 """Checks of an objective against the shards that it is to read, before Ray starts."""
 
 from pipeline.shards.manifest import Manifest
-from trainer.objectives.base import ObjectiveError, implementation_of
+from trainer.objectives.config import ObjectiveError
 from trainer.setup.config import TrainConfig
 
 
 def _objective_problems(config: TrainConfig) -> list[str]:
     """Problems of the objective's package."""
+    from trainer.objectives.base import implementation_of
+
     objective = config.objective
     try:
         implementation_of(objective)
@@ -33,9 +35,15 @@ def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
     )
 
 
-def data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    """Reasons why a branch's objective cannot train on these shards, one line each."""
-    found = _objective_problems(config)
+def data_problems(config: TrainConfig, manifest: Manifest, load: bool = True) -> list[str]:
+    """Reasons why a branch's objective cannot train on these shards, one line each.
+
+    Args:
+        config: configuration of the run, or that of a branch.
+        manifest: of its shards.
+        load: also load the objective, which takes seconds. A run with a checkpoint has loaded it before.
+    """
+    found = _objective_problems(config) if load else []
     if other_kind := kind_problem(config, manifest):
         return [*found, other_kind]
     found += config.objective.problems(config.context(manifest.short_documents), manifest)

@@ -24,7 +24,7 @@ from trainer.checkpoints.store import RunStore, store_of
 from trainer.data.plan import Plan
 from trainer.driver.checks import problems, ray_problems, refuse
 from trainer.driver.device import DEVICE, choose_device
-from trainer.driver.export import EXPORT, export, read_settings
+from trainer.driver.exported import EXPORT, read_settings
 from trainer.driver.failure import FAILURES
 from trainer.driver.original_score import with_original_score
 from trainer.driver.progress import ProgressBar
@@ -33,10 +33,10 @@ from trainer.driver.summary import SECONDS, SUMMARY, add_seconds, ended_early, f
 from trainer.driver.supervisor import Supervisor
 from trainer.driver.waiting import oversubscribed
 from trainer.model.settings import EncoderConfig, FrontendConfig
-from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE, with_geometry
+from trainer.setup.steps import total_steps
 
 Model = TypeVar("Model", EncoderConfig, FrontendConfig)
 
@@ -165,6 +165,8 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
             get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
     if store is not None and config.export == "best":
         store.fetch_best(config.validation.score)
+    from trainer.driver.export import export  # loads torch and transformers, which no start waits for
+
     folder = export(config, run)
     summary = {
         "run": config.run,

@@ -36,7 +36,7 @@ from trainer.driver.watchdog import Watchdog
 from trainer.metrics.metrics import METRICS, read_last_step
 from trainer.setup.scaling import ScalingConfig
 from trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
-from trainer.worker.heartbeat import Stopwatch, describe_start
+from trainer.worker.stopwatch import Stopwatch, describe_start
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long

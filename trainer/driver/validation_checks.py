@@ -4,7 +4,6 @@ from common.paths import expand
 from common.stores.retry import RemoteError
 from pipeline.shards.manifest import Manifest, ShardError, data_hash, load_manifest
 from trainer.metrics.settings import STSB
-from trainer.metrics.sts import StsError, read_pairs
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
@@ -39,6 +38,8 @@ def validation_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
         found += _other_data_problems(config, manifest, scored)
     found += _score_problems(config, scored)
     if validation.stsb is not None:
+        from trainer.metrics.sts import StsError, read_pairs
+
         try:
             read_pairs(expand(validation.stsb))
         except StsError as error:

@@ -7,15 +7,15 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from common.appendlog import AppendLog
 from common.console.logs import get_logger
 from common.storage import set_aside, write_text
 from trainer.metrics import tensorboard
-from trainer.step.step import StepMetrics
+
+if TYPE_CHECKING:  # reading metrics needs no torch
+    from trainer.step.step import StepMetrics
 
 METRICS = "metrics.jsonl"
 _BACK_OFF_SECONDS = 1.0
@@ -24,7 +24,7 @@ _SHOWN_LINES = 5
 
 
 def rates(
-    measured: StepMetrics, began: float, documents: int, waited_seconds: float, peak_flops: float | None
+    measured: "StepMetrics", began: float, documents: int, waited_seconds: float, peak_flops: float | None
 ) -> dict[str, float | None]:
     """Tokens and documents a second, the data-wait share of the time, utilisation and peak memory of a step.
 
@@ -48,6 +48,8 @@ def rates(
 
 def peak_memory_mib() -> float:
     """Peak memory so far in MiB, of the GPU if one is used, else of this process."""
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
@@ -80,7 +82,7 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def step(self, step: int, metrics: StepMetrics, extra: dict[str, float | None]) -> dict[str, Any]:
+    def step(self, step: int, metrics: "StepMetrics", extra: dict[str, float | None]) -> dict[str, Any]:
         """Writes the metrics of a step; returns the line."""
         return self._add({"kind": "step", "step": step, **metrics.line(), **extra})
 

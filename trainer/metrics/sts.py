@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import ConstantInputWarning, spearmanr
 
 from trainer.data.batches import SpanBatch
 from trainer.metrics.settings import STSB
@@ -107,6 +106,8 @@ class StsValidator:
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """Spearman correlation in percent, 0 if all cosines are equal; None if embeddings are not finite."""
+        from scipy.stats import ConstantInputWarning, spearmanr  # half a second of every start otherwise
+
         ids = self.pairs.ids
         found = embed_together(encoder, len(ids), self._batch, self.layers, self.world, self.device)
         if not bool(found.isfinite().all()):

@@ -10,11 +10,10 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
 
 TENSORBOARD = "tensorboard"
 
@@ -26,6 +25,8 @@ def event_file_path(folder: Path) -> Path:
 
 def header(purge_step: int) -> bytes:
     """Header of an event file, which hides `purge_step` and later steps of earlier files."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # only the first worker writes events
+
     start = SessionLog(status=SessionLog.START)
     return _record(Event(wall_time=time.time(), file_version="brain.Event:2")) + _record(
         Event(wall_time=time.time(), step=purge_step, session_log=start)
@@ -34,6 +35,9 @@ def header(purge_step: int) -> bytes:
 
 def record(line: dict[str, Any]) -> bytes:
     """Converts a line of metrics with `kind` and `step` to one event; leaves out values that are not finite."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
     values = [
         Summary.Value(tag=f"{line['kind']}/{name}", simple_value=float(value))
         for name, value in line.items()
@@ -42,7 +46,9 @@ def record(line: dict[str, Any]) -> bytes:
     return _record(Event(wall_time=line["time"], step=line["step"], summary=Summary(value=values)))
 
 
-def _record(event: Event) -> bytes:
+def _record(event: "Event") -> bytes:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()

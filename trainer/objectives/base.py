@@ -22,14 +22,11 @@ from trainer.data.feed import Feed
 from trainer.data.vocabulary import Vocabulary
 from trainer.model.encoder import Encoder
 from trainer.objectives.config import ObjectiveConfig, RunContext
+from trainer.objectives.config import ObjectiveError as ObjectiveError
 from trainer.objectives.share import Share
 from trainer.parallel.world import World
 
 Config = TypeVar("Config", bound=ObjectiveConfig)
-
-
-class ObjectiveError(ValueError):
-    """An objective returned what it must not return; raised on every rank."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,10 @@ from trainer.model.settings import FrontendConfig
 from trainer.objectives.span_settings import SpanConfig
 
 
+class ObjectiveError(ValueError):
+    """An objective returned what it must not return; raised on every rank."""
+
+
 @dataclass(frozen=True)
 class RunContext:
     """The part of a run that an objective may depend on.

@@ -4,7 +4,6 @@ Every rank computes the same global loss from gathered embeddings, so a rank's g
 complete. Gradients of parameters are therefore SUMMED over ranks, never averaged.
 """
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,22 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.parallel.request import Request as Request
+
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
-
-
-class Request(enum.IntFlag):
-    """A worker's requests between two steps; all workers carry out what any of them requests."""
-
-    SAVE = 1
-    """Save a checkpoint of the step just taken."""
-    STOP = 2
-    """Save and stop: a signal came, or a machine is about to be removed."""
-    FAIL = 4
-    """Stop without a checkpoint, because checkpoints cannot be written."""
-    EARLY = 8
-    """Save and end the run, because its scores no longer improve."""
-    REPORT = 16
-    """Report metrics to Ray Train."""
 
 
 def is_part(tensor: Tensor) -> bool:

@@ -12,7 +12,6 @@ from pipeline.shards.shards import ShardSet
 from pipeline.shards.windows import ShortDocuments
 from pipeline.tokenizer.tokenization import fingerprint
 from trainer.data.feed import Feed
-from trainer.data.plan import Plan
 from trainer.data.vocabulary import Vocabulary
 from trainer.metrics.sts import StsValidator, read_stsb, together
 from trainer.model.encoder import Encoder
@@ -46,11 +45,6 @@ def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any,
     if fingerprint(tokenizer) != (manifest or load_manifest(folder)).text_tokenizer.fingerprint:
         raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
     return tokenizer, vocabulary_of(tokenizer)
-
-
-def total_steps(config: TrainConfig, plan: Plan) -> int:
-    """Optimizer steps of the whole run."""
-    return config.steps if config.steps is not None else plan.steps_in(config.epochs or 1.0)
 
 
 def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:

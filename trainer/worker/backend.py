@@ -19,11 +19,17 @@ from common.console.logs import get_logger
 _LEAVE_SECONDS = 30.0
 
 _signalled: list[str] = []  # signals to this process, which runs one training at a time
+_missing: list[str] = []  # why the group has no GPUs
 
 
 def signalled() -> str | None:
     """Name of the first signal to this worker, or None."""
     return _signalled[0] if _signalled else None
+
+
+def missing_gpu() -> str | None:
+    """The reason why the group was not joined, on every worker of it: one of them cannot use its GPU."""
+    return _missing[0] if _missing else None
 
 
 @dataclass
@@ -59,6 +65,11 @@ class _Group(Backend):  # type: ignore[misc]
     share_cuda_visible_devices = True  # NCCL between the GPUs of a host
 
     def on_start(self, worker_group: Any, backend_config: GroupConfig) -> None:
+        if backend_config.backend == "nccl":
+            problems = [problem for problem in worker_group.execute(_gpu_problem) if problem]
+            if problems:  # raised here, it would be retried for minutes; the workers end at once
+                worker_group.execute(_refuse, problems[0])
+                return
         address, port = worker_group.execute_single(0, _place)
         worker_group.execute(_join, address, port, backend_config.backend, backend_config.timeout_seconds)
 
@@ -84,8 +95,6 @@ def _join(address: str, port: int, backend: str, timeout_seconds: float) -> None
 
     import torch.distributed as dist
 
-    if backend == "nccl" and (problem := _gpu_problem()):
-        raise RuntimeError(problem)
     context = ray.train.get_context()
     os.environ |= {
         "MASTER_ADDR": address,
@@ -108,6 +117,10 @@ def _gpu_problem() -> str | None:
     if not torch.backends.cuda.is_built():
         return f"{found}, because it is built without CUDA; install torch with CUDA on all hosts"
     return f"{found}; check `nvidia-smi` there, and restart or replace the host"
+
+
+def _refuse(problem: str) -> None:
+    _missing.append(problem)
 
 
 def _leave() -> None:

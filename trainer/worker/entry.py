@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import ray
 import ray.train
-import ray.train.torch
 import torch
 from ray.util import get_current_placement_group
 
@@ -21,25 +20,22 @@ from trainer.data.stream import Ahead, batches, limit_resources, with_branches
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import ObjectiveError
 from trainer.setup.branches import data_hash_of
-from trainer.setup.build import (
-    build_encoder,
-    build_feed,
-    build_validator,
-    load_tokenizer,
-    total_steps,
-)
+from trainer.setup.build import build_encoder, build_feed, build_validator, load_tokenizer
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.steps import total_steps
 from trainer.setup.turns import build_branch, build_turns
 from trainer.step.microbatch import Microbatch, MicrobatchError
 from trainer.step.step import NonFiniteLossError
+from trainer.worker.backend import missing_gpu
 from trainer.worker.bad_losses import BadLosses
 from trainer.worker.channel import ControlChannel
 from trainer.worker.checkpointing import Checkpointing
-from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler, Stopwatch
+from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler
 from trainer.worker.listener import Listener
 from trainer.worker.loop import TrainingLoop
 from trainer.worker.spotwatch import SpotWatch
+from trainer.worker.stopwatch import Stopwatch
 from trainer.worker.turns import Turn, Turns
 
 
@@ -54,7 +50,12 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
         None after the last step. Otherwise `given_up` with the reason; or the saved `step` with `stopped`, the notice,
         or with `early` if the scores no longer improve. Errors that would recur are returned instead of raised, so that
         the group is not started again. Every rank returns them, so that none waits for another.
+
+    Raises:
+        RuntimeError: a worker cannot use its GPU; on every rank.
     """
+    if problem := missing_gpu():
+        raise RuntimeError(problem)
     stopwatch = Stopwatch(settings["marks"])
     stopwatch.mark("group")
     config = TrainConfig.model_validate(settings["config"])
@@ -68,11 +69,19 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     )
     setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
     get_logger().addHandler(HeartbeatLogHandler(heartbeat))
-    with Listener(ControlChannel(settings["channel"]), heartbeat) as listener:
-        # Ray would also return a GPU of the host that it did not reserve for this worker.
-        device = torch.device("cpu") if settings["device"] == "cpu" else ray.train.torch.get_device()
-        with _spot_watch(config.scaling.spot_notices, context.get_local_rank(), heartbeat.node):
-            return _train(config, device, heartbeat, stopwatch, listener)
+    spot_watch = _spot_watch(config.scaling.spot_notices, context.get_local_rank(), heartbeat.node)
+    with Listener(ControlChannel(settings["channel"]), heartbeat) as listener, spot_watch:
+        return _train(config, _device(settings["device"]), heartbeat, stopwatch, listener)
+
+
+def _device(kind: Literal["cpu", "cuda"]) -> torch.device:
+    """This worker's device. On CPUs Ray is not asked: it would return a GPU that it did not reserve for this worker."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    from ray.train.torch import get_device
+
+    found: torch.device = get_device()
+    return found
 
 
 def _spot_watch(cloud: Literal["aws", "gcp"] | None, local_rank: int, node: str) -> AbstractContextManager[Any]:

@@ -18,7 +18,8 @@ from trainer.objectives.base import Validator
 from trainer.setup.config import TrainConfig
 from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
 from trainer.worker.checkpointing import Checkpointing
-from trainer.worker.heartbeat import Heartbeat, Stopwatch
+from trainer.worker.heartbeat import Heartbeat
+from trainer.worker.stopwatch import Stopwatch
 from trainer.worker.turns import Turns
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.run import ChaosError, Mark, Run
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.export import EXPORT
+from trainer.driver.exported import EXPORT
 
 _QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
 

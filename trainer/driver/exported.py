@@ -1,0 +1,37 @@
+"""The settings of an exported encoder, without torch."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.records import DamagedError, read_record
+from common.storage import hash_json
+
+EXPORT = "export"
+SETTINGS = "declutr.json"
+
+
+class ExportSettings(msgspec.Struct, frozen=True):
+    """The part of an export's settings that is read back."""
+
+    step: int
+    """Step of the exported checkpoint."""
+    pooling: str
+    checkpoint: str = ""
+    """Hash of that checkpoint's state, which has the checksums of its files; empty in exports of older versions."""
+    files: dict[str, str] = {}
+    """SHA-256 of every other file of the folder."""
+
+
+def read_settings(folder: Path) -> ExportSettings:
+    """Reads the settings of an exported encoder.
+
+    Raises:
+        DamagedError: the file is damaged.
+        OSError: the file is missing or cannot be read.
+    """
+    raw = read_record(folder / SETTINGS, dict[str, Any])
+    if raw.pop("hash", hash_json(raw)) != hash_json(raw):
+        raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
+    return read_record(folder / SETTINGS, ExportSettings)
