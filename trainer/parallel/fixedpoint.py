@@ -40,12 +40,13 @@ class FixedPointSums:
         self._sums: dict[int, Tensor] = {}
         self._buckets: list[tuple[Tensor, list[nn.Parameter]]] = []
         self._refused: Tensor | None = None
-        self._ignored = False
+        self._active = self._ignored = False
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._add)
 
     def begin(self) -> None:
-        """Sets all sums to zero."""
+        """Sets all sums to zero, and adds what backwards compute from now on until `finish`."""
+        self._active = True
         device = self.parameters[0].device
         self._refused = torch.zeros((), dtype=torch.int64, device=device)
         self._buckets = []
@@ -70,6 +71,7 @@ class FixedPointSums:
         Then all gradients are NaN, on every worker.
         """
         assert self._refused is not None
+        self._active = False
         self.world.add(self._refused)
         allowed = int(self._refused) == 0
         for flat, some in self._buckets:
@@ -80,6 +82,8 @@ class FixedPointSums:
         return allowed
 
     def _add(self, parameter: Tensor) -> None:
+        if not self._active:  # the other updates of a step have sums of their own
+            return
         gradient, parameter.grad = parameter.grad, None
         if gradient is None or self._ignored or self._refused is None:
             return

@@ -61,6 +61,11 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
 
+    def wait(self, works: Sequence[Any]) -> None:
+        """Waits for exchanges that have started."""
+        for work in works:
+            work.wait()
+
     def part(self, total: int, chunk: int) -> tuple[int, int]:
         """This rank's part [start, end) of `total` rows; whole chunks if it must not matter who computes a row."""
         unit = chunk if self.bitwise else 1

@@ -31,6 +31,9 @@ class ScalingConfig(Strict):
     bitwise_documents: int | None = Field(default=None, ge=1)
     """Documents of a canonical microbatch. More take less time, and the batch has fewer microbatches for the workers.
     The bits depend on it. null: a sixteenth of `batch_documents`, rounded up."""
+    gradient_sums: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which workers exchange gradients. bf16: half the bytes, and sums rounded to 3 digits; for slow
+    networks."""
     resize_seconds: float = Field(default=60.0, gt=0)
     """Seconds between checks whether a group of `[least, most]` workers can grow. Growing restarts the group from the
     last checkpoint and repeats the steps since."""
@@ -80,6 +83,9 @@ class ScalingConfig(Strict):
             raise ValueError(
                 f"bitwise_documents = {self.bitwise_documents} has no effect without bitwise = true; remove it"
             )
+        for name, value in (("bitwise", self.bitwise), ("shard_parameters", self.shard_parameters)):
+            if value and self.gradient_sums == "bf16":
+                raise ValueError(f"gradient_sums = bf16 has no effect with {name} = true; set it to fp32")
         if self.bitwise and self.shard_parameters:
             raise ValueError(
                 "bitwise = true and shard_parameters = true exclude each other: sharded gradients are added in an "

@@ -12,6 +12,7 @@ from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend, embedding_width, load_vit
 from trainer.model.settings import FrontendConfig
 from trainer.parallel.fixedpoint import FixedPointSums
+from trainer.parallel.overlap import OverlappedSums
 from trainer.parallel.sharding import shard
 from trainer.parallel.world import World
 from trainer.setup.build import build_objective
@@ -73,12 +74,7 @@ def _stepper(config: TrainConfig, optim: OptimConfig, branches: Sequence[Branch]
     modules: list[nn.Module] = [one for branch in branches for one in (branch.objective, branch.frontend) if one]
     reached = used_parameters(branches[0].encoder, branches)
     optimizer = build_optimizer(optim, branches[0].encoder, *modules, reached=reached)
-    if branches[0].world.bitwise:
-        settings = config.branches()
-        num_terms = sum(settings[branch.name].num_units + 1 for branch in branches)  # one of the objective
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        sums = FixedPointSums(branches[0].world, parameters, num_terms)
-        branches = [replace(branch, sums=sums) for branch in branches]
+    branches = _with_sums(config, optimizer, branches)
     main, *joined = branches
     return Stepper(
         **{each.name: getattr(main, each.name) for each in fields(main)},
@@ -87,6 +83,30 @@ def _stepper(config: TrainConfig, optim: OptimConfig, branches: Sequence[Branch]
         total_steps=total_steps,
         joined=tuple(joined),
     )
+
+
+def _with_sums(config: TrainConfig, optimizer: torch.optim.Optimizer, branches: Sequence[Branch]) -> list[Branch]:
+    """The branches of an update, with the sums of its gradients if they are not the ordinary ones."""
+    world, encoder = branches[0].world, branches[0].encoder
+    if world.bitwise:
+        settings = config.branches()
+        num_terms = sum(settings[branch.name].num_units + 1 for branch in branches)  # one of the objective
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        sums = FixedPointSums(world, parameters, num_terms)
+        return [replace(branch, sums=sums) for branch in branches]
+    compressed = torch.bfloat16 if config.scaling.gradient_sums == "bf16" else None
+    # on CPUs there is nothing to overlap, and the order of terms, thus their rounding, stays as it was
+    if world.size == 1 or encoder.sharded or (compressed is None and not next(encoder.parameters()).is_cuda):
+        return list(branches)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    body = list(encoder.model.base_model.parameters())
+    layers = {id(p) for p in body}
+    # the last microbatch may have no token to predict, so heads are sent last, after what every microbatch reaches
+    heads = [p for p in encoder.parameters() if id(p) not in layers]
+    frontends = [p for one in branches if one.frontend for p in one.frontend.parameters()]
+    parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
+    *first, last = branches
+    return [*first, replace(last, overlap=OverlappedSums(world, parameters, compressed))]
 
 
 def freeze_unused(encoder: Encoder, branches: Sequence[Branch]) -> None:

@@ -14,6 +14,7 @@ from trainer.model.frontend import Frontend
 from trainer.objectives.base import Objective
 from trainer.objectives.share import SHARED_ROWS
 from trainer.parallel.fixedpoint import FixedPointSums
+from trainer.parallel.overlap import OverlappedSums
 from trainer.parallel.world import World
 from trainer.step.canonical import CanonicalCache
 from trainer.step.gradcache import GradCache, Gradients
@@ -37,6 +38,8 @@ class Branch:
         frontend: hidden states of patches; None for spans of tokens.
         weight: factor of the loss.
         shared_rows: views of the global batch above which each worker computes a share of the loss.
+        overlap: sums of the encoder's gradients that start during the branch's last backward, which is the last of the
+            update; None: they are summed after it.
         sums: sums of gradients that do not depend on the number of workers; None: ordinary ones.
     """
 
@@ -50,6 +53,7 @@ class Branch:
     frontend: Frontend | None = None
     weight: float = 1.0
     shared_rows: int = SHARED_ROWS
+    overlap: OverlappedSums | None = None
     sums: FixedPointSums | None = None
 
     @property
@@ -81,7 +85,7 @@ class Branch:
         embedded = self._all_fit(lambda: passes.embed(pieces))
         if embedded is None:
             return None
-        return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts))
+        return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts), sends=True)
 
     def cut(self, batch: RankBatch) -> list[AnyBatch]:
         """The microbatches of a share: canonical ones if the bits must not depend on the number of workers."""
@@ -93,7 +97,7 @@ class Branch:
         """Both passes of a step."""
         given = self.encoder, self.objective, self.world, self.seed, step, self.autocast, self.frontend, self.weight
         if self.sums is None:
-            return GradCache(*given, self.shared_rows)
+            return GradCache(*given, self.shared_rows, *([] if self.overlap is None else [self.overlap.arm]))
         first = batch.units[0].number if batch.units else 0
         limit = self.microbatch.max_tokens
         return CanonicalCache(*given, sums=self.sums, max_tokens=limit, first_unit=first)
@@ -105,8 +109,11 @@ class Branch:
             return pieces
         return pieces + [spans.span_slice(0, 0)] * (self.world.largest(len(pieces)) - len(pieces))
 
-    def _all_fit(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None on every rank if one ran out of memory and the microbatch is automatic."""
+    def _all_fit(self, work: Callable[[], T], sends: bool = False) -> T | None:
+        """The result of `work`; None on every rank if one ran out of memory and the microbatch is automatic.
+
+        If `work` sends gradients, a rank that failed sends the rest too, so that all enter the same exchanges.
+        """
         if not self.microbatch.automatic:
             return work()
         result = None
@@ -115,4 +122,6 @@ class Branch:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
+        if sends and self.overlap is not None:
+            self.overlap.flush()
         return None if self.world.largest(int(result is None)) else result

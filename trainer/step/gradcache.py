@@ -6,6 +6,7 @@ each piece with its graph and the same dropout, and applies the gradient of the 
 Legend: M rows of views of the global batch, D embedding size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -72,6 +73,7 @@ class GradCache:
         frontend: hidden states of patches; None for spans of tokens.
         weight: factor of the loss.
         shared_rows: views of the global batch above which each worker computes a share of the loss.
+        before_last: called before the last backward.
     """
 
     encoder: Encoder
@@ -83,6 +85,7 @@ class GradCache:
     frontend: Frontend | None = None
     weight: float = 1.0
     shared_rows: int = SHARED_ROWS
+    before_last: Callable[[], None] = lambda: None
 
     def count(self, batch: RankBatch) -> Counts:
         """Totals over all ranks, by one all-reduce.
@@ -135,6 +138,7 @@ class GradCache:
         if len(pieces) == 1:
             spans, mlm_sum = embedded[0]
             terms, gathered = self._loss(spans, batch, counts)
+            self.before_last()
             backward(self._total(terms, spans) + mlm_sum * share)
             return Gradients(_detached(terms), mlm_sum.detach(), counts.selected, gathered)
         terms, gradient, gathered = self._through_loss(embedded, batch, counts)
@@ -144,6 +148,8 @@ class GradCache:
         for number, (piece, gradient_part) in enumerate(zip(pieces, upstream, strict=True)):
             spans, mlm_sum = self._forward(piece, number)
             through_spans = 0.0 if gradient_part is None else (spans * gradient_part).sum()
+            if number == len(pieces) - 1:
+                self.before_last()
             backward(through_spans + mlm_sum * share)
             mlm_total = mlm_total + mlm_sum.detach()
         return Gradients(terms, mlm_total, counts.selected, gathered)

@@ -11,6 +11,7 @@ from torch import Tensor
 from common.console.logs import get_logger
 from trainer.data.batches import DIGEST, RankBatch
 from trainer.model.flops import linear_weights, step_flops
+from trainer.parallel.overlap import OverlappedSums
 from trainer.step.branch import Branch
 from trainer.step.gradcache import Gradients
 from trainer.step.optim import clip_gradients, learning_rate
@@ -128,13 +129,23 @@ class Stepper(Branch):
     def _clear(self) -> None:
         """Forgets all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.sums is not None:
-            self.sums.begin()
+        for sums in (self.sums, self._overlap):
+            if sums is not None:
+                sums.begin()
+
+    @property
+    def _overlap(self) -> OverlappedSums | None:
+        """Sums that start during the last backward, which is that of the last branch."""
+        return (self, *self.joined)[-1].overlap
 
     def _sum(self, parameters: list[torch.nn.Parameter]) -> None:
         """Replaces each gradient by its sum over ranks; NaN if fixed-point sums could overflow."""
         if self.sums is None:
-            self.world.sum_gradients(parameters)
+            summed: set[int] = set()
+            if self._overlap is not None:
+                self._overlap.finish()
+                summed = {id(p) for bucket in self._overlap.buckets for p in bucket.parameters}
+            self.world.sum_gradients([p for p in parameters if id(p) not in summed])
         elif not self.sums.finish():
             message = "a microbatch's gradient has an entry that is not finite or not below %g (scaling.bitwise)"
             get_logger().warning(message, self.sums.limit)

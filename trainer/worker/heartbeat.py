@@ -149,6 +149,11 @@ class CountedWorld(World):
         with self.heartbeat.exchange("update"):
             super().add(values)
 
+    def wait(self, works: Sequence[Any]) -> None:
+        """As `World.wait`."""
+        with self.heartbeat.exchange("update"):
+            super().wait(works)
+
     def largest(self, number: int) -> int:
         """As `World.largest`."""
         with self.heartbeat.exchange("gather"):

@@ -1,0 +1,134 @@
+"""Gradient sums that overlap the last backward: those of one exchange after it."""
+
+import dataclasses
+
+import pytest
+import torch
+from groups import run_group
+from measures import deviation
+from tiny import HALF, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+
+from trainer.data.plan import Plan
+from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.parallel.overlap import OverlappedSums
+from trainer.step.microbatch import Microbatch
+from trainer.step.step import NonFiniteLossError
+
+pytestmark = pytest.mark.dist
+LENGTHS = [48, 70, 49, 131, 60]
+DROPOUT = {"dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}
+CASES = {
+    "one pass": {},
+    "two passes": {"tokens": 60},
+    "mlm alone": {"objective": {"terms": "mlm", "masking": HALF}, "tokens": 60},
+    "contrastive alone": {"objective": {"terms": "contrastive"}},
+    "more ranks than documents": {"lengths": LENGTHS[:1]},
+    "one bucket": {"bytes": 2**30},
+}
+
+
+def setup(world, overlap, objective=None, tokens=None, lengths=LENGTHS, bytes=4096, compressed=None):
+    config = DeclutrConfig(**(objective or {"masking": HALF}))
+    stepper = tiny_stepper(tiny_encoder(dtype=torch.float64, **DROPOUT), config, world=world, microbatch_tokens=tokens)
+    if overlap:
+        body = list(stepper.encoder.model.base_model.parameters())
+        heads = [p for p in stepper.encoder.parameters() if id(p) not in {id(one) for one in body}]  # sent last
+        sums = OverlappedSums(world, [*heads, *body], compressed, bytes)
+        stepper = dataclasses.replace(stepper, overlap=sums)
+    start, end = Plan(0, len(lengths), len(lengths)).slice(world.rank, world.size)
+    return stepper, rank_batch(tiny_feed(config), documents(lengths, 12), start, end)
+
+
+def sums_of(world, overlap, case):
+    """Gradients summed over ranks, parameters after two steps, and the buckets sent when the backward ended."""
+    stepper, batch = setup(world, overlap, **case)
+    stepper._clear()
+    stepper.gradients(batch, 1)
+    buckets = stepper.overlap.buckets if overlap else []
+    sent = sum(bucket.work is not None for bucket in buckets), len(buckets)
+    parameters = list(stepper.encoder.parameters())
+    stepper._sum(parameters)
+    gradients = [p.grad.clone() for p in parameters]
+    for step in (1, 2):
+        stepper.step(batch, step)
+    return gradients, [p.detach().clone() for p in parameters], sent
+
+
+def both(world):
+    return {name: [sums_of(world, overlap, case) for overlap in (False, True)] for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_those_after_the_backward(size):
+    """With two workers even to the bit, because a + b = b + a."""
+    ranks = run_group(size, both)
+    for results in ranks:
+        for name, (plain, overlapped) in results.items():
+            assert max(g.abs().max() for g in plain[0]) > 0, name
+            assert deviation(overlapped[0], plain[0]) < 1e-10, name
+            assert deviation(overlapped[1], plain[1]) < 1e-10, name
+            if size == 2:
+                assert all(torch.equal(a, b) for a, b in zip(overlapped[1], plain[1], strict=True)), name
+    for name in ("one pass", "two passes"):
+        sent, buckets = ranks[0][name][1][2]
+        assert 5 < buckets / 2 < sent <= buckets  # most are on their way when the backward ends
+
+
+def compressed(world):
+    exact = sums_of(world, False, {})[0]
+    return exact, sums_of(world, True, {"compressed": torch.bfloat16})[0]
+
+
+def test_compressed_sums_keep_three_digits():
+    for exact, found in run_group(2, compressed):
+        norm, apart = (
+            torch.cat([each.flatten() for each in some]).norm()
+            for some in (exact, [a - b for a, b in zip(exact, found, strict=True)])
+        )
+        assert apart < 2.0**-8 * norm
+    assert deviation(found, exact) > 1e-6  # it is compressed
+
+
+def failing(world):
+    """One rank runs out of memory once, in the first or the last backward of a step; both repeat the step."""
+    results = []
+    for at in (0, 1, 2):
+        stepper, batch = setup(world, True)
+        stepper = dataclasses.replace(stepper, microbatch=Microbatch(30, automatic=True))
+        expected, _ = setup(world, False)
+        calls = iter(range(1000))
+        embed = stepper.encoder.forward
+
+        def forward(*arguments, at=at, calls=calls, embed=embed):
+            if world.rank == 1 and torch.is_grad_enabled() and next(calls) == at:
+                raise torch.OutOfMemoryError("DefaultCPUAllocator: given to this test")
+            return embed(*arguments)
+
+        stepper.encoder.forward = forward
+        stepper.step(batch, 1)
+        expected.step(batch, 1)
+        pairs = zip(stepper.encoder.parameters(), expected.encoder.parameters(), strict=True)
+        results.append((stepper.microbatch.max_tokens, max(float((a - b).abs().max().detach()) for a, b in pairs)))
+    return results
+
+
+def test_a_step_that_ran_out_of_memory_is_repeated():
+    for results in run_group(2, failing):
+        for tokens, apart in results:
+            assert tokens < 30
+            assert apart < 1e-12
+
+
+def not_finite(world):
+    stepper, batch = setup(world, True)
+    with torch.no_grad():
+        stepper.encoder.projection[0].weight[0, 0] = torch.nan
+    try:
+        stepper.step(batch, 1)
+    except NonFiniteLossError:
+        return True
+    return False
+
+
+def test_a_bad_loss_ends_on_every_rank():
+    assert run_group(2, not_finite) == [True, True]
