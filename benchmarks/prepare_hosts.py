@@ -32,18 +32,23 @@ _STARTS = 120
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
-    options = record.parser("prepare_hosts", __doc__)
-    options.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 3], help="numbers of hosts to measure")
-    options.add_argument("--documents", type=int, default=4000)
-    options.add_argument("--unit-mib", type=float, default=0.5, help="text of a unit")
-    options.add_argument("--near", action="store_true", help="also remove near-duplicates")
-    options.add_argument("--kills", type=int, default=0, help="kill a host, and this many tasks and commands")
-    given = options.parse_args(arguments)
+    given = options().parse_args(arguments)
     if reason := missing():
         raise SystemExit(reason)
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         figures = measure(given, Path(folder))
     record.publish(figures | record.facts("prepare_hosts", given.commit), given.json)
+
+
+def options() -> argparse.ArgumentParser:
+    """Make the parser."""
+    made = record.parser("prepare_hosts", __doc__)
+    made.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 3], help="numbers of hosts to measure")
+    made.add_argument("--documents", type=int, default=4000)
+    made.add_argument("--unit-mib", type=float, default=0.5, help="text of a unit")
+    made.add_argument("--near", action="store_true", help="also remove near-duplicates")
+    made.add_argument("--kills", type=int, default=0, help="kill a host, and this many tasks and commands")
+    return made
 
 
 def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:

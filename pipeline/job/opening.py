@@ -40,6 +40,8 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
         output = StoredOutput(config, store, Path(name))
         output.refresh()
         yield output
+    with contextlib.suppress(OSError):  # other files of this output are left
+        store.room.rmdir()
 
 
 def _remove_unless_held(folder: Path) -> None:

@@ -111,7 +111,7 @@ def _judged_texts(
     records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
 ) -> Iterator[tuple[Judged, NDArray[np.uint32] | None]]:
     """Every text with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
-    # Of an output in a store, both are links in a temporary folder, to the same files for every task of a host.
+    # Both may be links in a temporary folder, to files that are the same for every task of a host.
     encoder = _encoder(str((folder / TOKENIZER).resolve()), tokenizer.fingerprint, engine)
     chooser = _chooser(config.choosing.model_dump_json(), str((folder / INDEX).resolve()))
     documents = (_judge(record, chooser, config) for record in records)
