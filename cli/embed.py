@@ -13,7 +13,7 @@ def run(arguments: list[str]) -> int:
     from common.console.logs import setup_logging
     from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
-    from evaluation.encoders.loading import EncoderChoice, EncoderError
+    from evaluation.encoders.loading import AnyPrecision, EncoderChoice, EncoderError
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."
@@ -34,6 +34,9 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
     parser.add_argument("--pooling", choices=("mean", "cls", "max"), help="overrides the encoder's pooling")
+    parser.add_argument(
+        "--precision", choices=get_args(AnyPrecision), default="auto", help="bf16 on GPUs by default; fp32 is exact"
+    )
     parser.add_argument("--skip-bad", action="store_true", help="skip and count unreadable records (.parquet)")
     parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")

@@ -88,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", help="address of a Ray cluster that fits classifiers")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with encoders")
     parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present; with --follow cpu)")
+    parser.add_argument(
+        "--precision", choices=("auto", "fp32", "bf16"), default="auto", help="bf16 on GPUs by default; fp32 is exact"
+    )
     return parser
 
 
@@ -125,7 +128,12 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         try:
             trust = given.trust_remote_code
             encoder = load_encoder(
-                name, device=given.device, vocabulary=vocabulary, tokenized=True, trust_remote_code=trust
+                name,
+                device=given.device,
+                vocabulary=vocabulary,
+                tokenized=True,
+                trust_remote_code=trust,
+                precision=given.precision,
             )
             if unused := getattr(encoder, "unused", ()):
                 _say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
@@ -170,7 +178,9 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
         return refused(error)
     for name in given.encoders:
         try:
-            encoder = load_encoder(name, device=given.device, trust_remote_code=given.trust_remote_code)
+            encoder = load_encoder(
+                name, device=given.device, trust_remote_code=given.trust_remote_code, precision=given.precision
+            )
             scores[name] = score_mteb(encoder, tasks, given.output, _say)
         except EncoderError as error:
             sys.stderr.write(f"not scored: {error}\n")

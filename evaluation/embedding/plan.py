@@ -61,6 +61,8 @@ def plan(config: EmbedConfig) -> list[Unit]:
 def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, version: int = VERSIONS[0]) -> list[str]:
     """SHA-256 for each unit of its input, the encoder and the settings that decide its embeddings."""
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
+    if config.choice.precision != "auto":
+        settings["precision"] = config.choice.precision
     settings |= {"version": version, "fingerprint": fingerprint, "suffix": config.output.suffix}
     return [hash_json([settings, hash_unit(unit), _seen(unit, version)]) for unit in units]
 

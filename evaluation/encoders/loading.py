@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from common.config import Strict
+from evaluation.encoders.linear import pack_linears
 from evaluation.encoders.modules import Pooling
 from evaluation.encoders.pretrained import load_pretrained
 from evaluation.encoders.protocol import EncoderError as EncoderError
@@ -22,6 +24,9 @@ from trainer.driver.exported import EXPORT
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
 
+AnyPrecision = Literal["auto", "fp32", "bf16"]
+
+_CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of padding
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 
 
@@ -35,6 +40,7 @@ def load_encoder(
     vocabulary: Collection[str] | None = None,
     tokenized: bool = False,
     trust_remote_code: bool = False,
+    precision: AnyPrecision = "auto",
 ) -> SentenceEncoder:
     """Load an encoder.
 
@@ -50,6 +56,7 @@ def load_encoder(
         vocabulary: words of a file of word vectors to hold in memory; None: all.
         tokenized: texts for word vectors are words separated by spaces, as in SentEval's data (`WordVectors`).
         trust_remote_code: run Python code that comes with a model. Only for models you trust; no file can grant this.
+        precision: of the transformer's matrix products. auto: bf16 on a GPU that has it, else fp32.
 
     Raises:
         EncoderError: the encoder cannot be loaded, a weight is missing or left over, or the encoder declares something
@@ -82,16 +89,25 @@ def load_encoder(
     if max_tokens is not None and max_tokens < least:
         raise EncoderError(f"max_tokens = {max_tokens}: {name} needs {least} for one token with its special tokens")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    after = recipe.after.to(device).eval() if recipe else nn.Sequential()
+    if precision == "auto":
+        half = device != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if half else "fp32"
+    if device == "cpu":
+        for module in (encoder, after):
+            pack_linears(module)
     return TransformerEncoder(
         name=name,
         encoder=encoder.to(device),
         tokenizer=tokenizer,
         max_tokens=min(limit, max_tokens or limit),
         long_texts=long_texts,
-        after=recipe.after.to(device).eval() if recipe else nn.Sequential(),
+        after=after,
         prompt=recipe.prompt if recipe else "",
         embedding_size=recipe.size if recipe else None,
         unused=unused,
+        precision=precision,
+        chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,
         pretrained=start_of(path),
     )
 
@@ -107,6 +123,8 @@ class EncoderChoice(Strict):
     """Maximum tokens of one input, including special tokens; the encoder's own limit if not set."""
     long_texts: LongTexts = "cut"
     """Treatment of longer texts: cut them, or read them in windows and average by tokens."""
+    precision: AnyPrecision = "auto"
+    """Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999), else fp32."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
     reading it back grants nothing."""
@@ -125,6 +143,7 @@ def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEnc
         choice.pooling,
         max_tokens=choice.max_tokens,
         long_texts=choice.long_texts,
+        precision=choice.precision,
         trust_remote_code=trust_remote_code,
     )
 

@@ -6,6 +6,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from common.storage import hash_json
+
 
 class EncoderError(ValueError):
     """A folder, file or name that cannot be loaded as an encoder."""
@@ -24,7 +26,14 @@ class SentenceEncoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the embeddings; equal fingerprints mean equal vectors."""
+        """SHA-256 of everything that decides the embeddings but the precision of their computation."""
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return embeddings `(len(texts), size)` in the order of the texts."""
+
+
+def vectors_fingerprint(encoder: SentenceEncoder) -> str:
+    """SHA-256 of everything that decides the embeddings, the precision included; equal ones mean equal vectors."""
+    if getattr(encoder, "precision", "fp32") == "fp32":
+        return encoder.fingerprint
+    return hash_json([encoder.fingerprint, "bf16"])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from common.storage import hash_json
@@ -24,6 +24,7 @@ from trainer.data.batches import SpanBatch
 from trainer.model.encoder import Encoder
 
 LongTexts = Literal["cut", "windows"]
+Precision = Literal["fp32", "bf16"]
 _CPU_BATCH_TOKENS = 2048  # keeps the activations of a batch in the processor's cache
 _GPU_BATCH_TOKENS = 65536
 
@@ -50,6 +51,12 @@ class TransformerEncoder:
     """Numbers in an embedding; None: the transformer's hidden size."""
     unused: tuple[str, ...] = ()
     """Parts of its files that do not affect an embedding (heads), with their numbers of weights."""
+    precision: Precision = "fp32"
+    """bf16: the transformer's matrix products are computed in bfloat16. Pooling and the steps after it stay in
+    float32."""
+    chunk_texts: int | None = None
+    """Number of texts that are tokenized while those before are computed, on a device that works alongside; None: all
+    texts are tokenized first."""
     pretrained: str = ""
     """Name of the encoder from which it was trained, if its settings name one."""
 
@@ -103,7 +110,24 @@ class TransformerEncoder:
         """
         if not texts:
             return np.empty((0, self.size), np.float32)
-        rows = self._engine.encode_batch_fast([self.prompt + text for text in texts] if self.prompt else list(texts))
+        size = self.chunk_texts or len(texts)
+        parts, chunks = [], [texts[start : start + size] for start in range(0, len(texts), size)]
+        with ThreadPoolExecutor(1) as pool:
+            following = pool.submit(self._tokenized, chunks[0])
+            for number in range(1, len(chunks) + 1):
+                rows = following.result()
+                if number < len(chunks):
+                    following = pool.submit(self._tokenized, chunks[number])
+                parts.append(self._of_rows(rows, batch_tokens))
+        return np.concatenate(parts)
+
+    def _tokenized(self, texts: Sequence[str]) -> list[Encoding]:
+        return self._engine.encode_batch_fast(  # type: ignore[no-any-return]
+            [self.prompt + text for text in texts] if self.prompt else list(texts)
+        )
+
+    def _of_rows(self, rows: list[Encoding], batch_tokens: int | None) -> NDArray[np.float32]:
+        """Embeddings of tokenized texts, `(len(rows), size)`."""
         if self.long_texts == "cut" or not any(row.overflowing for row in rows):
             return self._embed([row.ids for row in rows], batch_tokens)
         windows = [[row, *row.overflowing] for row in rows]
@@ -135,18 +159,19 @@ class TransformerEncoder:
         nothing = torch.empty(0, dtype=torch.int64)
         pieces = SpanBatch(flat, ordered, nothing, nothing).slices(_cuts(lengths[order].tolist(), budget))
 
-        def embed(piece: SpanBatch) -> NDArray[np.float32]:
+        def embed(piece: SpanBatch) -> torch.Tensor:
             with torch.inference_mode():
-                pooled = self.encoder.embed(piece.to(device))
-                return self.after(pooled).float().cpu().numpy()  # type: ignore[no-any-return]
+                with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                    pooled = self.encoder.embed(piece.to(device))
+                return self.after(pooled).float()  # type: ignore[no-any-return]
 
         embeddings = np.empty((len(rows), self.size), np.float32)
         if device.type == "cpu":
             with _single_threads() as pool:
                 parts = list(pool.map(embed, pieces))
         else:
-            parts = [embed(piece) for piece in pieces]
-        embeddings[order] = np.concatenate(parts)
+            parts = [embed(piece) for piece in pieces]  # copied once at the end, so that the device never waits
+        embeddings[order] = torch.cat(parts).cpu().numpy()
         return embeddings
 
 

@@ -37,7 +37,7 @@ _BACKEND_SECONDS = 1800
 
 def build_group(
     scaling: ScalingConfig, device: Device, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
-) -> DataParallelTrainer:
+) -> "_Trainer":
     """The trainer of one start of a run; trainer/driver/supervisor.py restarts it.
 
     Args:
@@ -59,7 +59,7 @@ def build_group(
     # Older versions registered checkpoints with Ray, which would load them. Ours are found by listing the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
-    return DataParallelTrainer(
+    return _Trainer(
         train_loop,
         train_loop_config={"config": settings, "device": device, "channel": channel, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
@@ -76,6 +76,17 @@ def build_group(
             callbacks=_tune_callbacks() if scaling.report_minutes else None,
         ),
     )
+
+
+class _Trainer(DataParallelTrainer):  # type: ignore[misc]
+    """Ray's trainer without the process that hands out Datasets, since each rank reads its own.
+
+    Importing Ray's libraries costs such a process a second of a core while the workers start. If a version of Ray has
+    no such method, the process exists.
+    """
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [one for one in super()._create_default_callbacks() if type(one).__name__ != "DatasetsCallback"]
 
 
 def _tune_callbacks() -> list[Any]:

@@ -120,7 +120,8 @@ class TrainingLoop:
         """
         if self.validator is None:
             return {}
-        with self.heartbeat.doing("validating"):
+        half = self.device.type == "cuda" and self.config.precision == "bf16"
+        with self.heartbeat.doing("validating"), torch.autocast(self.device.type, torch.bfloat16, enabled=half):
             scores = self.validator.scores(self.stepper.encoder)
         if scores is None:
             raise NonFiniteLossError(

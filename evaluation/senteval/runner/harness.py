@@ -14,7 +14,7 @@ import numpy as np
 
 from common.session import SessionConfig
 from common.storage import read_json, write_json
-from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.encoders.protocol import SentenceEncoder, vectors_fingerprint
 from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.data.taskdata import sentence_rows, sentences
 from evaluation.senteval.data.tasks import TASKS
@@ -65,22 +65,22 @@ def evaluate(
     Raises:
         EncoderError: an embedding is not finite.
     """
-    folder = output / f"{_UNSAFE.sub('_', encoder.name).strip('_')[-60:]}-{encoder.fingerprint[:8]}"
-    units = plan_units(inspections, choice, encoder.fingerprint, folder)
+    folder = output / f"{_UNSAFE.sub('_', encoder.name).strip('_')[-60:]}-{vectors_fingerprint(encoder)[:8]}"
+    units = plan_units(inspections, choice, vectors_fingerprint(encoder), folder)
     there = {(unit.data.task.name, unit.method): stored for unit in units if (stored := unit.stored())}
     todo = [unit for unit in units if (unit.data.task.name, unit.method) not in there]
-    warnings: tuple[str, ...] = _known_warnings(folder, encoder.fingerprint)
+    warnings: tuple[str, ...] = _known_warnings(folder, vectors_fingerprint(encoder))
     if todo:
         if there:
             say(f"{encoder.name}: reusing {len(there)} of {len(units)} results from an earlier run")
         found, warnings = _score(encoder, units, todo, choice, output, session, say)
         there |= found
-        write_json(folder / "encoder.json", {"fingerprint": encoder.fingerprint, "warnings": list(warnings)})
-        shutil.rmtree(output / _CACHE / encoder.fingerprint[:16], ignore_errors=True)
+        write_json(folder / "encoder.json", {"fingerprint": vectors_fingerprint(encoder), "warnings": list(warnings)})
+        shutil.rmtree(output / _CACHE / vectors_fingerprint(encoder)[:16], ignore_errors=True)
     geometry = there.get(("STSBenchmark", "geometry"))
     return Evaluated(
         encoder=encoder.name,
-        fingerprint=encoder.fingerprint,
+        fingerprint=vectors_fingerprint(encoder),
         size=encoder.size,
         reports={protocol: _report(encoder.name, protocol, inspections, there) for protocol in choice.protocols},
         geometry=dict(geometry.scores) if geometry else {},
@@ -101,7 +101,7 @@ def _score(
 ) -> tuple[dict[tuple[str, Method], StoredUnit], tuple[str, ...]]:
     """Embed the sentences of the units still to do and score these units."""
     rows = _rows(units)  # embeddings left by a killed call cover all units, the finished ones included
-    if not parts_folder(output / _CACHE, encoder.fingerprint, list(rows)).is_dir():
+    if not parts_folder(output / _CACHE, vectors_fingerprint(encoder), list(rows)).is_dir():
         rows = _rows(todo)
     vectors = embed_all(encoder, list(rows), output / _CACHE, say)
     warnings = collapse_warnings(vectors.take(sample_rows(len(rows))))

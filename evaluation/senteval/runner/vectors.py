@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.storage import write_aside
-from evaluation.encoders.protocol import EncoderError, SentenceEncoder
+from evaluation.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
 
 PART_ROWS = 16_384
 
@@ -82,7 +82,7 @@ def embed_all(
     Raises:
         EncoderError: embeddings have a shape other than `(N, encoder.size)`, or a value is not finite.
     """
-    folder = parts_folder(cache, encoder.fingerprint, texts, part_rows)
+    folder = parts_folder(cache, vectors_fingerprint(encoder), texts, part_rows)
     vectors = Vectors(folder, len(texts), encoder.size, part_rows)
     numbers = range(-(-len(texts) // part_rows))
     missing = [part for part in numbers if not vectors.there(part)]
