@@ -5,7 +5,7 @@
 Each number of workers trains from the same weights; one training changes its workers from 2 to 3 to 1 through
 checkpoints. The processes run on this machine's CPUs over gloo, one thread each. Ratios are those of bitwise steps to
 ordinary ones of `--processes` workers: times of steps that take turns, the growth of a worker's resident memory in a
-training of its own, and the bytes that a worker gives to exchanges in a step.
+separate training, and the bytes that a worker gives to exchanges in a step.
 """
 
 import argparse

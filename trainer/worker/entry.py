@@ -1,5 +1,6 @@
 """Entry point of a worker, called by Ray Train: builds the parts of the run and starts the training loop."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,9 @@ def _train(
     device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
+    elif config.scaling.bitwise:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True, warn_only=True)
     with heartbeat.doing("fetching"):
         run = run_folder(config.run, config.cache)
         settings = config.branches()
