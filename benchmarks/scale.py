@@ -20,10 +20,10 @@ import psutil
 import ray
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from benchmarks import models, record, wide
 from benchmarks.record import figure
+from benchmarks.scale_loss import loss_figures
 from common import seeding
 from common.session import start_ray
 from pipeline.shards.shards import ShardSet, check_shards, load_manifest
@@ -31,7 +31,6 @@ from trainer.checkpoints.checksum import has_checksum
 from trainer.checkpoints.tensorfile import write_tensors
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import I64, Plan
-from trainer.objectives.declutr.ntxent import ntxent
 
 _MIB = 2**20
 _PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
@@ -125,39 +124,6 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "chunk_read": figure(float(np.median(taken)), "s", "measured", f"{rows} documents from as many shards, cached"),
         "reader_after_chunks": figure(rss, "MiB", "measured", f"resident after {given.chunks} chunks"),
         "files_opened_a_step": figure(given.batch, "files", "computed", "a document each, over all ranks"),
-    }
-
-
-def loss_figures(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure NT-Xent and the gather against the batch."""
-    size, generator = 768, torch.Generator().manual_seed(given.seed)
-    seconds = {}
-    for rows in given.rows:
-        embeddings = torch.randn(rows, size, generator=generator, requires_grad=True)
-
-        def step(embeddings: Tensor = embeddings) -> None:
-            ntxent(embeddings, 0.05).backward()
-
-        step()
-        seconds[rows] = min(timed(step)[1] for _ in range(5))  # the minimum, because other programs use this machine
-    largest = max(seconds)
-    per_score = seconds[largest] / largest**2
-    rows = 4 * given.batch
-    # Scores: once in the forward for half the pairs, and again, with two products, in the backward.
-    flops = 2 * size * rows**2 * (0.5 + 0.5 + 1.0)
-    bytes_ = rows * size * 4
-    return {
-        "measured": {str(r): figure(s, "s", "measured", f"{r} rows, forward and backward") for r, s in seconds.items()},
-        "per_score": figure(1e9 * per_score, "ns", "computed", f"time / rows^2 at {largest} rows, width {size}"),
-        "rows": figure(rows, "rows", "computed", "2 anchors and 2 mean positives a document; the same on every rank"),
-        "gathered": figure(bytes_ / _MIB, "MiB", "computed", "rows x 768 x 4, on every rank; gradients too"),
-        "gather_seconds": figure(2 * bytes_ / (given.network_gb * 1e9), "s", "computed", "ring: 2 x bytes / link"),
-        "loss_here": figure(per_score * rows**2, "s", "computed", "per_score x rows^2, this CPU"),
-        "loss_on_gpu": figure(
-            flops / (given.gpu_tflops * 1e12), "s", "computed", "2 x 768 x 2 x rows^2 / assumed rate"
-        ),
-        "network": figure(given.network_gb, "GB/s", "assumed", "of a rank's link"),
-        "gpu": figure(given.gpu_tflops, "TFLOP/s", "assumed", "reached in float32/TF32 products of the loss"),
     }
 
 

@@ -14,14 +14,17 @@ from tiny import VOCABULARY, tiny_encoder
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import collect, load, turn_parameters
+from trainer.data.canonical import feed_units
 from trainer.data.plan import Plan
 from trainer.model.frontend import Frontend, embedding_width
 from trainer.model.settings import FrontendConfig
 from trainer.objectives.config import RunContext
+from trainer.objectives.share import SHARED_ROWS
 from trainer.objectives.simcse.config import SimcseConfig
 from trainer.objectives.simcse.objective import Simcse
 from trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from trainer.objectives.supcon.objective import Supcon
+from trainer.parallel.fixedpoint import FixedPointSums
 from trainer.parallel.sharding import shard, whole
 from trainer.parallel.world import World
 from trainer.setup.turns import used_parameters
@@ -62,6 +65,7 @@ def branch_of(encoder, name, world, tokens, weight):
         name=name,
         frontend=frontend,
         weight=weight,
+        shared_rows=0 if world.size == 3 else SHARED_ROWS,  # three workers share the losses
     )
 
 
@@ -137,6 +141,39 @@ def every_case(world, sharded):
         name: [gradients(names, world=world, tokens=tokens, joint=joint, sharded=sharded) for tokens in (None, 20)]
         for name, (names, joint) in CASES.items()
     }
+
+
+def bits(world):
+    """Parameters after two steps with fixed-point sums, by case; each update has sums of its own."""
+    world, found = replace(world, bitwise=True), {}
+    for name, (names, joint) in CASES.items():
+        steppers = []
+        for made in turns_of(tiny_encoder(dropout=0.2), names, world, joint=joint):
+            sums = FixedPointSums(world, [p for group in made.optimizer.param_groups for p in group["params"]], 99)
+            steppers.append(replace(made, sums=sums, joined=tuple(replace(one, sums=sums) for one in made.joined)))
+        for step in (1, 2):
+            shares = {}
+            for one in [each for stepper in steppers for each in (stepper, *stepper.joined)]:
+                rows = ROWS[one.name]
+                start, end = Plan(0, len(rows), len(rows), 1).slice(world.rank, world.size)
+                feed = one.objective.feed(VOCABULARY, 30)
+                epochs = np.full(end - start, step)
+                shares[one.name] = feed_units(feed, rows.slice(start, end - start), epochs, start, 1)
+            batch = replace(shares.pop(""), also=shares)
+            for stepper in steppers:
+                stepper.step(batch.also[stepper.name] if stepper.name else batch, step)
+        named = {f"{one.name} {key}": p for one in steppers for key, p in turn_parameters(one).items()}
+        found[name] = {key: p.detach().clone() for key, p in named.items()}
+    return found
+
+
+@pytest.mark.dist
+def test_fixed_point_sums_have_the_same_bits_with_any_number_of_workers():
+    alone = bits(World())
+    for results in run_group(3, bits):
+        for name, parameters in results.items():
+            different = [key for key, value in parameters.items() if not torch.equal(value, alone[name][key])]
+            assert not different, name
 
 
 @pytest.fixture(scope="module")

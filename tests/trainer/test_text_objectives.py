@@ -13,6 +13,7 @@ from textrows import sentences, text_rows
 from tiny import VOCABULARY, tiny_encoder, tiny_stepper
 
 from trainer.checkpoints.weights import trained_parameters
+from trainer.data.canonical import feed_units
 from trainer.data.plan import Plan
 from trainer.objectives.base import Gathered, ObjectiveError
 from trainer.objectives.config import RunContext
@@ -20,9 +21,11 @@ from trainer.objectives.scd.config import ScdConfig
 from trainer.objectives.scd.objective import Scd
 from trainer.objectives.scl.config import SclConfig
 from trainer.objectives.scl.objective import Scl
+from trainer.objectives.share import SHARED_ROWS
 from trainer.objectives.simcse.config import SimcseConfig
 from trainer.objectives.simcse.infonce import infonce
 from trainer.objectives.simcse.objective import Simcse
+from trainer.parallel.fixedpoint import FixedPointSums
 from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
 from trainer.step.settings import OptimConfig
@@ -57,10 +60,11 @@ def objective_of(name, size=16, **changes):
     return objective.double().train()
 
 
-def setup(name, world=None, tokens=None, sharded=False, rows=None, **encoder):
+def setup(name, world=None, tokens=None, sharded=False, rows=None, shared_rows=SHARED_ROWS, **encoder):
     settings = {"dropout": 0.2, "attention_dropout": 0.1} | encoder
     objective = objective_of(name)
     given = {"world": world or World(), "microbatch_tokens": tokens, "sharded": sharded, "loss": objective}
+    given |= {"shared_rows": shared_rows}
     stepper = tiny_stepper(tiny_encoder(**settings), optim=OptimConfig(lr=1e-2), **given)
     rows = CASES[name][2] if rows is None else rows
     start, end = Plan(0, len(rows), len(rows)).slice(stepper.world.rank, stepper.world.size)
@@ -83,10 +87,9 @@ def apart(found, expected):
     return max(deviation([found[n] for n in names], [expected[n] for n in names]) for names in kinds if names)
 
 
-def every_case(world, sharded):
-    return {
-        name: [gradients(name, world=world, tokens=tokens, sharded=sharded) for tokens in (None, 40)] for name in CASES
-    }
+def every_case(world, sharded, shared_rows):
+    how = {"world": world, "sharded": sharded, "shared_rows": shared_rows}
+    return {name: [gradients(name, tokens=tokens, **how) for tokens in (None, 40)] for name in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +98,46 @@ def single():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("size", "sharded"), [(2, False), (3, False), (2, True)])
-def test_any_number_of_workers_and_microbatches(single, size, sharded):
-    """Dropout is on. Three workers share five rows unevenly; the pairs of a worker's rows differ in number."""
-    for rank in run_group(size, every_case, sharded):
+@pytest.mark.parametrize(
+    ("size", "sharded", "shared_rows"), [(2, False, SHARED_ROWS), (3, False, 0), (2, False, 0), (2, True, 0)]
+)
+def test_any_number_of_workers_and_microbatches(single, size, sharded, shared_rows):
+    """Dropout is on. Three workers share five rows unevenly; the pairs of a worker's rows differ in number.
+
+    With `shared_rows` of 0, workers share the loss where its objective allows it.
+    """
+    for rank in run_group(size, every_case, sharded, shared_rows):
         for name, results in rank.items():
             for found, terms in results:
                 assert apart(found, single[name][0]) < 1e-10, name
                 assert terms == pytest.approx(single[name][1], rel=1e-10), name
+
+
+def bits(world):
+    """Parameters after two steps with fixed-point sums, and the lines of the steps, by case."""
+    world, found = replace(world, bitwise=True), {}
+    for name, (_, _, rows) in CASES.items():
+        stepper, _ = setup(name, world)
+        parameters = trained_parameters(stepper.encoder, stepper.objective)
+        stepper = replace(stepper, sums=FixedPointSums(world, list(parameters.values()), 9))
+        start, end = Plan(0, len(rows), len(rows), 1).slice(world.rank, world.size)
+        feed, lines = stepper.objective.feed(VOCABULARY, 30), []
+        for step in (1, 2):
+            batch = feed_units(feed, rows.slice(start, end - start), np.full(end - start, step), start, 1)
+            lines.append(stepper.step(batch, step).line())
+        found[name] = {key: p.detach().clone() for key, p in parameters.items()}, stepper.objective.state(), lines
+    return found
+
+
+@pytest.mark.dist
+def test_fixed_point_sums_have_the_same_bits_with_any_number_of_workers():
+    """The objectives' layers and buffers too."""
+    alone = bits(World())
+    for results in run_group(3, bits):
+        for name, (parameters, state, lines) in results.items():
+            assert all(torch.equal(parameters[key], value) for key, value in alone[name][0].items()), name
+            assert all(torch.equal(state[key], value) for key, value in alone[name][1].items()), name
+            assert lines == alone[name][2], name
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -82,7 +82,7 @@ class FixedPointSums:
         return allowed
 
     def _add(self, parameter: Tensor) -> None:
-        if not self._active:  # the other updates of a step have sums of their own
+        if not self._active:  # each update of a step has separate sums
             return
         gradient, parameter.grad = parameter.grad, None
         if gradient is None or self._ignored or self._refused is None:

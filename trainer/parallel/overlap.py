@@ -42,7 +42,7 @@ class OverlappedSums:
         world: the workers.
         parameters: in the order of the forward; not sharded, of one type.
         compressed: type of the exchange, for example bfloat16; None: that of the gradients.
-        bucket_bytes: size of a bucket; a larger parameter has a bucket of its own.
+        bucket_bytes: size of a bucket; a larger parameter is alone in its bucket.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Entry point of a worker, called by Ray Train: builds the parts of the run and starts the training loop."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -95,6 +96,9 @@ def _train(
     world = CountedWorld(heartbeat.rank, heartbeat.size, config.scaling.bitwise, heartbeat)
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
+    elif config.scaling.bitwise:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True, warn_only=True)
     with heartbeat.doing("fetching"):
         run = run_folder(config.run, config.cache)
         settings = config.branches()

@@ -1,0 +1,53 @@
+"""Runs with `scaling.bitwise`: the same files and numbers with any number of workers, also if it changes."""
+
+import shutil
+
+import pytest
+import tinyruns as runs
+
+from common.storage import hash_file
+from trainer.checkpoints.checkpoint import steps_in
+from trainer.train import train
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("session")]
+FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
+
+
+def trained(data, run, workers):
+    scaling = {"workers": workers, "bitwise": True}
+    kept = {"every_steps": 2, "keep_last": 2, "keep_every_steps": 2}
+    train(runs.train_config(data, run, **runs.FINISHED | {"scaling": scaling, "checkpoint": kept}))
+    return run
+
+
+def cut(run, to, last):
+    """A copy of a run as it was after step `last`."""
+    shutil.copytree(run, to)
+    shutil.rmtree(to / "export")
+    for step in steps_in(to / "checkpoints"):
+        if step > last:
+            shutil.rmtree(to / "checkpoints" / f"step-{step:08d}")
+    return to
+
+
+def results(run):
+    """Checksums of the weights and moments of each checkpoint, and the lines of steps and validations."""
+    sums = {
+        f"{step} {name}": hash_file(run / "checkpoints" / f"step-{step:08d}" / name)
+        for step in steps_in(run / "checkpoints")
+        for name in FILES
+    }
+    sums["export"] = hash_file(run / "export" / "model.safetensors")
+    return sums, runs.steps_of(run), runs.steps_of(run, "validation")
+
+
+def test_two_then_three_then_one_worker_are_one_worker(data, tmp_path):
+    alone = results(trained(data, tmp_path / "alone", 1))
+    assert len(alone[0]) == 4 * len(FILES) + 1
+    assert len(alone[1]) == 8
+    two = trained(data, tmp_path / "two", 2)
+    assert results(two) == alone
+    three = trained(data, cut(two, tmp_path / "three", 2), 3)
+    assert results(three) == alone
+    one = trained(data, cut(three, tmp_path / "one", 6), 1)
+    assert results(one) == alone
