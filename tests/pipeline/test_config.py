@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,24 @@ def test_units_depend_on_the_inputs_and_the_sample_is_even_over_them(make_config
     assert 4000 < sum(map(len, sample)) < 4000 + 500 * len(units)
     assert len(set(sample)) == len(sample) >= len(units)
     assert len(list(sample_texts(config, units, 100))) == 30
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("s3://bucket", "names no folder in the bucket"),
+        ("s3://", "names no folder in the bucket"),
+        ("s3://key:secret@bucket/x", "output: "),
+        ("s3://bucket/in/out", "is inside the input 's3://bucket/in'"),
+        ("s3://bucket/x?endpoint_override=http://127.0.0.1:1", "nothing can be written there: .* has not answered"),
+        ("nothing://bucket/x", "nothing can be written there: .*Protocol not known"),
+        ("http://127.0.0.1:1/x", "nothing can be written there"),
+    ],
+)
+def test_an_address_that_cannot_take_the_shards_is_found_before_any_work(make_config, corpus, output, words):
+    config = make_config(corpus, output=output, patience_seconds=0)
+    if "inside" in words:
+        corpora = {"kind": "files", "paths": ["s3://bucket/in"]}
+        config = make_config(output=output, patience_seconds=0, corpus=corpora)
+    found = problems(config)
+    assert any(re.search(words, line) for line in found), found
