@@ -66,16 +66,18 @@ def output_place_problems(output: str, inputs: Sequence[Any], patience_seconds: 
 
 def _address_problems(output: str, inputs: Sequence[str], patience_seconds: float) -> list[str]:
     """Reasons why an address cannot take the shards; writes and removes a small object there unless it is complete."""
-    if found := refusal(output):
-        return [found]
+    if refused := refusal(output):
+        return [refused]
     here = _bare(output)
-    found_inside = [
+    found = [
         f"is inside the input {path!r}, so the same command would read the shards as input; name another address"
         for path in inputs
         if is_remote(path) and f"{here}/".startswith(f"{_bare(path)}/")
     ]
     if not here.partition("://")[2].partition("/")[2]:
-        return [*found_inside, "names no folder in the bucket; add one, like s3://BUCKET/openwebtext"]
+        found.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")
+    if found:
+        return found
     retries = RetryPolicy(patience_seconds)
     probe = child(output, f".declutr-{secrets.token_hex(4)}")
     try:
@@ -83,8 +85,8 @@ def _address_problems(output: str, inputs: Sequence[str], patience_seconds: floa
             write_file(probe, b"", retries)
             remove_file(probe, retries)
     except (OSError, NotImplementedError) as error:
-        return [*found_inside, f"nothing can be written there: {error}"]
-    return found_inside
+        return [f"nothing can be written there: {error}"]
+    return []
 
 
 def _bare(address: str) -> str:

@@ -100,3 +100,24 @@ def test_it_is_renewed_and_who_was_written_over_is_told(address):
             write_file(child(address, LOCK), json.dumps(other).encode())
             time.sleep(0.2)
     assert held(address)["token"] == "another's"
+
+
+def test_of_two_commands_that_start_together_the_last_writer_stays(address):
+    """Both have seen a free address before either of them wrote."""
+    ended = []
+
+    def first():
+        try:
+            with Lease(address, lambda: None, settle_seconds=1.0):
+                ended.append("held")
+        except RunLockedError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    until(lambda: held(address))
+    write_file(child(address, LOCK), json.dumps(held(address) | {"token": "another's", "pid": 7}).encode())
+    thread.join(20)
+    assert len(ended) == 1
+    assert "pid 7" in ended[0]
+    assert held(address)["token"] == "another's"

@@ -105,7 +105,7 @@ OTHERS = [
     (["prepare", "good.yaml", "output="], "output = None: is empty"),
     (["prepare", "good.yaml", "output=docs/out"], "is inside the input 'docs'"),
     (["prepare", "good.yaml", "output=/proc/nope"], "nothing can be written in /proc"),
-    (["prepare", "good.yaml", "output=s3://bucket/x"], "is an address"),
+    (["prepare", "good.yaml", "output=s3://bucket"], "names no folder in the bucket"),
     (["prepare", "good.yaml", "corpus.paths=[$NOT_SET/x]"], "$NOT_SET is not set"),
     (["prepare", "good.yaml", "corpus.kind=file"], "did you mean `files`?"),
     (["prepare", "good.yaml", "corpus.paths=./my texts"], "1 problem(s)\n  - corpus.paths = './my texts'"),

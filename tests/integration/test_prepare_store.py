@@ -76,6 +76,12 @@ def bucket():
         yield address
 
 
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    """Commands do not wait a second for others that start at the same moment."""
+    monkeypatch.setattr("pipeline.job.stored._SETTLE_SECONDS", 0.01)
+
+
 @pytest.fixture(scope="module")
 def session(bucket):  # noqa: ARG001
     """A session whose workers have the server's credentials in their environment."""
@@ -85,7 +91,7 @@ def session(bucket):  # noqa: ARG001
     ray.shutdown()
 
 
-@pytest.mark.parametrize("duplicates", [{}, {"near": {}}, {"exact": False}])
+@pytest.mark.parametrize("duplicates", [{"near": {}}, {"exact": False}])
 def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates):
     address = bucket(f"shards-{len(str(duplicates))}")
     config = config_of(corpus, address, tmp_path / "cache", duplicates=duplicates)
@@ -181,8 +187,8 @@ def fails(config, words):
     ("status", "code", "after", "words"),
     [
         (403, "AccessDenied", 0, ["nothing can be written there", "refuses", "credentials, their permissions"]),
-        (503, "SlowDown", 25, ["has not answered for", "limits the request rate", "the same command continues"]),
-        (400, "ExpiredToken", 60, ["refuses", "credentials have expired: renew them", "the same command continues"]),
+        (503, "SlowDown", 12, ["has not answered for", "limits the request rate", "the same command continues"]),
+        (400, "ExpiredToken", 35, ["refuses", "credentials have expired: renew them", "the same command continues"]),
     ],
 )
 def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
@@ -196,6 +202,9 @@ def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
         assert not is_whole(address("out"))
         before = [name for name in names(address("out")) if name.endswith(".arrow")]
         faults.clear()
+        if not after:
+            assert sizes(address("out")) == {}
+            return
         prepare(config)
         assert set(before) <= set(names(address("out")))
         assert pulled(address("out"), tmp_path / "pulled") == local

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import yaml
 
 from common.config import ConfigError, load_config
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from pipeline.job.places import output_place_problems
 from pipeline.job.sample import sample_texts
 from pipeline.job.units import plan_units
 from pipeline.prepare import main, problems
@@ -104,3 +106,24 @@ def test_units_depend_on_the_inputs_and_the_sample_is_even_over_them(make_config
     assert 4000 < sum(map(len, sample)) < 4000 + 500 * len(units)
     assert len(set(sample)) == len(sample) >= len(units)
     assert len(list(sample_texts(config, units, 100))) == 30
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("s3://bucket", "names no folder in the bucket"),
+        ("s3://", "names no folder in the bucket"),
+        ("s3://key:secret@bucket/x", "holds credentials"),
+        ("s3://bucket/x?endpoint_override=http://127.0.0.1:1", "nothing can be written there: .* has not answered"),
+        ("nothing://bucket/x", "nothing can be written there: .*Protocol not known"),
+        ("http://127.0.0.1:1/x", "nothing can be written there"),
+    ],
+)
+def test_an_address_that_cannot_take_the_shards_is_found_before_any_work(make_config, corpus, output, words):
+    found = problems(make_config(corpus, output=output, patience_seconds=0))
+    assert any(re.search(words, line) for line in found), found
+
+
+def test_an_address_inside_an_input_is_refused():
+    (found,) = output_place_problems("s3://bucket/in/out/?region=x", ["s3://bucket/in/", "s3://bucket/i", "here"])
+    assert "is inside the input 's3://bucket/in/'" in found
