@@ -32,7 +32,7 @@ from trainer.driver.failure import (
 from trainer.driver.group import Fit, build_group, kill_worker
 from trainer.driver.signals import RunStoppedError, Signals
 from trainer.driver.waiting import Waiting
-from trainer.driver.watchdog import Watchdog
+from trainer.driver.watchdog import Hang, Watchdog
 from trainer.metrics.metrics import METRICS, read_last_step
 from trainer.setup.scaling import ScalingConfig
 from trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
@@ -73,7 +73,8 @@ class Supervisor:
         self._logged: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
         self._watchdog = Watchdog(scaling.hang_seconds, scaling.slow_factor)
-        self._hang = self._notices = ""
+        self._hang: Hang | None = None
+        self._notices = ""
         self._stopwatch = Stopwatch(marks)
         self._waiting: Waiting | None = None
         self._choose_device = choose_device
@@ -87,7 +88,7 @@ class Supervisor:
         """
         while True:
             self._watchdog = Watchdog(self.scaling.hang_seconds, self.scaling.slow_factor)
-            self._hang = ""
+            self._hang = None
             kills_before = oom_kills()
             outcome = self._start_once()
             if outcome is None:
@@ -143,7 +144,7 @@ class Supervisor:
             raise self._stopped(None)
         failure = blame_nodes(describe(fit.error), reader.heartbeats)
         if self._hang:
-            failure = GroupFailure(self._hang, "hang", failure.account)
+            failure = GroupFailure(str(self._hang), "hang", "\n".join([*self._hang.flight, failure.account]))
         elif self._notices:
             failure = replace(failure, summary=f"{failure.summary}, after {self._notices}")
         if failure.lost:
@@ -186,7 +187,7 @@ class Supervisor:
             get_logger().warning("%s", message)
         if hang is None or self._hang:
             return
-        self._hang = str(hang)
+        self._hang = hang
         get_logger().error("%s; starting the group again", hang)
         kill_worker(hang.heartbeat)
 

@@ -23,12 +23,14 @@ class Hang:
         silent_seconds: time since it wrote a heartbeat.
         still_seconds: time since the group made progress.
         waiting: end of the message, on the other workers.
+        flight: the newest exchanges of each worker that could still report them, one line each.
     """
 
     heartbeat: Snapshot
     silent_seconds: float
     still_seconds: float
     waiting: str
+    flight: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         heartbeat = self.heartbeat
@@ -105,7 +107,12 @@ class Watchdog:
             waiting = f"; all {len(current)} workers wait in the same exchange, none is missing"
         else:
             waiting = f"; the others wait in {' and '.join(others)}" if others else ""
-        return Hang(current[worst][0], silent[worst], still, waiting)
+        flight = [
+            f"worker {rank}: exchange {line}"
+            for rank, (p, _) in sorted(current.items())
+            for line in p.get("flight", [])
+        ]
+        return Hang(current[worst][0], silent[worst], still, waiting, tuple(flight))
 
     def slow(self) -> list[str]:
         """A message for each worker newly found slow; each is reported once a group."""

@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError
 from ray.train.backend import Backend, BackendConfig
 
 from common.console.logs import get_logger
+from trainer.worker.flight import record_exchanges
 
 _LEAVE_SECONDS = 30.0
 
@@ -95,6 +96,7 @@ def _join(address: str, port: int, backend: str, timeout_seconds: float) -> None
 
     import torch.distributed as dist
 
+    record_exchanges()
     context = ray.train.get_context()
     os.environ |= {
         "MASTER_ADDR": address,

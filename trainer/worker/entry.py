@@ -71,8 +71,11 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
     get_logger().addHandler(HeartbeatLogHandler(heartbeat))
     spot_watch = _spot_watch(config.scaling.spot_notices, context.get_local_rank(), heartbeat.node)
-    with Listener(ControlChannel(settings["channel"]), heartbeat) as listener, spot_watch:
-        return _train(config, _device(settings["device"]), heartbeat, stopwatch, listener)
+    device = _device(settings["device"])
+    heartbeat.follow(device)
+    channel, still_seconds = ControlChannel(settings["channel"]), config.scaling.hang_seconds / 2
+    with Listener(channel, heartbeat, still_seconds) as listener, spot_watch:
+        return _train(config, device, heartbeat, stopwatch, listener)
 
 
 def _device(kind: Literal["cpu", "cuda"]) -> torch.device:

@@ -8,17 +8,31 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.parallel.world import Request, World
+from trainer.worker.stamps import HostStamp, Stamp, stamps_of
 
 _KEPT_LINES = 10
 _SMOOTHING = 0.1  # weight of the newest step in the running mean of a worker's own time
+
+
+@dataclass
+class _Exchange:
+    """An exchange that was queued: stamps of its begin and end, and what the device has done of it."""
+
+    begin: Stamp
+    end: Stamp | None = None
+    entered: bool = False
+    left: bool = False
 
 
 @dataclass
@@ -34,7 +48,7 @@ class Heartbeat:
         steps: number of steps that this group has finished.
         phase: current phase: starting, fetching, data, forward, gather, update, agree, validating, reporting, saving,
             ended.
-        entered: number of exchanges between workers that it has entered.
+        entered: number of exchanges between workers that its device has entered.
         own_seconds: mean time of a step without waiting for data or other workers; None before the first.
         start: seconds of each part of the start until this group's first step: imports, checks, ray, group, model,
             batch, first; empty before that step.
@@ -44,6 +58,7 @@ class Heartbeat:
         notice: message about the signal to this worker that stops its group; empty without a signal.
         host: name of the worker's host.
         pid: its process.
+        flight: newest exchanges of a worker that stands still (trainer/worker/flight.py), oldest first.
     """
 
     rank: int
@@ -62,28 +77,60 @@ class Heartbeat:
     notice: str = ""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    flight: list[str] = field(default_factory=list)
     _since: float = field(default_factory=time.monotonic)
     _waited: float = 0.0
+    _stamp: Callable[[], Stamp] = HostStamp
+    _exchanges: deque[_Exchange] = field(default_factory=deque)
+    _lock: Lock = field(default_factory=Lock)
 
     @contextmanager
-    def doing(self, phase: str, waits: bool = False) -> Iterator[None]:
-        """Sets the phase while the block runs; `waits`: the block's time counts as waiting for others."""
-        before, began = self.phase, time.monotonic()
-        self.phase, self._since = phase, began
+    def doing(self, phase: str) -> Iterator[None]:
+        """Sets the phase while the block runs."""
+        before = self.phase
+        self.set_phase(phase)
         try:
             yield
         finally:
-            now = time.monotonic()
-            self.phase, self._since = before, now
-            if waits:
-                self._waited += now - began
+            self.set_phase(before)
 
     @contextmanager
     def exchange(self, phase: str) -> Iterator[None]:
-        """Counts an exchange between all workers and sets its phase while the block runs."""
-        self.entered += 1
-        with self.doing(phase, waits=True):
-            yield
+        """Counts an exchange between all workers and sets its phase while the block runs.
+
+        On a GPU the block only queues the exchange. So the device's stamps decide when it was entered and how long it
+        took, which is mostly the time until the last worker has entered it too.
+        """
+        exchange = _Exchange(self._stamp())
+        with self._lock:
+            self._exchanges.append(exchange)
+        self._observe()
+        try:
+            with self.doing(phase):
+                yield
+        finally:
+            exchange.end = self._stamp()
+            self._observe()
+
+    def follow(self, device: torch.device) -> None:
+        """Takes stamps on the timeline of this device; call it before the first exchange."""
+        self._stamp = stamps_of(device)
+
+    def _observe(self) -> None:
+        """Counts the exchanges that the device has entered, and adds up the time of those that it has left."""
+        with self._lock:
+            for exchange in self._exchanges:
+                if not exchange.entered:
+                    if not exchange.begin.reached():
+                        break
+                    exchange.entered = True
+                    self.entered += 1
+                if exchange.end is None or not exchange.end.reached():
+                    break
+                self._waited += exchange.end.seconds_since(exchange.begin)
+                exchange.left = True
+            while self._exchanges and self._exchanges[0].left:
+                self._exchanges.popleft()
 
     def set_phase(self, phase: str) -> None:
         """Sets the phase until the next change."""
@@ -91,6 +138,7 @@ class Heartbeat:
 
     def finish_step(self, step: int, seconds: float) -> None:
         """Records a finished step and its time, which includes waiting for others."""
+        self._observe()
         own = max(0.0, seconds - self._waited)
         self._waited = 0.0
         if self.steps > 0:  # a group's first step includes one-time work
@@ -102,6 +150,7 @@ class Heartbeat:
 
     def snapshot(self) -> dict[str, Any]:
         """The fields that the driver reads, as JSON values."""
+        self._observe()
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         # Changes with every snapshot, so that the watchdog sees that this worker still writes.
         return public | {"phase_seconds": round(time.monotonic() - self._since, 3)}

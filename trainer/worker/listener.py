@@ -3,19 +3,26 @@
 The driver sends one after a signal to itself, or when a node is about to be removed.
 """
 
+import math
+
 from common.console.logs import get_logger
 from common.watcher import Watcher
 from trainer.worker.backend import signalled
 from trainer.worker.channel import EVERY_SECONDS, UNREACHABLE, ControlChannel
+from trainer.worker.flight import newest_exchanges
 from trainer.worker.heartbeat import Heartbeat
 
 
 class Listener(Watcher):
-    """Posts this worker's heartbeat and reads stop notices, in a thread, while its block runs."""
+    """Posts this worker's heartbeat and reads stop notices, in a thread, while its block runs.
 
-    def __init__(self, channel: ControlChannel, heartbeat: Heartbeat) -> None:
+    A worker that stays in one phase for `still_seconds` adds its newest exchanges.
+    """
+
+    def __init__(self, channel: ControlChannel, heartbeat: Heartbeat, still_seconds: float = math.inf) -> None:
         super().__init__(EVERY_SECONDS, "declutr-listener", at_once=True)
         self._channel, self._heartbeat = channel, heartbeat
+        self._still_seconds = still_seconds
         self._received: str | None = None
 
     def notice(self) -> str | None:
@@ -26,8 +33,11 @@ class Listener(Watcher):
     def look(self) -> None:
         """Posts the heartbeat and reads the driver's notice."""
         self.notice()  # records a signal in the heartbeat even if the training thread hangs
+        snapshot = self._heartbeat.snapshot()
+        if snapshot["phase_seconds"] >= self._still_seconds:
+            snapshot["flight"] = newest_exchanges()
         try:
-            self._channel.post(self._heartbeat.snapshot())
+            self._channel.post(snapshot)
             self._received = self._channel.stop_reason()
         except UNREACHABLE as error:  # Ray's head does not answer; if that lasts, Ray kills this process
             get_logger().debug("the control channel does not answer: %s", error)
