@@ -14,6 +14,7 @@ from trainer.objectives.supcon.feed import ClipFeed
 _LABELS = 10
 _SIDES = (341, 256)  # of an image of 4:3 whose shorter side is the default of `content.side`
 _FRAMES, _MELS = 1022, 128  # of a clip of 10.24 s
+_SHORT_FRAMES = 30  # of a clip of 0.3 s
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Clips:
     feed: ClipFeed
 
     @staticmethod
-    def of(content: str, count: int, seed: int) -> "Clips":
-        """Makes `count` rows: `images` of 341 x 256 pixels, or `audio` of 10.24 s."""
+    def of(content: str, count: int, seed: int, mixed: bool = False) -> "Clips":
+        """Makes `count` rows: `images` of 341 x 256 pixels, or `audio` of 10.24 s; `mixed`: of 0.3 to 10.24 s."""
         generator = np.random.default_rng(seed)
         columns = {
             "id": pa.array([generator.bytes(16) for _ in range(count)], pa.binary(16)),
@@ -44,10 +45,11 @@ class Clips:
                 "height": pa.array([height] * count, pa.int32()),
             }
             return Clips(pa.table(columns), ClipFeed(SupconConfig(), FrontendConfig(), seed))
-        frames = [generator.normal(-4, 4, _FRAMES * _MELS).astype(np.float32) for _ in range(count)]
+        sizes = generator.integers(_SHORT_FRAMES if mixed else _FRAMES, _FRAMES + 1, count)
+        frames = [generator.normal(-4, 4, size * _MELS).astype(np.float32) for size in sizes.tolist()]
         columns |= {
             "frames": pa.array(frames, pa.list_(pa.float32())),
-            "num_frames": pa.array([_FRAMES] * count, pa.int32()),
+            "num_frames": pa.array(sizes.tolist(), pa.int32()),
         }
         objective = SupconConfig(masks=MaskConfig(mels=48, frames=192))
         return Clips(pa.table(columns), ClipFeed(objective, FrontendConfig(patch=(24, 24), positions=False), seed))

@@ -16,8 +16,9 @@ NAME.log. The same command resumes after an interruption.
 """
 
 import argparse
+import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ import yaml
 from benchmarks import record
 from benchmarks.encoders import declutr, once
 from benchmarks.sibling_inputs import keep_lower_layers, split_nli
-from benchmarks.sibling_runs import MAX_TOKENS, METHODS, PAIRS, prepare_settings, run_settings, start_settings
+from benchmarks.sibling_runs import MAX_TOKENS, METHODS, prepare_settings, run_settings, start_settings
+from benchmarks.sibling_table import table
 from common.storage import folder_aside, read_json, write_text
 from pipeline.shards.shards import ShardSet
 from trainer.driver.export import EXPORT
@@ -45,7 +47,7 @@ from trainer.setup.config import TrainConfig
 _STSB = Path("senteval/downstream/STS/STSBenchmark")
 _SCORES = {"stsb_dev": STSB, "uniformity": "uniformity", "alignment": "alignment", "recall_at_1": "recall_at_1"}
 """Names in the figures, and in the metrics of a run."""
-_COLUMNS = {"stsb_dev": "STS-B dev", "recall_at_1": "recall@1, %", "alignment": "alignment", "uniformity": "uniformity"}
+_LAST_STEPS = 50
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
             _run(work, f"{name}-{seed}", "train", settings)
             run = Path(settings["run"])
             on_pairs = score(run / EXPORT, pairs, stsb) if METHODS[name].shards == "documents" else None
-            found = scores_of_run(run, on_pairs, scored_start)
+            found = scores_of_run(run, on_pairs, scored_start) | branch_losses(run, settings)
             record.progress(f"{name}, seed {seed}: {_line(found)}")
             runs.append({"method": name, "seed": seed, "start": work.name, **found})
     figures = {
@@ -188,43 +190,19 @@ def scores_of_run(run: Path, on_pairs: Mapping[str, float] | None, start: Mappin
     }
 
 
-def table(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Markdown tables: scores by method with mean and spread over the seeds, and differences seed by seed."""
-    runs, start = figures["runs"], figures["start"]
-    yield f"| after {figures['steps']} steps | {' | '.join(_COLUMNS.values())} |"
-    yield "| --- | " + " | ".join(["---:"] * len(_COLUMNS)) + " |"
-    yield f"| start: {start['name']} | " + " | ".join(_cell(name, [start["scores"]]) for name in _COLUMNS) + " |"
-    methods: dict[str, list[Mapping[str, Any]]] = {one["method"]: [] for one in runs}
-    for one in runs:
-        methods[one["method"]].append(one)
-    for method, found in methods.items():
-        yield f"| {method} | " + " | ".join(_cell(name, found) for name in _COLUMNS) + " |"
-    names = ("stsb_dev", "recall_at_1")
-    pairs = [(one, other) for one, other in PAIRS if {one, other} <= methods.keys()]
-    if not pairs:
-        return
-    yield ""
-    yield f"| difference, seed by seed | {' | '.join(_COLUMNS[name] for name in names)} |"
-    yield "| --- | " + " | ".join(["---:"] * len(names)) + " |"
-    for one, other in pairs:
-        both = [{name: left[name] - right[name] for name in names} for left, right in _paired(methods, one, other)]
-        yield f"| {one} over {other} | " + " | ".join(_cell(name, both, sign="+") for name in names) + " |"
+def branch_losses(run: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Loss of each second branch, as the mean of its last steps, and that of embeddings that are all equal.
 
-
-def _paired(
-    methods: Mapping[str, Sequence[Mapping[str, Any]]], one: str, other: str
-) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Runs of two methods with the same seed."""
-    by_seed = {run["seed"]: run for run in methods[other]}
-    return ((run, by_seed[run["seed"]]) for run in methods[one] if run["seed"] in by_seed)
-
-
-def _cell(name: str, scores: Sequence[Mapping[str, float]], sign: str = "") -> str:
-    """Mean and standard deviation (n - 1) of a score."""
-    values = [one[name] * (100 if name == "recall_at_1" else 1) for one in scores]
-    digits = f"{sign}.1f" if name in ("stsb_dev", "recall_at_1") else ".3f"
-    mean = format(statistics.fmean(values), digits)
-    return mean if len(values) == 1 else f"{mean} ± {format(statistics.stdev(values), digits.lstrip('+'))}"
+    Equal embeddings of the 2N views of a batch have the loss ln(2N - 1): chance.
+    """
+    steps = [line for line in read_metrics(run) if line["kind"] == "step"][-_LAST_STEPS:]
+    return {
+        f"{name}_loss": {
+            "mean_of_last_steps": round(statistics.fmean(step[f"{name}_supcon"] for step in steps), 4),
+            "chance": round(math.log(2 * branch["batch_documents"] - 1), 4),
+        }
+        for name, branch in settings.get("also", {}).items()
+    }
 
 
 def _line(scores: Mapping[str, Any]) -> str:

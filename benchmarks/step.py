@@ -1,7 +1,7 @@
 """Time of one step: the released layout against ours, and sentence-transformers against ours.
 
     python -m benchmarks.step --json OUT [--model distilroberta] [--documents 4] [--steps N]
-    python -m benchmarks.step --objective simcse|scd|scl --json OUT
+    python -m benchmarks.step --objective simcse|scd|scl|supcon --json OUT
 
 A step is the forward pass, the loss and the backward pass. The optimizer, equal on all sides, is left out. All sides
 have the same weights and read the same spans with the same masks. They take turns within one run, so that other
@@ -9,7 +9,7 @@ programs on the machine affect all of them. Losses and gradients are always comp
 
 DeCLUTR is timed without dropout unless --dropout is set. The other objectives are timed twice with the dropout of their
 papers, without and with dropout of attention weights, on made-up texts with the lengths of Wikipedia's sentences or of
-SNLI's pairs.
+SNLI's pairs. SupCon is timed on images of 224 x 224 pixels and, under `audio`, on sounds of 0.3 to 10.24 s.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import models, packed, record, text_step, texts
+from benchmarks import clip_step, models, packed, record, text_step, texts
 from benchmarks.neighbour import NeighbourStep
 from benchmarks.released import PaddedBatch, ReleasedStep, pad_batch
 from benchmarks.sides import Side, compare, equality
@@ -143,7 +143,8 @@ def main(arguments: list[str] | None = None) -> None:
     steps = given.steps or (30 if given.device == "cuda" else 5)
     if given.objective != "declutr":
         given.dropout = 0.1 if given.dropout is None else given.dropout
-        found = text_step.measure(given, steps)
+        measure = clip_step.measure if given.objective == "supcon" else text_step.measure
+        found = measure(given, steps)
     else:
         found = _declutr(given, steps)
     figures = {
@@ -162,16 +163,16 @@ def main(arguments: list[str] | None = None) -> None:
 def _options() -> argparse.ArgumentParser:
     options = record.parser("step", __doc__)
     record.add_device(options)
-    options.add_argument("--objective", choices=("declutr", *texts.OBJECTIVES), default="declutr")
+    options.add_argument("--objective", choices=("declutr", *texts.OBJECTIVES, "supcon"), default="declutr")
     options.add_argument("--model", choices=models.SIZES, default="distilroberta")
-    rows = "documents, sentences or premises per step; default: 4, the released batch of a GPU, for declutr; 64 for "
-    options.add_argument("--documents", type=int, help=f"{rows}simcse and scd, 21 for scl, which has three pairs each")
+    rows = "rows per step; default: 4, the released batch of a GPU, for declutr; 64 for simcse and scd, 21 premises "
+    options.add_argument("--documents", type=int, help=f"{rows}with three pairs each for scl, 8 for supcon")
     options.add_argument("--steps", type=int, help="timed steps; default: 5 on cpu, 30 on cuda")
     options.add_argument("--warm-up", type=int, default=2, help="untimed steps before the timed ones")
     options.add_argument(
         "--dropout",
         type=float,
-        help="dropout of all sides in timed steps; default: 0 for declutr, 0.1 for simcse and scl; scd has the two "
+        help="dropout of all sides in timed steps; default: 0 for declutr, 0.1 for the others, for scd the two "
         "rates of its paper",
     )
     options.add_argument("--projector", type=int, nargs="+", help="widths of scd's projector; default: 4096 4096 4096")

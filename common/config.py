@@ -208,6 +208,8 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
                 message += meant(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
             elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
                 message += "; put it into quotes within quotes, as in key='\"12\"'"
+            elif item["type"] in ("model_type", "dict_type"):
+                message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
                 message += f": write [{item['input']}]"
         lines.setdefault(said, []).append(message)
@@ -237,8 +239,7 @@ def _shown(value: Any) -> str:
 
 def config_yaml(config: Strict) -> str:
     """The resolved configuration as YAML, as every run writes it to its folder."""
-    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    return text
+    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def flat_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -82,14 +82,23 @@ def _below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[
     """The branches at a place of a configuration, as far down as it goes."""
     if not path:
         return list(models)
-    fields = [model.model_fields[path[0]] for model in models if path[0] in model.model_fields]
-    return _below([branch for field in fields for branch in branches_of(field.annotation)], path[1:])
+    found = []
+    for field in (model.model_fields[path[0]] for model in models if path[0] in model.model_fields):
+        named = _is_named(field.annotation)
+        if not named or len(path) > 1:
+            found += _below(list(branches_of(field.annotation)), path[2 if named else 1 :])
+    return found
 
 
 def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
-    """Every key at and below these branches."""
+    """Every key at and below these branches; NAME stands for the names that the user chooses."""
     for model in models:
         for name, field in model.model_fields.items():
             yield (name,)
             for key in _keys(list(branches_of(field.annotation))):
-                yield (name, *key)
+                yield (name, "NAME", *key) if _is_named(field.annotation) else (name, *key)
+
+
+def _is_named(annotation: Any) -> bool:
+    """Whether a field holds branches by name."""
+    return get_origin(annotation) is dict

@@ -5,17 +5,20 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForMaskedLM
 
+from pipeline.shards.content import AudioContent, ImagesContent
 from pipeline.shards.manifest import TOKENIZER, load_manifest
 from pipeline.tokenizer.tokenization import load_tokenizer
 from trainer.data.plan import Plan
+from trainer.model.frontend import embedding_width
 from trainer.model.language_model import load_hf_config
 from trainer.objectives.base import implementation_of
 from trainer.setup.build import total_steps
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
+from trainer.setup.turns import new_frontend
 
-_BYTES_SAVED = 12  # a parameter and AdamW's two moments, float32
-_BYTES_HELD = 16  # and the gradient
+_WEIGHT_BYTES = 4
+_MOMENTS_BYTES = 8  # AdamW's two moments of a parameter, float32
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Needs:
     """Needs of a run.
 
     Attributes:
-        parameters: parameters of encoder, projection and objective; shared ones count once.
+        parameters: parameters of encoder, projection, objectives and frontends; shared ones count once.
+        optimized: parameters of each optimizer, added up; branches that take turns have one each.
         checkpoints: maximum number on the disk at one time: kept ones, and the one being written.
         workers: processes that train.
         cpus_per_worker: CPUs that each worker reserves.
@@ -33,6 +37,7 @@ class Needs:
     """
 
     parameters: int
+    optimized: int
     checkpoints: int
     workers: int
     cpus_per_worker: int
@@ -48,7 +53,7 @@ class Needs:
     @property
     def checkpoint_bytes(self) -> int:
         """Size of one checkpoint."""
-        return self.parameters * _BYTES_SAVED
+        return self.parameters * _WEIGHT_BYTES + self.optimized * _MOMENTS_BYTES
 
     @property
     def disk_bytes(self) -> int:
@@ -58,7 +63,7 @@ class Needs:
     @property
     def worker_bytes(self) -> int:
         """Memory of a worker's weights, gradients and moments, without activations."""
-        return self.parameters * _BYTES_HELD
+        return self.parameters * 2 * _WEIGHT_BYTES + self.optimized * _MOMENTS_BYTES
 
 
 def needs_of(config: TrainConfig) -> Needs:
@@ -69,8 +74,11 @@ def needs_of(config: TrainConfig) -> Needs:
         reasons.
     """
     scaling = config.scaling
+    encoder, *branches = _sizes(config)
+    turns = 1 if config.turns == "joint" else len(branches)
     return Needs(
-        parameters=_parameters(config),
+        parameters=encoder + sum(branches),
+        optimized=turns * encoder + sum(branches),
         checkpoints=_checkpoints(config),
         workers=scaling.least_workers,
         cpus_per_worker=scaling.cpus_per_worker,
@@ -96,7 +104,8 @@ def _checkpoints(config: TrainConfig) -> int:
     return number
 
 
-def _parameters(config: TrainConfig) -> int:
+def _sizes(config: TrainConfig) -> list[int]:
+    """Number of parameters of the encoder with its projection; of each branch's objective and frontend."""
     encoder = config.encoder
     vocabulary, ids = 0, {}
     if encoder.pretrained is None:
@@ -105,12 +114,26 @@ def _parameters(config: TrainConfig) -> int:
     hf = load_hf_config(encoder, vocabulary, ids)
     with torch.device("meta"):  # shapes only
         model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
-        size = int(hf.hidden_size)
-        number: int = sum(parameter.numel() for parameter in model.parameters())
+        size, number = int(hf.hidden_size), _count(model)
         if encoder.projection.kind != "none":
             hidden, size = size, encoder.projection.size
             number += (hidden + 1) * size + (size + 1) * size
+        found = [number]
         for one in config.branches().values():
             objective = implementation_of(one.objective)(one.objective, one.context("drop"), size)
-            number += sum(parameter.numel() for parameter in objective.parameters())
-    return number
+            found.append(_count(objective) + _frontend_size(one, embedding_width(model)))
+    return found
+
+
+def _frontend_size(branch: TrainConfig, width: int) -> int:
+    settings = branch.context("drop").frontend
+    if settings is None:
+        return 0
+    content = load_manifest(data_folder(branch.data, branch.cache)).content
+    if not isinstance(content, ImagesContent | AudioContent):
+        return 0
+    return _count(new_frontend(settings, content, width, branch.seed))
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -116,15 +116,12 @@ def row_lines(
         DescribeError: the run's objective cannot read such rows.
         ObjectiveError: the run's objective cannot be loaded.
     """
-    if shards.manifest.tokenizer is None:
-        yield from media_lines(shards, rows)
-        return
     if run is None:
-        yield from text_lines(path, shards, rows)
+        yield from media_lines(shards, rows) if shards.manifest.tokenizer is None else text_lines(path, shards, rows)
         return
     run = run.model_copy(update={"data": str(path), "seed": seed})
     if problem := kind_problem(run, shards.manifest):
-        raise DescribeError(problem)
+        raise DescribeError(problem + (f"; or name a branch: --branch {' or '.join(run.also)}" if run.also else ""))
     yield f"Spans and views that objective.kind = {run.objective.kind} makes in epoch {epoch} of seed {seed}:"
     yield from view_lines(path, run, rows, epoch)
 

@@ -1,4 +1,4 @@
-"""`declutr inspect DATA --config CONFIG`: the spans and views that an epoch makes of rows of short texts."""
+"""`declutr inspect DATA --config CONFIG`: the spans and views that an epoch makes of rows of texts or clips."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,11 +9,14 @@ import torch
 from common.excerpt import shorten
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
+from trainer.data.patches import PatchBatch
+from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.base import Objective, implementation_of
 from trainer.setup.build import load_tokenizer
 from trainer.setup.config import TrainConfig
 
 _SHOWN_CHARACTERS = 160
+_NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())
 _ANY_LENGTH = 2**30  # inspect loads no encoder, whose positions the checks before a run compare with the settings
 
 
@@ -27,7 +30,9 @@ def view_lines(folder: Path, config: TrainConfig, rows: Sequence[int], epoch: in
         epoch: epoch in which they are read.
     """
     shards = ShardSet(folder, "train")
-    tokenizer, vocabulary = load_tokenizer(folder, shards.manifest)
+    tokenizer, vocabulary = (None, _NO_TOKENS)
+    if shards.manifest.tokenizer is not None:
+        tokenizer, vocabulary = load_tokenizer(folder, shards.manifest)
     with torch.device("meta"):  # the feed needs no weights
         run = config.context(shards.manifest.short_documents)
         objective = implementation_of(config.objective)(config.objective, run, 1)
@@ -37,8 +42,11 @@ def view_lines(folder: Path, config: TrainConfig, rows: Sequence[int], epoch: in
         source, offset = table["source"][0].as_py(), table["offset"][0].as_py()
         yield f"row {row}, {source} at {offset}, id {table['id'][0].as_py().hex()}"
         batch = feed.feed(table, np.array([epoch], np.int64))
-        texts = [tokenizer.decode(ids.tolist()) for ids in batch.tokens.input_ids.split(batch.tokens.lengths.tolist())]
-        yield from _span_lines(batch, texts)
+        if tokenizer is None:
+            yield from _clip_lines(batch)
+        else:
+            pieces = batch.tokens.input_ids.split(batch.tokens.lengths.tolist())
+            yield from _span_lines(batch, [tokenizer.decode(ids.tolist()) for ids in pieces])
         yield from _row_lines(batch, objective)
 
 
@@ -54,6 +62,17 @@ def _span_lines(batch: RankBatch, texts: list[str]) -> Iterator[str]:
         if masked := int(((batch.spans.selected >= end - length) & (batch.spans.selected < end)).sum()):
             notes.append(f"{masked} to predict")
         yield f"  span {number} ({'; '.join(notes)}): {shorten(text, _SHOWN_CHARACTERS)}"
+
+
+def _clip_lines(batch: RankBatch) -> Iterator[str]:
+    """One line a clip: its patches, and the range of their values."""
+    spans = batch.spans
+    assert isinstance(spans, PatchBatch)
+    for number, values in enumerate(spans.values.split(spans.lengths.tolist())):
+        patches = values[1:]  # behind the CLS token
+        lowest, highest = float(patches.min()), float(patches.max())
+        size = patches.shape[1]
+        yield f"  clip {number}: {len(patches):,} patches of {size:,} values from {lowest:g} to {highest:g}"
 
 
 def _row_lines(batch: RankBatch, objective: Objective) -> Iterator[str]:  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""Benchmarks of SimCSE, SCD and SCL run for real on tiny models: keys and equality, never times."""
+"""Benchmarks of SimCSE, SCD, SCL and SupCon run for real on tiny models: keys and equality, never times."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import batch, models, released_texts, step, texts
+from benchmarks import batch, feed, models, released_texts, step, texts
 from pipeline.shards.content import NO_LABEL
 from trainer.objectives.span_settings import SpanConfig
 from trainer.objectives.texts import Texts
@@ -34,6 +34,24 @@ def test_step(tmp_path, objective):
     for part in (found, found["with_attention_dropout"]):
         assert len(part["times"]["ours"]) == len(part["times"]["released"]) == len(part["ratios"]) == 2
         assert part["ratio_range"][0] <= part["ratio_median"] <= part["ratio_range"][1]
+
+
+def test_step_of_supcon(tmp_path):
+    """Whole clips have the loss and gradient of the released layout; short ones are padded there."""
+    found = figures(step.main, tmp_path, *TINY, "--objective", "supcon", "--documents", "3", "--steps", "2")
+    assert (found["objective"], found["padding_share_released"]) == ("supcon", 0)
+    assert 0 < found["audio"]["padding_share_released"] < 1
+    for part in (found, found["audio"]):
+        assert part["loss_abs_diff"] < 1e-4
+        assert part["grad_rel_diff_float64"] < 1e-9
+        assert len(part["times"]["ours"]) == len(part["times"]["released"]) == 2
+
+
+@pytest.mark.parametrize("content", ["images", "audio"])
+def test_feed_of_clips(tmp_path, content):
+    found = figures(feed.main, tmp_path, "--content", content, "--documents", "2", "--seconds", "0.01")
+    assert (found["content"], found["rows_per_step"]) == (content, 2)
+    assert found["rows_per_second_per_core"] > 0
 
 
 def test_batch_of_simcse(tmp_path):

@@ -21,6 +21,10 @@ class Horse(Strict):
     kind: Literal["horse", "pony"]
 
 
+class Part(Strict):
+    weight: float = 1.0
+
+
 class Outer(Strict):
     animal: Annotated[Sheep | Horse, Field(discriminator="kind")] | None = None
     inner: Inner = Inner()
@@ -28,6 +32,7 @@ class Outer(Strict):
     name: str
     low: int = 0
     high: int = 10
+    named: dict[str, Part] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _ordered(self):
@@ -101,7 +106,7 @@ def test_override_that_is_not_yaml(load):
 
 
 def test_unknown_key_without_a_near_one(load):
-    known = "known here: animal, inner, inputs, name, low, high"
+    known = "known here: animal, inner, inputs, name, low, high, named"
     found = problems(load, "train: {name: a, zzzzz: 1, yyyyy: 2}")
     assert found == [f"zzzzz: unknown key; {known}", "yyyyy: unknown key"]
 
@@ -114,6 +119,9 @@ def test_unknown_key_without_a_near_one(load):
         ("size=1", "size: unknown key; did you mean `inner.size`?"),
         ("siz=1", "siz: unknown key; did you mean `inner.size`?"),
         ("iner.size=1", "iner.size: unknown key; did you mean `inner.size`?"),
+        ("named.one.wieght=1", "named.one.wieght: unknown key; did you mean `named.one.weight`?"),
+        ("weight=1", "weight: unknown key; did you mean `named.NAME.weight`?"),
+        ("named.one=5", "named.one = 5: must be a section with settings"),
         ("train.name=", "train.name: unknown key; settings of the section `train` are named without it: write `name`"),
         ("train.inner.sise=1", "train.inner.sise: unknown key; settings of the section `train` are named without it"),
         ("low=on", "low = True: a number is needed (YAML takes yes, no, on, off for true and false)"),

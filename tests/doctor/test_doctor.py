@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import tinyruns as runs
+from mediafiles import png
+from mediashards import prepare_media
 from prepared import Row, write_prepared
 from transformers import AutoTokenizer
 
@@ -21,7 +23,14 @@ from doctor.needs import Needs, needs_of
 from trainer.setup.build import build_encoder
 
 NEEDS = Needs(
-    parameters=100_000_000, checkpoints=3, workers=4, cpus_per_worker=2, storage_threads=2, gpus=0, wishes_gpus=True
+    parameters=100_000_000,
+    optimized=100_000_000,
+    checkpoints=3,
+    workers=4,
+    cpus_per_worker=2,
+    storage_threads=2,
+    gpus=0,
+    wishes_gpus=True,
 )
 
 
@@ -110,6 +119,25 @@ def test_a_run_that_fits(tmp_path):
     seen = data.look(str(tmp_path / "data"))
     assert (seen.documents, seen.error) == (12, "")
     assert data.judge("d", {"n1": seen})[0].status == "ok"
+
+
+def test_branches_are_counted(tmp_path):
+    """Frontends and heads, and an optimizer for each turn."""
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
+    write_prepared(tmp_path / "data", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
+    folder, _ = prepare_media(tmp_path / "images", "images", {f"{'ab'[n % 2]}/{n}.png": png(n) for n in range(4)})
+    branch = {"data": str(folder), "objective": {"kind": "supcon"}, "frontend": {"size": 16, "patch": [8, 8]}}
+    found = {}
+    for turns in ("joint", "alternating"):
+        config = runs.train_config(tmp_path / "data", tmp_path / "run", also={"image": branch}, turns=turns)
+        found[turns] = needs_of(config)
+    alone = needs_of(runs.train_config(tmp_path / "data", tmp_path / "run"))
+    width = runs.SCRATCH["hidden_size"]
+    own = (3 * 8 * 8 + 1) * width + (4 + 1) * width + width + (width + 1) * width
+    assert found["joint"].parameters == found["alternating"].parameters == alone.parameters + own
+    assert found["joint"].optimized == alone.parameters + own
+    assert found["alternating"].optimized == 2 * alone.parameters + own
+    assert found["joint"].checkpoint_bytes == 12 * found["joint"].parameters
 
 
 def test_needs_are_what_a_checkpoint_takes():

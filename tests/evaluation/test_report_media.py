@@ -7,38 +7,17 @@ import re
 
 import numpy as np
 import pytest
-from mediafiles import png, sound, spread, tone
+from mediafiles import png, sound, tone
+from mediashards import prepare_media
 from PIL import Image
 
 from cli.main import main
 from evaluation.report.content import bar_charts, gather
 from evaluation.report.media import thumbnail
 from evaluation.report.page import write_report
-from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.job.units import plan_units
-from pipeline.job.worker import write_unit
-from pipeline.shards.manifest import MANIFEST, build_manifest
 from pipeline.shards.shards import ShardSet
 
 HOSTILE = '"><script>alert(1)<'
-
-
-def prepared(folder, content, files):
-    """A folder of shards of these files, without Ray."""
-    values = {
-        "output": str(folder / "out"),
-        "corpus": {"kind": "files", "paths": [str(spread(folder / "in", files))]},
-        "content": content,
-        "held_out_share": 0.2,
-        "duplicates": {"exact": False},
-    }
-    config = PipelineConfig.model_validate(values)
-    (unit,), _ = plan_units(config.corpus, config.unit_mib, None, config.content)
-    (folder / "out").mkdir()
-    sidecar = write_unit(unit, folder / "out", config, None, None)
-    manifest = build_manifest([sidecar], None, config.geometry, identity(config), config_hash(config))
-    (folder / "out" / MANIFEST).write_text(manifest.model_dump_json())
-    return folder / "out", manifest
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +26,14 @@ def images(tmp_path_factory):
     labels = ["cat", "dog", HOSTILE]
     files = {f"{labels[n % 3]}/{n}.png": png(n, (40, 30) if n % 4 else (20, 21)) for n in range(60)}
     files |= {"cat/\u202ebad.png": b"x", f"{HOSTILE}/bad.png": b"x"}
-    return prepared(tmp_path_factory.mktemp("images"), "images", files)
+    return prepare_media(tmp_path_factory.mktemp("images"), "images", files)
 
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
     files = {f"{n % 2}_{n}.wav": sound(tone(0.2 + 0.05 * n, number=n)) for n in range(12)}
     files["0_silent.wav"] = sound(np.zeros((9000, 1)))
-    return prepared(tmp_path_factory.mktemp("clips"), {"kind": "audio", "label": r"^(\d)"}, files)
+    return prepare_media(tmp_path_factory.mktemp("clips"), {"kind": "audio", "label": r"^(\d)"}, files)
 
 
 def pictures_of(page):
@@ -139,3 +118,26 @@ def test_inspect_shows_sizes_and_labels(images, clips, capsys):
     assert "bytes of its file, not decoded" in told
     assert main(["inspect", str(folder)]) == 0
     assert "frames, energies" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_clips_of_a_branch(images, clips, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "train: {run: r, data: d, encoder: {pretrained: x}, objective: {kind: simcse}, also: {image: {data: i, "
+        "objective: {kind: supcon}, frontend: {size: 16, patch: [8, 8]}}, sound: {data: s, objective: {kind: supcon}, "
+        "frontend: {patch: [16, 16]}}}}"
+    )
+    folder, _ = images
+    shown = ["inspect", str(folder), "--config", str(config), "--documents", "2"]
+    assert main([*shown, "--branch", "image"]) == 0
+    told = capsys.readouterr().out
+    assert "objective.kind = supcon makes in epoch 0" in told
+    assert len(re.findall(r"^  clip [01]: 4 patches of 192 values from \d+ to \d+$", told, re.MULTILINE)) == 4
+    assert len(re.findall(r"^  views 0: spans 0 and 1, label -?\d+$", told, re.MULTILINE)) == 2
+    assert main(["inspect", str(clips[0]), "--config", str(config), "--branch", "sound"]) == 0
+    assert "patches of 256 values from -" in capsys.readouterr().out
+    assert main(shown) == 1
+    assert "or name a branch: --branch image or sound" in capsys.readouterr().err
+    for wrong, names in (([*shown, "--branch", "video"], "there is image, sound"), (shown[:2], "no config")):
+        assert main([*wrong, *([] if "--branch" in wrong else ["--branch", "image"])]) == 1
+        assert names in capsys.readouterr().err

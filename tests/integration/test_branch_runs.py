@@ -23,6 +23,7 @@ from pipeline.shards.shards import ShardSet
 from trainer.data.plan import Plan
 from trainer.driver.checks import problems
 from trainer.driver.fork import fork
+from trainer.driver.places import place_problems
 from trainer.setup.config import TrainConfig
 from trainer.train import train
 from trainer.verify import verify
@@ -183,7 +184,18 @@ def test_problems_are_found_before_ray_starts(prepared, tmp_path, changes, messa
     for name, change in changes.items():
         values["also"][name] = values["also"][name] | change
     found = problems(TrainConfig.model_validate(values))
-    assert any(re.search(message, line) for line in found), found
+    assert sum(re.search(message, line) is not None for line in found) == 1, found
+
+
+def test_places_of_branches_are_checked_first():
+    also = {"image": {"data": "nowhere"}, "more": {"data": "d", "objective": {"kind": "nobodys"}}, "odd": 5}
+    found = place_problems({"data": "missing", "also": also})
+    assert [line.partition(": ")[0] for line in found] == [
+        "data = missing",
+        "also.image.data = nowhere",
+        "also.more.data = d",
+        "also.more.objective nobodys",
+    ]
 
 
 def test_texts_have_no_frontend_and_images_no_main_branch(prepared, tmp_path):

@@ -180,7 +180,7 @@ def test_order_of_terms_changes_nothing():
         ({"scaling": {"bitwise": True, "gradient_sums": "bf16"}}, "gradient_sums = bf16 has no effect with bitwise"),
         (
             {"scaling": {"bitwise": True, "workers": [1, 17]}},
-            "workers = 17: the 16 canonical microbatches of 1 document",
+            "workers = 17: the 16 canonical microbatches",
         ),
         (
             {"scaling": {"bitwise": True}, "encoder": {"scratch": {"model_type": "roberta"}, "compile": True}},
@@ -196,11 +196,11 @@ def test_settings_that_exclude_each_other(changes, message):
 def test_units_of_a_batch_and_the_hash_of_a_run():
     assert least_config().unit_documents is None
     assert least_config(scaling={"bitwise": True}).hash() == least_config().hash()
-    for documents, unit, number in [(1, 1, 1), (16, 1, 16), (17, 2, 9), (100, 7, 15)]:
-        config = least_config(batch_documents=documents, scaling={"bitwise": True})
+    for size, unit, number in [(1, 1, 1), (16, 1, 16), (17, 2, 9), (100, 7, 15)]:
+        config = least_config(batch_documents=size, scaling={"bitwise": True})
         assert (config.unit_documents, config.num_units) == (unit, number)
         for world in (1, 2, 5, 16):
-            bounds = [Plan(0, 100, documents, unit).slice(rank, world) for rank in range(world)]
+            bounds = [Plan(0, 100, size, unit).slice(rank, world) for rank in range(world)]
             assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
-            assert bounds[-1][1] == documents
-            assert all(start % unit == 0 for start, _ in bounds if start < documents)
+            assert bounds[-1][1] == size
+            assert all(start % unit == 0 for start, _ in bounds if start < size)

@@ -121,3 +121,18 @@ def test_another_model_is_no_vit(tmp_path):
     frontend = Frontend(FrontendConfig(**SIZES, pretrained=str(tmp_path)), 48, 4, 16, 0)
     with pytest.raises(UnfitEncoderError, match="is of type bert, not vit"):
         load_vit(frontend)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"size": 100_000, "patch": [1, 1]}, "makes 10,000,000,000 patches"),
+        ({"patch": [1_000_000, 1]}, "has 1,000,000 values"),
+        ({"patch": [0, 8]}, "both numbers must be at least 1"),
+        ({"mean": float("nan")}, "finite"),
+        ({"std": float("inf")}, "finite"),
+    ],
+)
+def test_settings_that_would_take_all_memory_or_give_no_number(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        FrontendConfig(**wrong)

@@ -49,7 +49,8 @@ def problems(config: TrainConfig) -> list[str]:
             "exported: name it in a branch (also.NAME.data)",
         ]
     others, manifests = _branch_shards(config)
-    found += [*others, *_main_problems(config, manifest), *branch_problems(config, {"": manifest, **manifests})]
+    found += [line for line in others if line not in found]
+    found += [*_main_problems(config, manifest), *branch_problems(config, {"": manifest, **manifests})]
     if len(manifests) == len(config.also):
         found += _other_shards(config, run, data_hash_of({"": manifest, **manifests}))
     began_before = bool(checkpoint.steps_in(run / CHECKPOINTS))
@@ -76,7 +77,7 @@ def _branch_shards(config: TrainConfig) -> tuple[list[str], dict[str, Manifest]]
             folder = data_folder(branch.data, config.cache)
             manifests[name] = load_manifest(folder)
         except (ShardError, RemoteError, OSError) as error:
-            found.append(f"also.{name}.data = {branch.data}: {error}")
+            found.append(f"also.{name}.data = {branch.data}: {error}")  # `place_problems` may report it, too
         else:
             found += [f"also.{name}.data = {branch.data}: {problem}" for problem in check_shards(folder)]
     return found, manifests

@@ -21,15 +21,18 @@ _FOLDERS = ("checkpoints", "export", "tensorboard")
 
 
 def place_problems(values: Mapping[str, Any]) -> list[str]:
-    """Problems of `run`, `data`, `encoder.pretrained` and `objective.kind`, one line each, which starts with the key.
+    """Problems of `run`, `data` and `objective.kind` of all branches, and `encoder.pretrained`, one line each.
 
-    The other settings may be invalid.
+    A line starts with the key. The other settings may be invalid.
     """
-    encoder = values.get("encoder")
+    encoder, also = values.get("encoder"), values.get("also")
     pretrained = encoder.get("pretrained") if isinstance(encoder, Mapping) else None
+    branches = {f"also.{name}.": one for name, one in also.items()} if isinstance(also, Mapping) else {}
+    branches = {prefix: one for prefix, one in branches.items() if isinstance(one, Mapping)}
     checks = (
         ("run", values.get("run"), _run_problem),
         ("data", values.get("data"), _data_problem),
+        *((f"{prefix}data", one.get("data"), _data_problem) for prefix, one in branches.items()),
         ("encoder.pretrained", pretrained, _model_problem),
     )
     found = []
@@ -40,7 +43,10 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
             except PathError as error:
                 problem = str(error)
             found += [f"{key} = {value}: {problem}"] if problem else []
-    return [*found, *_same_problem(values.get("run"), values.get("data")), *_objective_problem(values.get("objective"))]
+    found += _same_problem(values.get("run"), values.get("data")) + _objective_problem(values.get("objective"))
+    return found + [
+        prefix + line for prefix, one in branches.items() for line in _objective_problem(one.get("objective"))
+    ]
 
 
 def _objective_problem(objective: Any) -> list[str]:

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from common.config import Strict
 
+_MOST_PATCHES = 2**16  # of a clip, and values of a patch: a mistyped number must not take all memory
+
 
 class ProjectionConfig(Strict):
     """Head between pooling and the contrastive loss (DeCLUTR appendix; SimCLR). It is not exported."""
@@ -29,15 +31,23 @@ class FrontendConfig(Strict):
     """Height and width in pixels of the square crops of images."""
     positions: bool = True
     """Add a learned embedding for each place of a patch."""
-    mean: float | None = None
+    mean: float | None = Field(default=None, allow_inf_nan=False)
     """Mean that is subtracted from pixels in [0, 1], or from log-mel values; null: 0.5 for images, 0 for sounds."""
-    std: float | None = Field(default=None, gt=0)
+    std: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Standard deviation by which the difference is divided; null: 0.5 for images, 1 for sounds."""
 
     @model_validator(mode="after")
     def _fits(self) -> "FrontendConfig":
         if min(self.patch) < 1:
             raise ValueError(f"patch = {list(self.patch)}: both numbers must be at least 1")
+        (high, wide), most = self.patch, _MOST_PATCHES
+        if high * wide > most:
+            raise ValueError(f"patch = {list(self.patch)}: has {high * wide:,} values; at most {most:,} are possible")
+        if (patches := (self.size // high) * (self.size // wide)) > most:
+            raise ValueError(
+                f"size = {self.size} makes {patches:,} patches of {list(self.patch)}; at most {most:,} are possible: "
+                "make the patch larger or the size smaller"
+            )
         return self
 
 

@@ -48,7 +48,7 @@ class TrainConfig(Strict):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scaling: ScalingConfig = ScalingConfig()
-    also: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]*$")], BranchConfig] = Field(default_factory=dict)
+    also: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], BranchConfig] = Field(default_factory=dict)
     """Additional branches by name, such as `image`: other data and objectives that train the same encoder. They take
     turns in the order of their names."""
     turns: Literal["joint", "alternating"] = "joint"
@@ -108,6 +108,8 @@ class TrainConfig(Strict):
                 f"give steps = {self.steps} or epochs = {self.epochs}, not both; on a command line, epochs=null or "
                 "steps=null removes one of them"
             )
+        if self.optim.lr == 0:
+            problems.append("optim.lr = 0: the run would learn nothing; set it above 0")
         if self.turns == "alternating" and not self.also:
             problems.append("turns = alternating has no effect without `also`; remove it, or add a branch")
         problems += [

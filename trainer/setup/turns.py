@@ -10,6 +10,7 @@ from pipeline.shards.content import AnyContent, AudioContent, ImagesContent
 from pipeline.shards.manifest import Manifest
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend, embedding_width, load_vit
+from trainer.model.settings import FrontendConfig
 from trainer.parallel.fixedpoint import FixedPointSums
 from trainer.parallel.overlap import OverlappedSums
 from trainer.parallel.sharding import shard
@@ -144,16 +145,25 @@ def build_frontend(config: TrainConfig, encoder: Encoder, content: AnyContent) -
     settings = config.context("drop").frontend
     if settings is None or not isinstance(content, ImagesContent | AudioContent):
         return None
-    deep, wide = settings.patch
-    if isinstance(content, ImagesContent):
-        shape = 3 * deep * wide, (settings.size // deep) * (settings.size // wide)
-        normal = 0.5, 0.5
-    else:
-        frames = int(content.max_seconds * 1000 / content.shift_ms)
-        shape = deep * wide, max(1, frames // deep) * (content.mels // wide)
-        normal = 0.0, 1.0
-    frontend = Frontend(settings, *shape, embedding_width(encoder.model), config.seed, normal)
+    frontend = new_frontend(settings, content, embedding_width(encoder.model), config.seed)
     if settings.pretrained is not None:
         load_vit(frontend)
     parameter = next(encoder.parameters())
     return frontend.to(parameter.device, parameter.dtype).train()
+
+
+def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent, width: int, seed: int) -> Frontend:
+    """A frontend with new weights.
+
+    Args:
+        settings: of the frontend.
+        content: of the shards; it decides the size of a patch and the largest number of patches.
+        width: size of the hidden states.
+        seed: of the weights.
+    """
+    deep, wide = settings.patch
+    if isinstance(content, ImagesContent):
+        places = (settings.size // deep) * (settings.size // wide)
+        return Frontend(settings, 3 * deep * wide, places, width, seed, (0.5, 0.5))
+    frames = int(content.max_seconds * 1000 / content.shift_ms)
+    return Frontend(settings, deep * wide, max(1, frames // deep) * (content.mels // wide), width, seed)

@@ -10,8 +10,9 @@ from common.config import Strict
 class OptimConfig(Strict):
     """AdamW and its schedule; the defaults are DeCLUTR's."""
 
-    lr: float = Field(default=5e-5, gt=0)
-    """Highest learning rate, reached when the learning rate stops rising."""
+    lr: float = Field(default=5e-5, ge=0, allow_inf_nan=False)
+    """Highest learning rate, reached when the learning rate stops rising. 0, of a branch alone: it is measured, and
+    changes nothing."""
     schedule: Literal["slanted_triangular", "linear", "cosine", "constant"] = "slanted_triangular"
     """Learning rate over the steps. slanted_triangular: up for `cut_fraction` of the run, then down to lr / `ratio`.
     linear, cosine, constant: those of transformers, from 0 up for `warmup_fraction` of the run, then down to 0 in a

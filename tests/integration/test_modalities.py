@@ -1,0 +1,57 @@
+"""The commands of docs/modalities.md, exactly as they are written there, with small pictures and sounds."""
+
+import re
+import shlex
+
+import pytest
+import tinyruns as runs
+import yaml
+from mediafiles import png, sound, spread, tone
+
+from cli.main import main
+from pipeline.shards.manifest import load_manifest
+from trainer.setup.config import TrainConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
+PAGE = (runs.ROOT / "docs" / "modalities.md").read_text()
+COMMANDS = [shlex.split(line, comments=True)[1:] for line in PAGE.splitlines() if line.startswith("    declutr ")]
+BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+# What differs: fewer rows are compared.
+SIZES = {"verify-gradients": ["--documents", "2", "--processes", "2"]}
+
+
+def write_files(folder):
+    """A newcomer's folder: pictures and sounds with labels, sentences, and our configs."""
+    (folder / "configs").symlink_to(runs.ROOT / "configs")
+    spread(folder / "pictures", {f"{('cat', 'dog')[n % 2]}/{n:04}.png": png(n, (40, 36)) for n in range(50)})
+    spread(folder / "sounds", {f"{n % 5}_jackson_{n}.wav": sound(tone(0.3, 8000, n), 8000) for n in range(20)})
+    lines = [f"Sentence {n} says that {n * 7919 % 101} birds saw {n * 31 % 17} cats." for n in range(400)]
+    (folder / "sentences.txt").write_text("\n".join(lines) + "\n")
+    for name, block in zip(("pictures", "sounds"), BLOCKS, strict=False):
+        (folder / f"{name}.yaml").write_text(block)
+
+
+def test_the_commands_do_what_they_say(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    assert [command[0] for command in COMMANDS] == [
+        *("prepare", "prepare", "inspect", "report"),
+        *("prepare", "report"),
+        *("prepare", "verify-gradients", "train", "inspect"),
+    ]
+    for command in COMMANDS:
+        assert main([*command, *SIZES.get(command[0], [])]) == 0, f"{command}: {capsys.readouterr()}"
+    assert load_manifest(tmp_path / "data" / "pictures").totals["kept"] == 50
+    assert load_manifest(tmp_path / "data" / "sounds").labels == {str(label): 4 for label in range(5)}
+    assert (tmp_path / "data" / "pictures" / "report" / "report.html").is_file()
+    steps = runs.steps_of(tmp_path / "runs" / "visualcse-small")
+    assert all("image_supcon" in line for line in steps.values())
+    assert (tmp_path / "runs" / "visualcse-small" / "export" / "model.safetensors").is_file()
+
+
+def test_the_branch_of_the_page_is_valid():
+    sections = yaml.safe_load(BLOCKS[2])["train"]
+    config = TrainConfig.model_validate(
+        {"data": "data/texts", "run": "runs/any", **sections, "encoder": {"pretrained": "x"}}
+    )
+    assert config.also["image"].batch_documents == 48
