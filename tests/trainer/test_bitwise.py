@@ -9,6 +9,7 @@ import torch
 from groups import run_group
 from measures import deviation
 from tiny import HALF, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tinyruns import least_config
 
 from trainer.data.canonical import feed_units, units_of
 from trainer.data.plan import Plan
@@ -168,3 +169,38 @@ def test_order_of_terms_changes_nothing():
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert torch.allclose(found[0], torch.stack(terms).double().sum(0).float(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scaling": {"bitwise": True, "shard_parameters": True}}, "exclude each other.*set one of them to false"),
+        ({"scaling": {"bitwise": True}, "microbatch_tokens": "auto"}, "needs a fixed microbatch_tokens, not auto"),
+        ({"scaling": {"bitwise_documents": 3}}, "bitwise_documents = 3 has no effect without bitwise = true"),
+        ({"scaling": {"bitwise": True, "gradient_sums": "bf16"}}, "gradient_sums = bf16 has no effect with bitwise"),
+        (
+            {"scaling": {"bitwise": True, "workers": [1, 17]}},
+            "workers = 17: the 16 canonical microbatches",
+        ),
+        (
+            {"scaling": {"bitwise": True}, "encoder": {"scratch": {"model_type": "roberta"}, "compile": True}},
+            "needs encoder.compile = false",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other(changes, message):
+    with pytest.raises(ValueError, match=message):
+        least_config(**changes)
+
+
+def test_units_of_a_batch_and_the_hash_of_a_run():
+    assert least_config().unit_documents is None
+    assert least_config(scaling={"bitwise": True}).hash() == least_config().hash()
+    for size, unit, number in [(1, 1, 1), (16, 1, 16), (17, 2, 9), (100, 7, 15)]:
+        config = least_config(batch_documents=size, scaling={"bitwise": True})
+        assert (config.unit_documents, config.num_units) == (unit, number)
+        for world in (1, 2, 5, 16):
+            bounds = [Plan(0, 100, size, unit).slice(rank, world) for rank in range(world)]
+            assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+            assert bounds[-1][1] == size
+            assert all(start % unit == 0 for start, _ in bounds if start < size)

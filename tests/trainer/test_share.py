@@ -113,3 +113,24 @@ def test_a_worker_computes_its_rows_alone():
     for whole, share in run_group(3, counted, rows):
         assert share == pytest.approx(2 * (2 * rows) ** 2 / 3, rel=0.02)
         assert whole == pytest.approx((2 * rows) ** 2, rel=0.1)
+
+
+def out_of_memory(world):
+    """What each rank has of an exchange before which the last one ran out of memory."""
+
+    def compute():
+        if world.rank == world.size - 1:
+            raise torch.OutOfMemoryError("a tile does not fit")
+        return torch.ones(1, 4)
+
+    share = Share(world, world.rank, world.rank + 1, world.size)
+    try:
+        return share.complete(compute, torch.zeros(2 * world.size, 3)).tolist()
+    except torch.OutOfMemoryError:
+        return "raised"
+
+
+def test_a_worker_without_memory_leaves_no_other_waiting():
+    first, second = run_group(2, out_of_memory)
+    assert second == "raised"
+    assert [value == value for value in first[0]] == [True, False, True, False]

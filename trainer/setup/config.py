@@ -128,6 +128,11 @@ class TrainConfig(Strict):
                 "scaling.bitwise = True needs a fixed microbatch_tokens, not auto, because its microbatches must not "
                 "depend on memory; set a number of tokens, or null"
             )
+        if self.num_units and self.scaling.most_workers > self.num_units:
+            problems.append(
+                f"scaling.workers = {self.scaling.most_workers}: the {self.num_units} canonical microbatches of "
+                f"{self.unit_documents} document(s) are fewer; lower workers or scaling.bitwise_documents"
+            )
         if self.scaling.bitwise and self.encoder.compile is True:
             problems.append(
                 "scaling.bitwise = True needs encoder.compile = false: compiled kernels depend on the lengths seen "
