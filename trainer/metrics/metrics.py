@@ -15,7 +15,7 @@ from common.appendlog import AppendLog
 from common.console.logs import get_logger
 from common.storage import set_aside, write_text
 from trainer.metrics import tensorboard
-from trainer.step.step import StepMetrics
+from trainer.step.measured import StepMetrics
 
 METRICS = "metrics.jsonl"
 _BACK_OFF_SECONDS = 1.0

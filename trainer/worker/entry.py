@@ -1,5 +1,6 @@
 """Entry point of a worker, called by Ray Train: builds the parts of the run and starts the training loop."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ from trainer.setup.build import (
 )
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.turns import build_branch, build_turns
+from trainer.setup.turns import autocast_type, build_branch, build_turns
 from trainer.step.microbatch import Microbatch, MicrobatchError
 from trainer.step.step import NonFiniteLossError
 from trainer.worker.bad_losses import BadLosses
@@ -53,6 +54,9 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
         or with `early` if the scores no longer improve. Errors that would recur are returned instead of raised, so that
         the group is not started again. Every rank returns them, so that none waits for another.
     """
+    # Batches have different lengths, whose blocks would not fit into each other; read when the GPU is first used.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stopwatch = Stopwatch(settings["marks"])
     stopwatch.mark("group")
     config = TrainConfig.model_validate(settings["config"])
@@ -75,6 +79,8 @@ def _train(
 ) -> dict[str, Any] | None:
     world = CountedWorld(heartbeat.rank, heartbeat.size, heartbeat)
     device = ray.train.torch.get_device()
+    if device.type == "cuda" and autocast_type(config.precision, device) is not None:
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
     with heartbeat.doing("fetching"):
