@@ -9,7 +9,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak check format golden settings lock clean
+.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak gpu check format golden settings lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -45,6 +45,9 @@ chaos-short: setup ## nine of the faults, several to a run: at most 5 minutes on
 
 soak: setup ## training for half an hour with a random fault every minute
 	$(BIN)/python -m benchmarks.chaos.soak --patience 3 --json runs/soak.json
+
+gpu: setup ## on a machine with a GPU: check kernels and host syncs, profile, benchmark; figures and MFU in runs/gpu.json
+	$(BIN)/python -m benchmarks.gpu --json runs/gpu.json
 
 check: setup ## lint, format, types, imports
 	$(BIN)/ruff check .

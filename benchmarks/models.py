@@ -46,9 +46,17 @@ def encoder(
     seed: int,
     attention_dropout: float | None = None,
     pooling: Literal["mean", "cls"] = "mean",
+    compiled: bool | None = False,
+    num_layers: int | None = None,
 ) -> Encoder:
     """Build the trainer's encoder: packed, in training mode, float32, on the CPU."""
-    config = EncoderConfig(scratch=SIZES[size], dropout=dropout, attention_dropout=attention_dropout, pooling=pooling)
+    config = EncoderConfig(
+        scratch=SIZES[size] | ({} if num_layers is None else {"num_hidden_layers": num_layers}),
+        dropout=dropout,
+        attention_dropout=attention_dropout,
+        pooling=pooling,
+        compile=compiled,
+    )
     return Encoder(config, _model(size, config, seed), seed).train()
 
 

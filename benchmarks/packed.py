@@ -77,18 +77,21 @@ class Workload:
         made = models.encoder(self.size, self.dropout, self.seed, self.attention_dropout, self.pooling)
         return made.to(self.device)
 
-    def stepper(self, encoder: Encoder, microbatch_tokens: int | None = None, world: World | None = None) -> Stepper:
+    def stepper(
+        self, encoder: Encoder, microbatch_tokens: int | None = None, world: World | None = None, late: bool = False
+    ) -> Stepper:
         """Build a stepper with the trainer's default optimizer, for one worker by default."""
         optim = OptimConfig()
         loss = self.loss(encoder.embedding_size)
         return Stepper(
             encoder=encoder,
             objective=loss,
-            optimizer=build_optimizer(optim, encoder, loss),
+            optimizer=build_optimizer(optim, encoder, loss, fused=late or None),
             optim=optim,
             world=world or World(),
             seed=self.seed,
             total_steps=TOTAL_STEPS,
             microbatch=Microbatch(microbatch_tokens),
             autocast=self.autocast,
+            late=late,
         )

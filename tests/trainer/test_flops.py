@@ -1,5 +1,6 @@
 """FLOPs by hand, and against torch's own counter."""
 
+import pytest
 import torch
 from tiny import FAMILIES, random_spans, tiny_encoder
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,3 +27,24 @@ def test_equal_to_torchs_counter():
 
 def test_no_peak_where_none_is_known():
     assert peak_flops(gpu_name(torch.device("cpu")), half=True) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L400", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_by_name(name, peak):
+    assert peak_flops(name, half=True) == peak

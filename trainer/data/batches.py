@@ -3,8 +3,9 @@
 Legend: S spans, T tokens of all spans together (specials included), K tokens that are selected for MLM.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Self, Union
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.packedbatch import PackedBatch
+from trainer.data.packedbatch import PackedBatch, sent
 
 if TYPE_CHECKING:
     from trainer.data.patches import PatchBatch
@@ -34,7 +35,7 @@ class SpanBatch(PackedBatch):
         lengths: `(S,)` tokens of each span; on the CPU, for planning.
         selected: `(K,)` places in `input_ids`, ascending, whose original token is to be predicted.
         labels: `(K,)` the original tokens.
-        keys: `(S,)` int32 keys of each span's dropout; None if nothing is dropped.
+        keys: `(S,)` int32 keys of each span's dropout, on the CPU; None if nothing is dropped.
         rates: `(S, 2)` float64 dropout rates of each span's hidden states and attention weights, instead of those of
             the encoder's layers; on the CPU. None: the layers' rates.
     """
@@ -56,11 +57,17 @@ class SpanBatch(PackedBatch):
         """Device of the tokens."""
         return self.input_ids.device
 
+    @cached_property
+    def chosen(self) -> list[int]:
+        """S + 1 numbers: how many tokens are selected before each span, and in all."""
+        bounds = np.concatenate([[0], self.lengths.numpy().cumsum()])
+        found: list[int] = np.searchsorted(self.selected.cpu().numpy(), bounds).tolist()  # `selected` is ascending
+        return found
+
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        keys = None if self.keys is None else move(self.keys)
-        return replace(
-            self, input_ids=move(self.input_ids), selected=move(self.selected), labels=move(self.labels), keys=keys
-        )
+        made = replace(self, input_ids=move(self.input_ids), selected=move(self.selected), labels=move(self.labels))
+        vars(made)["chosen"] = self.chosen  # on a GPU, `selected` could not be read without waiting
+        return made
 
     def digest(self) -> int:
         """A number below DIGEST that is determined by the spans: documents, tokens, masks, labels.
@@ -84,23 +91,25 @@ class SpanBatch(PackedBatch):
             None if self.rates is None else F.pad(self.rates, (0, 0, 0, 1)),
         )
 
-    def slices(self, cuts: Sequence[tuple[int, int]]) -> list[Self]:
-        """The spans of each [start, end) as separate batches."""
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
-        # `selected` is ascending, so its pieces are slices too; one copy to the CPU finds them all
-        places = torch.searchsorted(self.selected.cpu(), bounds).tolist()
-        starts = bounds.tolist()
-        return [
-            type(self)(
-                self.input_ids[starts[start] : starts[end]],
-                self.lengths[start:end],
-                self.selected[places[start] : places[end]] - starts[start],
-                self.labels[places[start] : places[end]],
-                None if self.keys is None else self.keys[start:end],
-                None if self.rates is None else self.rates[start:end],
-            )
-            for start, end in cuts
-        ]
+    def unselected(self) -> Self:
+        """The batch without tokens to predict."""
+        made = replace(self, selected=self.selected[:0], labels=self.labels[:0])
+        vars(made)["table"] = self.table
+        return made
+
+    def _slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
+        (first, last), (start, end) = spans, tokens
+        picked = slice(self.chosen[first], self.chosen[last])
+        made = type(self)(
+            self.input_ids[start:end],
+            self.lengths[first:last],
+            self.selected[picked] - start,
+            self.labels[picked],
+            None if self.keys is None else self.keys[first:last],
+            None if self.rates is None else self.rates[first:last],
+        )
+        vars(made)["chosen"] = [count - picked.start for count in self.chosen[first : last + 1]]
+        return made
 
 
 class Unit(NamedTuple):
@@ -154,13 +163,26 @@ class RankBatch:
             raise TypeError("a batch of images or sounds has patches, no tokens")
         return self.spans
 
+    @cached_property
+    def views_alike(self) -> bool:
+        """True if all views of each row have the same dropout key, so that they cannot differ by dropout."""
+        keys, rows = self.spans.keys, self.num_rows
+        if keys is None or not rows or (self.views is None and len(keys) % rows):
+            return False
+        by_row = keys.view(rows, -1) if self.views is None else keys[self.views.cpu()]
+        return bool((by_row == by_row[:, :1]).all())
+
     def to(self, device: torch.device) -> "RankBatch":
         """The batch on another device; copies to a GPU overlap with its work."""
-        spans = self.spans.pin_memory() if device.type == "cuda" else self.spans
-        facts = {name: values.to(device) for name, values in self.facts.items()}
-        views = None if self.views is None else self.views.to(device)
-        also = {name: batch.to(device) for name, batch in self.also.items()}
-        return replace(self, spans=spans.to(device), facts=facts, views=views, also=also)
+        made = replace(
+            self,
+            spans=self.spans.to(device),
+            facts={name: sent(values, device) for name, values in self.facts.items()},
+            views=None if self.views is None else sent(self.views, device),
+            also={name: batch.to(device) for name, batch in self.also.items()},
+        )
+        vars(made)["views_alike"] = self.views_alike  # on a GPU, `views` could not be read without waiting
+        return made
 
 
 def digest_of(values: NDArray[np.uint64], lengths: Tensor, keys: Tensor | None) -> int:
@@ -193,29 +215,32 @@ def position_ids(batch: AnyBatch, padding_index: int | None) -> Tensor:
             token with this id (MLM may draw it as a replacement) has position padding_index and is not counted.
             Patches have positions from 0.
     """
-    device = batch.device
-    starts = torch.repeat_interleave(batch.lengths.cumsum(0) - batch.lengths, batch.lengths)
+    places = batch.table.places
     if padding_index is None or not isinstance(batch, SpanBatch):
-        return (torch.arange(batch.num_tokens) - starts).to(device, non_blocking=True)[None]
+        return places[None]
     counted = (batch.input_ids != padding_index).long()
     before = counted.cumsum(0) - counted
-    return ((before - before[starts.to(device, non_blocking=True)] + 1) * counted + padding_index)[None]
+    starts = torch.arange(batch.num_tokens, device=batch.device) - places
+    return ((before - before[starts] + 1) * counted + padding_index)[None]
 
 
 def padding_mask(batch: AnyBatch) -> Tensor:
     """`(S, longest)` mask of the tokens of spans that are padded on the right."""
-    lengths = batch.lengths.to(batch.device)
-    return torch.arange(int(batch.lengths.max()), device=lengths.device)[None, :] < lengths[:, None]
+    return torch.arange(batch.longest, device=batch.device)[None, :] < batch.table.lengths[:, None]
 
 
 def pad_rows(batch: SpanBatch, pad_id: int) -> tuple[Tensor, Tensor]:
     """The spans as `(S, longest)` ids with padding on the right, and the mask of real tokens."""
-    mask = padding_mask(batch)
-    return as_rows(batch.input_ids, mask, pad_id), mask
+    return as_rows(batch.input_ids, batch, pad_id), padding_mask(batch)
 
 
-def as_rows(values: Tensor, mask: Tensor, filling: int = 0) -> Tensor:
-    """Values of tokens `(T, ...)` as rows `(S, longest, ...)`, with `filling` where the mask is false."""
-    rows = values.new_full((*mask.shape, *values.shape[1:]), filling)
-    rows[mask] = values
-    return rows
+def as_rows(values: Tensor, batch: AnyBatch, filling: int = 0) -> Tensor:
+    """Values of a batch's tokens `(T, ...)` as rows `(S, longest, ...)`, padded on the right with `filling`."""
+    rows = values.new_full((batch.num_spans * batch.longest, *values.shape[1:]), filling)
+    rows[row_places(batch)] = values
+    return rows.view(batch.num_spans, batch.longest, *values.shape[1:])
+
+
+def row_places(batch: AnyBatch) -> Tensor:
+    """`(T,)` place of each token among those of all rows that are padded on the right."""
+    return batch.table.owners * batch.longest + batch.table.places

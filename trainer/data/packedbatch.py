@@ -5,10 +5,13 @@ Legend: S spans, T tokens of all spans together.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
+
+from trainer.data.tokentable import TokenTable
 
 
 class PackedBatch(ABC):
@@ -16,9 +19,14 @@ class PackedBatch(ABC):
 
     Attributes:
         lengths: `(S,)` tokens of each span; on the CPU, for planning.
+        keys: `(S,)` int32 keys of each span's dropout, on the CPU; None if nothing is dropped.
+        rates: `(S, 2)` float64 dropout rates of each span's hidden states and attention weights, on the CPU; None:
+            those of the encoder's layers.
     """
 
     lengths: Tensor
+    keys: Tensor | None
+    rates: Tensor | None
 
     @property
     def num_spans(self) -> int:
@@ -30,16 +38,37 @@ class PackedBatch(ABC):
     def num_tokens(self) -> int:
         """Number of tokens, T."""
 
-    def to(self, device: torch.device) -> Self:
-        """The batch on another device."""
-        return self._moved(lambda each: each.to(device, non_blocking=True))
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device of the tokens."""
 
-    def pin_memory(self) -> Self:
-        """The batch in page-locked memory, from which copies to a GPU overlap with its work."""
-        return self._moved(Tensor.pin_memory)
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest span; 0 without spans."""
+        return int(self.lengths.numpy().max(initial=0))
+
+    @cached_property
+    def table(self) -> TokenTable:
+        """Spans, places and dropout of the tokens, on the batch's device."""
+        return TokenTable.of(self.lengths, self.keys, self.rates).moved(lambda each: sent(each, self.device))
+
+    def to(self, device: torch.device) -> Self:
+        """The batch on another device; copies to a GPU overlap with its work."""
+        return self.moved(lambda each: sent(each, device))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """The batch after `move` of each tensor that the layers read."""
+        made = self._moved(move)
+        vars(made)["table"] = self.table.moved(move)  # as cached_property keeps it
+        return made
 
     @abstractmethod
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self: ...
+
+    @abstractmethod
+    def unselected(self) -> Self:
+        """The batch without tokens to predict."""
 
     def microbatches(self, max_tokens: int | None) -> list[Self]:
         """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a separate piece."""
@@ -51,9 +80,27 @@ class PackedBatch(ABC):
         """The spans [start, end) as a separate batch."""
         return self.slices([(start, end)])[0]
 
-    @abstractmethod
     def slices(self, cuts: Sequence[tuple[int, int]]) -> list[Self]:
         """The spans of each [start, end) as separate batches."""
+        bounds = [0, *self.lengths.numpy().cumsum().tolist()]
+        made = []
+        for start, end in cuts:
+            tokens = bounds[start], bounds[end]
+            made.append(self._slice((start, end), tokens))
+            if "table" in vars(self):  # already computed
+                vars(made[-1])["table"] = self.table.slice((start, end), tokens)
+        return made
+
+    @abstractmethod
+    def _slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
+        """The spans [first, last), whose tokens are [start, end)."""
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values on a device; the copy of values on the CPU to a GPU overlaps with the GPU's work."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def pieces(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 Legend: S clips, T tokens of all clips together (a CLS token and the patches of each), F values of a patch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -26,7 +26,7 @@ class PatchBatch(PackedBatch):
         values: `(T, F)` values of the patches, uint8 pixels or float32; zero for a CLS token.
         places: `(T,)` int64, 0 for a CLS token, else 1 + place of the patch in its clip.
         lengths: `(S,)` tokens of each clip; on the CPU, for planning.
-        keys: `(S,)` int32 keys of each clip's dropout; None if nothing is dropped.
+        keys: `(S,)` int32 keys of each clip's dropout, on the CPU; None if nothing is dropped.
         rates: `(S, 2)` dropout rates of hidden states and attention weights, on the CPU; None: those of the layers.
     """
 
@@ -57,8 +57,7 @@ class PatchBatch(PackedBatch):
         return self.places.new_empty(0)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        keys = None if self.keys is None else move(self.keys)
-        return replace(self, values=move(self.values), places=move(self.places), keys=keys)
+        return replace(self, values=move(self.values), places=move(self.places))
 
     def digest(self) -> int:
         """A number below DIGEST that is determined by the clips, on the CPU; see `SpanBatch.digest`."""
@@ -78,16 +77,16 @@ class PatchBatch(PackedBatch):
             None if self.rates is None else F.pad(self.rates, (0, 0, 0, 1)),
         )
 
-    def slices(self, cuts: Sequence[tuple[int, int]]) -> list[Self]:
-        """The clips of each [start, end) as separate batches."""
-        bounds = [0, *self.lengths.cumsum(0).tolist()]
-        return [
-            type(self)(
-                self.values[bounds[start] : bounds[end]],
-                self.places[bounds[start] : bounds[end]],
-                self.lengths[start:end],
-                None if self.keys is None else self.keys[start:end],
-                None if self.rates is None else self.rates[start:end],
-            )
-            for start, end in cuts
-        ]
+    def unselected(self) -> Self:
+        """The batch, of which no token is predicted."""
+        return self
+
+    def _slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
+        (first, last), (start, end) = spans, tokens
+        return type(self)(
+            self.values[start:end],
+            self.places[start:end],
+            self.lengths[first:last],
+            None if self.keys is None else self.keys[first:last],
+            None if self.rates is None else self.rates[first:last],
+        )

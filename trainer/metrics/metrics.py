@@ -15,7 +15,7 @@ from common.storage import set_aside, write_text
 from trainer.metrics import tensorboard
 
 if TYPE_CHECKING:  # reading metrics needs no torch
-    from trainer.step.step import StepMetrics
+    from trainer.step.measured import StepMetrics
 
 METRICS = "metrics.jsonl"
 _BACK_OFF_SECONDS = 1.0

@@ -4,6 +4,7 @@ It is registered with transformers' attention interface, so encoder families wor
 real token once and no padding; only attention groups spans of similar length.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.console.logs import get_logger
+from trainer.data.packedbatch import sent
 from trainer.model.dropout import DropoutKeys, TokenRates
-from trainer.model.keyed_attention import attend_with_dropout, drops_weights, padded_attention
+from trainer.model.keyed_attention import attend_in_parts, attend_with_dropout, drops_weights, padded_attention
 
 PACKED = "declutr_packed"
 PADDED = "declutr_padded"
@@ -21,6 +24,13 @@ PADDED = "declutr_padded"
 # span joins a group if its length is at least this share of the group's longest, or if the group's longest is short.
 _MIN_FILL = 0.75
 _SMALL_TOKENS = 96
+# Kernels start a block of threads for each of this many tokens of the longest span, so its length is rounded up to a
+# multiple: a larger number than needed costs nothing, and torch.compile sees few different ones.
+_LENGTH_UNIT = 128
+_HALF = (torch.bfloat16, torch.float16)
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
+"""Attention of all spans in one call; trainer/model/kernels.py has the arguments."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +47,15 @@ class AttentionGroup:
 
 
 class AttentionLayout:
-    """Positions of spans in a packed row, and inputs of attention kernels, which are computed at first use.
+    """Positions of spans in a packed row, and inputs of attention, which are computed at first use.
 
     Args:
         lengths: `(S,)` number of tokens of each span in packed order, on the CPU.
         device: device of the row.
         token_keys: `(T,)` keys of the tokens, for attention dropout; None without dropout.
         rates: `(T,)` rates of attention dropout; None: every layer has its own rate.
+        kernel: computes attention in half precision without dropout; None: groups do.
+        bounds: `(S + 1,)` int32 start positions of the spans, and the end of the last, on the device; for the kernel.
     """
 
     def __init__(
@@ -52,23 +64,16 @@ class AttentionLayout:
         device: torch.device,
         token_keys: Tensor | None = None,
         rates: TokenRates | None = None,
+        kernel: Kernel | None = None,
+        bounds: Tensor | None = None,
     ) -> None:
         self.lengths = lengths
         self.device = device
         self.token_keys = token_keys
         self.rates = rates
-
-    @cached_property
-    def bounds(self) -> Tensor:
-        """`(S + 1,)` int32 start positions of the spans, and the end of the last."""
-        bounds = torch.zeros(len(self.lengths) + 1, dtype=torch.int32)
-        bounds[1:] = self.lengths.cumsum(0)
-        return bounds.to(self.device, non_blocking=True)
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest span."""
-        return int(self.lengths.max())
+        self.kernel = kernel
+        self.bounds = bounds
+        self.longest = -(-int(lengths.numpy().max(initial=1)) // _LENGTH_UNIT) * _LENGTH_UNIT
 
     @cached_property
     def is_table(self) -> bool:
@@ -79,14 +84,17 @@ class AttentionLayout:
     def groups(self) -> list[AttentionGroup]:
         """Groups of spans of similar length that cover every token once."""
         return [
-            AttentionGroup(tokens.to(self.device), valid.to(self.device) if ragged else None)
+            AttentionGroup(sent(tokens, self.device), sent(valid, self.device) if ragged else None)
             for tokens, valid, ragged in self._groups
         ]
 
     @cached_property
     def order(self) -> Tensor:
-        """`(T,)` position of each packed token in the concatenation of the groups' valid tokens."""
-        return torch.argsort(torch.cat([tokens[valid] for tokens, valid, _ in self._groups])).to(self.device)
+        """`(T,)` position of each packed token in the concatenation of the groups' entries."""
+        tokens, valid = (torch.cat([each[part].flatten() for each in self._groups]) for part in (0, 1))
+        order = torch.empty(int(self.lengths.sum()), dtype=torch.int64)
+        order[tokens[valid]] = valid.nonzero()[:, 0]
+        return sent(order, self.device)
 
     @cached_property
     def _groups(self) -> list[tuple[Tensor, Tensor, bool]]:
@@ -137,15 +145,43 @@ def packed_attention(
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
     window = kwargs.get("sliding_window")
-    drop = drops_weights(module, dropout, packed_layout.rates)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not drop:
-        return _attend_by_kernel(query, key, value, packed_layout, scaling, window), None
+    kernel, drop = packed_layout.kernel, drops_weights(module, dropout, packed_layout.rates)
+    if kernel is not None and query.dtype in _HALF and not drop:
+        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        assert packed_layout.bounds is not None
+        return kernel(q, k, v, packed_layout.bounds, packed_layout.longest, scaling, window)[None], None
+    return attend_in_groups(module, query, key, value, scaling, window, dropout if drop else None, packed_layout), None
+
+
+@torch.compiler.disable  # the groups differ in every batch, so torch.compile compiles the layers between
+def attend_in_groups(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    dropout: float | None,
+    layout: AttentionLayout,
+) -> Tensor:
+    """Computes attention `(1, T, heads, head_dim)` with one call for each group of spans of similar length.
+
+    Args:
+        module: the attention layer.
+        query: `(1, heads, T, head_dim)` queries.
+        key: keys of the same shape.
+        value: values of the same shape.
+        scaling: factor of the scores; None means 1 / sqrt(head_dim).
+        window: w of |i - j| < w; None: the whole span.
+        dropout: probability of dropping an attention weight; None: nothing is dropped.
+        layout: positions of the spans.
+    """
     # not in training: some steps have one span, or spans of one length, and would cause a second compilation
-    table = packed_layout.is_table and not torch.is_grad_enabled()
+    table = layout.is_table and not torch.is_grad_enabled()
     if not table:
         rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
     outputs = []
-    for group in packed_layout.groups:
+    for group in layout.groups:
         if table:
             q, k, v = (each[0].unflatten(1, group.tokens.shape).transpose(0, 1) for each in (query, key, value))
         else:
@@ -156,39 +192,32 @@ def packed_attention(
             place = torch.arange(longest, device=query.device)
             near = (place[:, None] - place[None, :]).abs() < window
             mask = near if mask is None else mask & near
-        if drop:
-            keys, rates = packed_layout.token_keys, packed_layout.rates
+        if dropout is not None:
+            keys, rates = layout.token_keys, layout.rates
             keys = None if keys is None else keys[group.tokens]
             rates = None if rates is None else rates.rearranged(lambda each, places=group.tokens: each[places])  # type: ignore[misc]
-            attended = attend_with_dropout(module, q, k, v, mask, scaling, dropout, keys, rates)
+            attend = attend_in_parts if query.is_cuda else attend_with_dropout
+            attended = attend(module, q, k, v, mask, scaling, dropout, keys, rates)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        attended = attended.transpose(1, 2)
-        outputs.append(attended.flatten(0, 1) if group.valid is None else attended[group.valid])
-    return (outputs[0] if table else torch.cat(outputs)[packed_layout.order])[None], None
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return (outputs[0] if table else torch.cat(outputs)[layout.order])[None]
 
 
-def _attend_by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scaling: float | None, window: int | None
-) -> Tensor:
-    """Calls torch's variable-length attention once for all spans; for half precision on a GPU without dropout."""
-    from torch.nn.attention.varlen import varlen_attn
+def fitting_kernel(model: torch.nn.Module, device: torch.device) -> Kernel | None:
+    """The kernel for an encoder's attention on a device; None if there is none, with a line in the log on a GPU."""
+    if device.type != "cuda":
+        return None
+    from trainer.model import kernels
 
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # each (T, heads, head_dim)
-    reach = -1 if window is None else window - 1
-    attended = varlen_attn(
-        q,
-        k,
-        v,
-        layout.bounds,
-        layout.bounds,
-        layout.longest,
-        layout.longest,
-        scale=scaling,
-        window_size=(reach, reach),
-    )
-    assert isinstance(attended, Tensor)
-    return attended[None]
+    config: Any = model.config
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    capability = torch.cuda.get_device_capability(device)
+    if problem := kernels.problem(capability, head_size):
+        get_logger().warning("attention computes spans of similar length together, which is slower: %s", problem)
+        return None
+    kernels.use_newest(capability)
+    return kernels.attend
 
 
 def prepare_modules(model: torch.nn.Module, keys: DropoutKeys) -> None:
@@ -203,7 +232,6 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    # The layout differs in every batch, so torch.compile skips attention and compiles the layers between.
-    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    AttentionInterface.register(PACKED, packed_attention)
     AttentionInterface.register(PADDED, torch.compiler.disable(padded_attention))
     AttentionMaskInterface.register(PADDED, sdpa_mask)

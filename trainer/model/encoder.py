@@ -4,7 +4,8 @@ Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import seeding
-from trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_mask, position_ids
+from trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_mask, position_ids, row_places
 from trainer.data.patches import PatchBatch
-from trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
-from trainer.model.dropout import DropoutKeys, TokenRates, key_dropout, token_keys
+from trainer.data.tokentable import TokenTable
+from trainer.model.attention import PACKED, PADDED, AttentionLayout, Kernel, fitting_kernel, prepare_modules, register
+from trainer.model.compilation import Compilation
+from trainer.model.dropout import DropoutKeys, key_dropout
+from trainer.model.flops import linear_weights
 from trainer.model.frontend import EmbeddingSwitch, Frontend
 from trainer.model.language_model import mlm_head, padding_index
 from trainer.model.settings import EncoderConfig
@@ -45,6 +49,7 @@ class Encoder(nn.Module):
         self.model = model
         self.unloaded = unloaded or Unloaded()
         self.sharded = False  # set by trainer/parallel/sharding.py
+        self._kernels: dict[torch.device, Kernel | None] = {}
         self._switch: EmbeddingSwitch | None = None
         self.hidden_size = int(model.config.hidden_size)
         self.keys = DropoutKeys()
@@ -52,8 +57,7 @@ class Encoder(nn.Module):
         key_dropout(model, self.keys, max(self.hidden_size, getattr(model.config, "intermediate_size", 0)))
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.compile:
-            model.base_model.compile(dynamic=True)
+        self._compilation = Compilation(model.base_model, config.compile)
         self.set_layout(config)
         self.padding_index = padding_index(model)
         self.projection: nn.Module = nn.Identity()
@@ -90,44 +94,62 @@ class Encoder(nn.Module):
         self._switch = self._switch or EmbeddingSwitch(self.model)
         states = frontend(batch)
         padded = self.config.layout == "padded"
-        with self._switch.reading(as_rows(states, padding_mask(batch)) if padded else states[None]):
+        with self._switch.reading(as_rows(states, batch) if padded else states[None]):
             return self._layers(batch, "inputs_embeds", states)
 
     def _layers(self, batch: AnyBatch, name: str, values: Tensor) -> Tensor:
         """Last hidden states; `values` `(T, ...)` are passed to the model as `name`."""
-        tokens = token_keys(batch.keys, batch.lengths) if batch.keys is not None else None
+        table = batch.table
         if self.config.layout == "padded":
-            mask = padding_mask(batch)
+            places, shape = row_places(batch), (batch.num_spans, batch.longest)
+
+            def spread(each: Tensor) -> Tensor:
+                rows = each.new_zeros(shape[0] * shape[1])
+                rows[places] = each
+                return rows.view(shape)
+
             filling = int(self.model.config.pad_token_id or 0) if name == "input_ids" else 0
-            self._set_keys(batch, tokens, lambda each: each.new_zeros(mask.shape).masked_scatter(mask, each))
-            inputs = {name: as_rows(values, mask, filling), "attention_mask": mask.long()}
-            rows: Tensor = self.model.base_model(**inputs).last_hidden_state
-            return rows[mask]
+            self._set_keys(table, spread)
+            inputs = {name: as_rows(values, batch, filling), "attention_mask": padding_mask(batch).long()}
+            rows = self._run(batch.device, inputs)
+            return rows.flatten(0, 1)[places]
         positions = position_ids(batch, self.padding_index)
         kinds = {"token_type_ids": torch.zeros_like(positions)} if self._has_token_types() else {}
-        self._set_keys(batch, tokens, lambda each: each[None])
-        rates = None if self.keys.attention is None else self.keys.attention.rearranged(lambda each: each[0])
-        row: Tensor = self.model.base_model(
-            **{name: values[None]},
-            position_ids=positions,
-            packed_layout=AttentionLayout(batch.lengths, positions.device, tokens, rates),
-            **kinds,
-        ).last_hidden_state
-        return row[0]
+        self._set_keys(table, lambda each: each[None])
+        layout = AttentionLayout(
+            batch.lengths, positions.device, table.keys, table.attention, self.kernel(positions.device), table.bounds
+        )
+        inputs = {name: values[None], "position_ids": positions, "packed_layout": layout, **kinds}
+        return self._run(batch.device, inputs)[0]
 
-    def _set_keys(self, batch: AnyBatch, tokens: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> None:
+    def _run(self, device: torch.device, inputs: dict[str, Any]) -> Tensor:
+        """Last hidden states of the model's inputs."""
+        with self._compilation.forward_in(device, self.training, self.sharded):
+            states: Tensor = self.model.base_model(**inputs).last_hidden_state
+        return states
+
+    def _set_keys(self, table: TokenTable, arrange: Callable[[Tensor], Tensor]) -> None:
         """Gives the dropout layers the keys and rates of a batch's tokens, in the shape of its hidden states."""
-        self.keys.clear()
-        self.keys.tokens = None if tokens is None else arrange(tokens)
-        if batch.rates is not None:
-            hidden, attention = (TokenRates.of(rates, batch.lengths, batch.device) for rates in batch.rates.T)
-            self.keys.hidden, self.keys.attention = hidden.rearranged(arrange), attention.rearranged(arrange)
+        self.keys.tokens = None if table.keys is None else arrange(table.keys)
+        self.keys.hidden = None if table.hidden is None else table.hidden.rearranged(arrange)
+        self.keys.attention = None if table.attention is None else table.attention.rearranged(arrange)
+
+    def kernel(self, device: torch.device) -> Kernel | None:
+        """The attention kernel on a device; None: groups of spans of similar length attend together."""
+        if device not in self._kernels:
+            self._kernels[device] = fitting_kernel(self.model, device)
+        return self._kernels[device]
+
+    @cached_property
+    def num_linear_weights(self) -> int:
+        """Number of weights in the linear layers, without the MLM head."""
+        return linear_weights(self.model)
 
     def token_places(self, batch: AnyBatch) -> int:
         """Token places that a forward computes: T when packed, padding included otherwise."""
         if self.config.layout == "packed" or batch.num_spans == 0:
             return batch.num_tokens
-        return batch.num_spans * int(batch.lengths.max())
+        return batch.num_spans * batch.longest
 
     def _has_token_types(self) -> bool:
         return getattr(self.model.config, "type_vocab_size", 0) > 0
@@ -156,11 +178,11 @@ class Encoder(nn.Module):
         return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks do not accept views
 
     def _pooled(self, batch: SpanBatch) -> Tensor:
-        return self.pool(self.hidden(batch), batch.lengths)
+        return self.pool(self.hidden(batch), batch.table.lengths)
 
     def _encode(self, batch: AnyBatch, frontend: Frontend | None) -> tuple[Tensor, Tensor]:
         hidden = self.hidden(batch, frontend)
-        embeddings = _at_least_float32(self.projection(self.pool(hidden, batch.lengths)))
+        embeddings = _at_least_float32(self.projection(self.pool(hidden, batch.table.lengths)))
         if len(batch.selected) == 0:
             return embeddings, embeddings.new_zeros(())
         rows = max(1, _LOGITS // int(self.model.config.vocab_size))

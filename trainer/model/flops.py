@@ -7,8 +7,10 @@ are embedding look-ups, norms, activations, the loss, and the second forward of 
 checkpointing.
 """
 
+import re
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,12 +18,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FORWARD_AND_BACKWARD = 3
-# Peaks of dense matrix products in FLOP/s, half precision and float32, without sparsity, from vendors' data sheets.
+# Peaks of dense matrix products in FLOP/s, half precision and float32, without sparsity, from vendors' data sheets. A
+# GPU has the peak with the most words of its name: "NVIDIA H100 PCIe" is slower than "NVIDIA H100 80GB HBM3".
 _PEAKS = {
     "H200": (989e12, 67e12),
+    "GH200": (989e12, 67e12),
+    "H200 NVL": (835e12, 60e12),
     "H100": (989e12, 67e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100 PCIe": (756e12, 51e12),
     "A100": (312e12, 19.5e12),
     "L40S": (362e12, 91.6e12),
+    "L40": (181e12, 90.5e12),
     "A10": (125e12, 31.2e12),
     "A10G": (70e12, 35e12),
     "L4": (121e12, 30.3e12),
@@ -45,7 +53,8 @@ def step_flops(model: "PreTrainedModel", weights: int, lengths: Tensor, num_sele
     """
     config = model.config
     hidden = int(config.hidden_size)
-    tokens, pairs = float(lengths.sum()), float(lengths.double().square().sum())
+    sizes = lengths.numpy().astype(np.float64)
+    tokens, pairs = float(sizes.sum()), float(np.square(sizes).sum())
     body = 2 * weights * tokens + 4 * int(config.num_hidden_layers) * hidden * pairs
     head = 2 * (hidden * hidden + hidden * int(config.vocab_size)) * num_selected
     return _FORWARD_AND_BACKWARD * (body + head)
@@ -53,7 +62,8 @@ def step_flops(model: "PreTrainedModel", weights: int, lengths: Tensor, num_sele
 
 def peak_flops(gpu: str | None, half: bool) -> float | None:
     """Peak of a GPU in FLOP/s by its name; None for other GPUs and for CPUs, which have no name."""
-    known = sorted((name for name in _PEAKS if gpu is not None and name in gpu), key=len)
+    words = set(re.split(r"[\s-]+", gpu or ""))
+    known = sorted((name for name in _PEAKS if words.issuperset(name.split())), key=lambda name: name.count(" "))
     return _PEAKS[known[-1]][0 if half else 1] if known else None
 
 

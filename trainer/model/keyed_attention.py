@@ -1,14 +1,18 @@
 """Attention with dropout keyed by token: explicit weights, and the attention of the padded layout.
 
-Dropout in fused kernels cannot be repeated in another microbatch, so weights are computed where some are dropped.
+Dropout in fused kernels cannot be repeated in another microbatch, so weights are computed where some are dropped. On a
+GPU only those of a few spans exist at a time: the backward computes them again, and their masks from the keys.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from trainer.model.dropout import NEVER, DropoutKeys, TokenRates, drop_attention
+
+_WEIGHTS = 2**26  # largest number of weights that exist at a time on a GPU, 256 MiB in float32
 
 
 def padded_attention(
@@ -38,9 +42,8 @@ def padded_attention(
     if drops_weights(module, dropout, batch.attention):
         shared = query.shape[1] // key.shape[1]  # query heads that share a key head
         key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
-        attended = attend_with_dropout(
-            module, query, key, value, attention_mask, scaling, dropout, batch.tokens, batch.attention
-        )
+        attend = attend_in_parts if query.is_cuda else attend_with_dropout
+        attended = attend(module, query, key, value, attention_mask, scaling, dropout, batch.tokens, batch.attention)
         return attended.transpose(1, 2).contiguous(), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -77,6 +80,56 @@ def attend_with_dropout(
         scores = scores + mask
     weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
     return drop_attention(weights, query_keys, _number_of(module), dropout, rates).to(value.dtype) @ value
+
+
+def attend_in_parts(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    query_keys: Tensor | None,
+    rates: TokenRates | None,
+    most_weights: int = _WEIGHTS,
+) -> Tensor:
+    """As `attend_with_dropout`, some spans at a time; the backward computes the weights of each part again.
+
+    Args:
+        module: the attention layer.
+        query: `(spans, heads, longest, head_dim)`.
+        key: keys of the same shape.
+        value: values of the same shape.
+        mask: boolean or numbers, which broadcast to the weights; None: every key may be attended to.
+        scaling: factor of the scores; None means 1 / sqrt(head_dim).
+        dropout: probability of dropping an attention weight.
+        query_keys: `(spans, longest)` keys of the query tokens.
+        rates: `(spans, longest)` rates of the query tokens, instead of `dropout`.
+        most_weights: largest number of weights that exist at a time; a span is never cut.
+    """
+    spans, heads, longest = query.shape[:3]
+    size = max(1, most_weights // max(1, heads * longest * longest))
+    parts = []
+    for start in range(0, spans, size):
+        some = slice(start, start + size)
+        parts.append(
+            checkpoint(
+                attend_with_dropout,
+                module,
+                query[some],
+                key[some],
+                value[some],
+                mask if mask is None or mask.ndim < 4 or len(mask) == 1 else mask[some],
+                scaling,
+                dropout,
+                None if query_keys is None else query_keys[some],
+                None if rates is None else rates.rearranged(lambda each, some=some: each[some]),  # type: ignore[misc]
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        )
+    return torch.cat(parts)
 
 
 def _number_of(module: torch.nn.Module) -> int:

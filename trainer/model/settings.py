@@ -78,8 +78,9 @@ class EncoderConfig(Strict):
 
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward and recompute the rest. Less memory, a third more time."""
-    compile: bool = False
-    """Compile the encoder with torch.compile, once for all lengths. Useful on a GPU."""
+    compile: bool | None = None
+    """Compile the encoder with torch.compile for training, once for all lengths. null: on GPUs, unless parameters are
+    sharded or no C compiler is installed."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "EncoderConfig":

@@ -63,9 +63,9 @@ class TrainConfig(Strict):
     """Number of optimizer steps of the run; null: set by `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
     """Number of passes over the corpus, if `steps` is null. If both are null: 1 epoch."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     """fp32: all computation in float32. bf16: matrix products of the forward in bfloat16; parameters, pooling and
-    losses stay in float32."""
+    losses stay in float32. auto: bf16 on GPUs that compute in it, else fp32."""
     seed: int = Field(default=0, ge=0)
     """Seed of new weights, order of documents, spans, masks and dropout."""
     on_bad_loss: Literal["stop", "skip"] = "stop"
@@ -236,12 +236,17 @@ class TrainConfig(Strict):
         places = ("run", "data", "cache")
         free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
         found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
+        # runs of before keep their hash
+        if found["precision"] == "auto":
+            found["precision"] = "fp32"
+        if found["encoder"]["compile"] is None:
+            found["encoder"]["compile"] = False
         for section, name, default in _LATER:
             if found[section][name] == default:
                 del found[section][name]
         for branch in found["also"].values():
             del branch["data"]
-        if not self.also:  # runs of before keep their hash
+        if not self.also:
             del found["also"], found["turns"]
         return found
 

@@ -40,11 +40,19 @@ def build_branch(
         world=world,
         seed=settings.seed,
         microbatch=microbatch,
-        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        autocast=autocast_type(config.precision, next(encoder.parameters()).device),
         name=name,
         frontend=build_frontend(settings, encoder, manifest.content),
         weight=config.also[name].weight if name else 1.0,
     )
+
+
+def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
+    """Type of the forward's matrix products for the setting `precision`; None for the parameters' type."""
+    if precision == "auto":
+        half = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if half else None
+    return torch.bfloat16 if precision == "bf16" else None
 
 
 def build_turns(config: TrainConfig, branches: Sequence[Branch], total_steps: int) -> list[Stepper]:
@@ -82,6 +90,7 @@ def _stepper(config: TrainConfig, optim: OptimConfig, branches: Sequence[Branch]
         optim=optim,
         total_steps=total_steps,
         joined=tuple(joined),
+        late=_reads_late(branches),
     )
 
 
@@ -107,6 +116,13 @@ def _with_sums(config: TrainConfig, optimizer: torch.optim.Optimizer, branches: 
     parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
     *first, last = branches
     return [*first, replace(last, overlap=OverlappedSums(world, parameters, compressed))]
+
+
+def _reads_late(branches: Sequence[Branch]) -> bool:
+    """True if the metrics of a step may be read after its update, as `Stepper.late` allows."""
+    encoder = branches[0].encoder
+    keeps = any(branch.objective.remembers or len(list(branch.objective.buffers())) for branch in branches)
+    return next(encoder.parameters()).is_cuda and not encoder.sharded and not keeps
 
 
 def freeze_unused(encoder: Encoder, branches: Sequence[Branch]) -> None:

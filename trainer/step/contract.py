@@ -48,8 +48,6 @@ def keys_problem(objective: Objective[Any], batch: RankBatch) -> str | None:
     config = objective.config
     if not (config.needs_dropout or config.sets_rates) or not batch.num_rows or batch.spans.keys is None:
         return None
-    shape = batch.num_rows, objective.num_views
-    keys = batch.spans.keys[batch.views] if batch.views is not None else batch.spans.keys.view(shape)
-    if not bool((keys == keys[:, :1]).all()):
+    if not batch.views_alike:
         return None
     return "all views of a row have the same dropout key, so their masks are not independent; number the spans"

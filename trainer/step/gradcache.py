@@ -99,7 +99,10 @@ class GradCache:
         problem = facts_problem(batch) or keys_problem(self.objective, batch)
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else facts_code(batch)
         labels = batch.spans.labels
-        selected, *found = self.world.sum(labels.new_tensor([len(labels), *own])).tolist()
+        totals = [len(labels), *own]
+        if size > 1:  # one worker knows them without its device
+            totals = self.world.sum(labels.new_tensor(totals)).tolist()
+        selected, *found = totals
         rows, codes = found[:size], found[size:]
         if problem or len(set(codes)) > 1:
             given = ", ".join(batch.facts) or "none"
@@ -111,10 +114,12 @@ class GradCache:
         return Counts(selected, sum(rows[:rank]), sum(rows))
 
     def embed(self, pieces: list[AnyBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Span embeddings and MLM loss of each piece: with their graph when there is one piece, else without."""
+        """Span embeddings and MLM loss of each piece, with their graph; of several pieces the embeddings alone."""
         if len(pieces) > 1 and not self.objective.config.embeds:
             return []  # the loss does not combine pieces, so one pass is enough
         with torch.set_grad_enabled(len(pieces) == 1):
+            if len(pieces) > 1:  # the second pass predicts
+                pieces = [piece.unselected() for piece in pieces]
             return [self._forward(piece, number) for number, piece in enumerate(pieces)]
 
     def differentiate(

@@ -57,6 +57,19 @@ class Microbatch:
             torch.cuda.empty_cache()
 
 
+# Libraries that allocate without torch's allocator report a failure with an error of another type.
+_FAILED_ALLOCATIONS = (
+    "DefaultCPUAllocator",
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "Cuda failure 2 'out of memory'",  # NCCL
+    "Cuda failure 'out of memory'",  # NCCL before 2.19
+)
+
+
 def out_of_memory(error: RuntimeError) -> bool:
-    """True if this error is a failed allocation, on a GPU or (under a limit) on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """True if this error is a failed allocation: on a GPU, by torch or a library, or (under a limit) on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or any(one in str(error) for one in _FAILED_ALLOCATIONS)

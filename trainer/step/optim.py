@@ -11,6 +11,8 @@ from trainer.parallel.sharding import whole
 from trainer.parallel.world import is_part
 from trainer.step.settings import OptimConfig
 
+_LATE_STEP = 1e30  # beta ** step is 0
+
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """Learning rate of the 1-based optimizer step t of T.
@@ -47,27 +49,31 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
-    """Scales gradients down to a total norm of at most `max_norm`, if it is given; returns the norm before.
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scales gradients down to a total norm of at most `max_norm`, if it is given; returns the norm before, a scalar.
 
     The norms of sharded and replicated parameters are summed separately, because torch cannot stack both kinds.
     """
     kinds = [[p for p in parameters if is_part(p) == sharded] for sharded in (True, False)]
     kinds = [kind for kind in kinds if kind]
     if len(kinds) == 1:
-        return float(whole(torch.nn.utils.clip_grad_norm_(kinds[0], math.inf if max_norm is None else max_norm)))
+        return whole(torch.nn.utils.clip_grad_norm_(kinds[0], math.inf if max_norm is None else max_norm))
     gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
-    norm = math.hypot(*(float(whole(torch.nn.utils.get_total_norm(some))) for some in gradients))
-    if max_norm is None:
-        return norm
-    factor = max_norm / (norm + 1e-6)  # as torch clips
-    for some in gradients:
-        torch._foreach_mul_(some, min(1.0, factor))
-    return norm
+    norms = [whole(torch.nn.utils.get_total_norm(some)) for some in gradients]
+    norm = math.hypot(*map(float, norms))
+    if max_norm is not None:
+        factor = max_norm / (norm + 1e-6)  # as torch clips
+        for some in gradients:
+            torch._foreach_mul_(some, min(1.0, factor))
+    return torch.tensor(norm, dtype=torch.float64, device=norms[0].device)
 
 
 def build_optimizer(
-    config: OptimConfig, encoder: nn.Module, *others: nn.Module, reached: Collection[int] | None = None
+    config: OptimConfig,
+    encoder: nn.Module,
+    *others: nn.Module,
+    reached: Collection[int] | None = None,
+    fused: bool | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over trainable parameters, in separate groups for each module.
 
@@ -76,14 +82,15 @@ def build_optimizer(
         encoder: the encoder.
         others: objectives and frontends.
         reached: ids of the encoder's parameters that get a gradient; None: all that are trainable.
+        fused: update all parameters by one kernel; None: on a GPU.
     """
     groups = parameter_groups(encoder, config.weight_decay)
     if reached is not None:
         groups = [{**group, "params": [p for p in group["params"] if id(p) in reached]} for group in groups]
     groups += [group for one in others for group in parameter_groups(one, config.weight_decay) if group["params"]]
+    fused = next(encoder.parameters()).is_cuda if fused is None else fused
     if not config.bias_correction:
-        return UncorrectedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    fused = next(encoder.parameters()).is_cuda  # one kernel for all parameters
+        return UncorrectedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
@@ -91,6 +98,17 @@ class UncorrectedAdamW(torch.optim.Optimizer):
     """AdamW as in transformers 3.4 with correct_bias=False: no bias correction, decay after the update.
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w = w - lr m / (sqrt(v) + eps); w = w - lr decay w.
+
+    Args:
+        params: parameters or their groups.
+        lr: learning rate.
+        betas: b1 and b2.
+        eps: see the equation.
+        weight_decay: see the equation.
+        fused: update all parameters by torch's fused kernel.
+
+    Attributes:
+        found_inf: a tensor, 1 to leave out updates, else 0; None: no update is left out. Only if fused.
     """
 
     def __init__(
@@ -100,8 +118,11 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float = 0.0,
+        fused: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.found_inf: Tensor | None = None
+        self._fused = fused
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -112,18 +133,48 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         """One update of every parameter that has a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state: dict[str, Tensor] = self.state[parameter]
-                    if not state:
-                        state["exp_avg"], state["exp_avg_sq"] = (
-                            torch.zeros_like(parameter),
-                            torch.zeros_like(parameter),
-                        )
-                    state["exp_avg"].lerp_(parameter.grad, 1 - first)
-                    state["exp_avg_sq"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
-                    denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
-                    parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"])
-                    parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                state: dict[str, Tensor] = self.state[parameter]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            if self._fused:
+                self._update_fused(group, parameters)
+                continue
+            for parameter in parameters:
+                self._update(group, parameter, **self.state[parameter])
         return loss
+
+    def _update(self, group: dict[str, Any], parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        (first, second), gradient = group["betas"], parameter.grad
+        assert gradient is not None
+        exp_avg.lerp_(gradient, 1 - first)
+        exp_avg_sq.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        parameter.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(group["eps"]), value=-group["lr"])
+        parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
+
+    def _update_fused(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """The same in one kernel, which corrects the bias of a step so late that the correction is exactly 1."""
+        if not parameters:
+            return
+        first, second = group["betas"]
+        late = torch.full((), _LATE_STEP, device=parameters[0].device)
+        torch._fused_adamw_(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [self.state[parameter]["exp_avg"] for parameter in parameters],
+            [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
+            [],
+            [late] * len(parameters),
+            lr=group["lr"],
+            beta1=first,
+            beta2=second,
+            weight_decay=0.0,
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            found_inf=self.found_inf,
+        )
+        if decay := group["lr"] * group["weight_decay"]:
+            kept = 1 - decay if self.found_inf is None else 1 - decay * (1 - self.found_inf)
+            torch._foreach_mul_(parameters, kept)

@@ -94,6 +94,7 @@ def _place() -> tuple[str, int]:
 def _join(address: str, port: int, backend: str, timeout_seconds: float) -> None:
     from datetime import timedelta
 
+    import ray.train.torch
     import torch.distributed as dist
 
     record_exchanges()
@@ -106,7 +107,9 @@ def _join(address: str, port: int, backend: str, timeout_seconds: float) -> None
         "LOCAL_RANK": str(context.get_local_rank()),
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
     }
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    # NCCL otherwise guesses the GPU from the rank at the first exchange, and waits there if hosts differ
+    device = ray.train.torch.get_device() if backend == "nccl" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=device)
 
 
 def _gpu_problem() -> str | None:

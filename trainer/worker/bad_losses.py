@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from common.console.logs import get_logger
-from trainer.data.batches import RankBatch
-from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
+from trainer.step.measured import NonFiniteLossError, PendingStep, StepMetrics
+from trainer.step.step import Stepper
 
 
 @dataclass
 class BadLosses:
-    """Takes steps, and skips those whose loss is not finite if `on_bad_loss` allows it.
+    """Reads the metrics of steps, and skips those whose loss is not finite if `on_bad_loss` allows it.
 
     Attributes:
         skip: skip such steps (`on_bad_loss: skip`) instead of stopping.
@@ -23,15 +23,15 @@ class BadLosses:
     skipped: int = 0
     in_a_row: int = 0
 
-    def take(self, stepper: Stepper, batch: RankBatch, step: int) -> StepMetrics:
-        """Takes a step; a skipped one uses up its documents and changes nothing else.
+    def read(self, stepper: Stepper, pending: PendingStep, step: int) -> StepMetrics:
+        """The metrics of a step that was taken; a skipped one used up its documents and changed nothing else.
 
         Raises:
             NonFiniteLossError: the loss is not finite and may not be skipped, or there were too many in a row; on every
                 rank.
         """
         try:
-            measured = stepper.step(batch, step)
+            measured = pending.read()
         except NonFiniteLossError as error:
             if not self.skip or error.measured is None:
                 raise

@@ -100,13 +100,16 @@ class Checkpointing:
         if self._stepper.world.rank == 0:
             self.early_stopping.measured(step, scores)
 
-    def after_step(self, step: int, scores: dict[str, float], stop: bool) -> bool:
+    def after_step(
+        self, step: int, scores: dict[str, float], stop: bool, before_save: Callable[[], None] = lambda: None
+    ) -> bool:
         """Saves, reports or stops if any worker requests it; returns whether this was the last step.
 
         Args:
             step: 1-based step that was just taken.
             scores: held-out scores of its weights, if any.
             stop: true if this worker has a notice to stop.
+            before_save: records the step, if that is pending.
 
         Raises:
             SaveError: checkpoints cannot be written; on every rank.
@@ -127,6 +130,7 @@ class Checkpointing:
         self.early = Request.EARLY in request
         end = step == self._stepper.total_steps or Request.STOP in request or self.early
         if end or Request.SAVE in request:
+            before_save()
             with self._heartbeat.doing("saving"):
                 self.save(step, scores)
                 if end and self.saver is not None:

@@ -25,7 +25,7 @@ from trainer.setup.build import build_encoder, build_feed, build_validator, load
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.steps import total_steps
-from trainer.setup.turns import build_branch, build_turns
+from trainer.setup.turns import autocast_type, build_branch, build_turns
 from trainer.step.microbatch import Microbatch, MicrobatchError
 from trainer.step.step import NonFiniteLossError
 from trainer.worker.backend import missing_gpu
@@ -57,6 +57,9 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """
     if problem := missing_gpu():
         raise RuntimeError(problem)
+    # Batches have different lengths, whose blocks would not fit into each other; read when the GPU is first used.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stopwatch = Stopwatch(settings["marks"])
     stopwatch.mark("group")
     config = TrainConfig.model_validate(settings["config"])
@@ -97,6 +100,8 @@ def _train(
     config: TrainConfig, device: torch.device, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
 ) -> dict[str, Any] | None:
     world = CountedWorld(heartbeat.rank, heartbeat.size, config.scaling.bitwise, heartbeat)
+    if device.type == "cuda" and autocast_type(config.precision, device) is not None:
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
     elif config.scaling.bitwise:

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,11 +16,12 @@ from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import Validator
 from trainer.setup.config import TrainConfig
-from trainer.step.step import NonFiniteLossError, StepMetrics, Stepper
+from trainer.step.measured import NonFiniteLossError, StepMetrics
+from trainer.step.step import Stepper
 from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat
 from trainer.worker.stopwatch import Stopwatch
-from trainer.worker.turns import Turns
+from trainer.worker.turns import TakenStep, Turns
 
 
 @dataclass
@@ -82,8 +83,7 @@ class TrainingLoop:
     def take_steps(self, done: int, batches: Ahead, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
         config, stepper, heartbeat = self.config, self.stepper, self.heartbeat
-        peak = self.peak_flops()
-        began = time.monotonic()
+        recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops())
         self.stopwatch.mark("model")
         heartbeat.set_phase("data")
         for step, batch in enumerate(batches, start=done + 1):
@@ -91,20 +91,18 @@ class TrainingLoop:
             heartbeat.set_phase("forward")
             if step == done + 1:
                 self.stopwatch.mark("batch")
-            measured = self.turns.take(batch, step)
-            if step == done + 1:
-                self.log_first_step(step, measured, metrics)
-            if metrics:
-                speed = rates(measured, began, config.batch_documents, batches.waited_seconds, peak)
-                heartbeat.line = metrics.step(step, measured, speed)
-            batches.waited_seconds = 0.0
-            heartbeat.finish_step(step, time.monotonic() - started)
+            taken = self.turns.begin(batch, step)
+            recorder.settle()  # the step before, which the device finishes while it has this one to compute
+            recorder.pending = taken
             due = step == stepper.total_steps or step % max(1, config.validation.every_steps) == 0
+            if due or step == done + 1 or not self.turns.late:
+                recorder.settle()
+            heartbeat.finish_step(step, time.monotonic() - started)
             scores = self.validate(step, metrics) if due else {}
-            if self.checkpointing.after_step(step, scores, self.stop()):
+            if self.checkpointing.after_step(step, scores, self.stop(), before_save=recorder.settle):
                 heartbeat.set_phase("ended")
                 return step
-            began = time.monotonic()
+            recorder.proceed()
         return done
 
     @property
@@ -146,7 +144,7 @@ class TrainingLoop:
 
     def peak_flops(self) -> float | None:
         """FLOPs per second of all workers' devices together; None if the device is unknown."""
-        peak = peak_flops(gpu_name(self.device), half=self.config.precision == "bf16")
+        peak = peak_flops(gpu_name(self.device), half=self.stepper.autocast is not None)
         return None if peak is None else peak * self.stepper.world.size
 
     def refuse_random_weights(self) -> None:
@@ -162,3 +160,50 @@ class TrainingLoop:
             raise UnfitEncoderError(
                 "; ".join(found) or f"encoder.pretrained = {encoder.pretrained}: weights are missing on another worker"
             )
+
+
+@dataclass
+class Recorder:
+    """Reads and records the metrics of each step, on a GPU while the next step is computed.
+
+    Attributes:
+        loop: the training loop.
+        first: number of the first step.
+        batches: the prefetcher.
+        metrics: metrics of the run; None on other workers than the first.
+        peak: FLOPs per second of all devices together; None if unknown.
+        pending: the step whose metrics are not read yet.
+        began: monotonic time in seconds at which the time of the next record starts.
+    """
+
+    loop: TrainingLoop
+    first: int
+    batches: Ahead
+    metrics: MetricsWriter | None
+    peak: float | None
+    pending: TakenStep | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def settle(self) -> None:
+        """Records the pending step, if there is one.
+
+        Raises:
+            NonFiniteLossError: its loss is not finite and may not be skipped.
+        """
+        if self.pending is None:
+            return
+        step, measured = self.pending.step, self.pending.read()
+        self.pending = None
+        if step == self.first:
+            self.loop.log_first_step(step, measured, self.metrics)
+        if self.metrics:
+            documents = self.loop.config.batch_documents
+            speed = rates(measured, self.began, documents, self.batches.waited_seconds, self.peak)
+            self.loop.heartbeat.line = self.metrics.step(step, measured, speed)
+        self.batches.waited_seconds = 0.0
+        self.began = time.monotonic()
+
+    def proceed(self) -> None:
+        """Leaves validation and saving out of the time of the next step."""
+        if self.pending is None:
+            self.began = time.monotonic()

@@ -1,0 +1,173 @@
+"""Counter of what a step asks of a GPU: operations, bytes read and written, and waits for a result (host syncs).
+
+The step runs on fake tensors, which have shapes and types but no values. A fake tensor stands for a tensor on the GPU;
+every other tensor is on the CPU. So reading a value of a fake tensor, or using a tensor of the CPU with fake ones, is
+what makes the CPU wait for a real GPU.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+GB = 10**9
+# Operations whose result has only metadata, or memory that nothing is written to.
+_FREE = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "_unsafe_view",
+    "lift_fresh",
+    "detach",
+}
+# Operations that read only the rows that an index names.
+_PICKING = {"embedding", "index", "index_select", "gather"}
+_PLACING = {"index_put_", "index_put", "_index_put_impl_", "scatter", "index_copy"}
+# Operations whose result's shape or value must be read from the GPU.
+_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
+_READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+_UPLOADS = (torch.tensor, torch.as_tensor)
+
+
+class Traffic(TorchDispatchMode):
+    """Counter of the operations on fake tensors.
+
+    Attributes:
+        operations: operations that start a kernel, by name.
+        bytes: bytes that they read and write, by name.
+        syncs: waits for the GPU, by name.
+        paused: true while other code counts the operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.syncs: Counter[str] = Counter()
+        self.paused = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count it."""
+        kwargs = kwargs or {}
+        if self.paused:
+            return function(*args, **kwargs)
+        name = function.overloadpacket.__name__
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if _waits(name, args, inputs, kwargs):
+            self.syncs[name] += 1
+            if name == "_local_scalar_dense":
+                return 1 if not inputs[0].is_floating_point() else 1.0  # a fake tensor has no value
+        result = function(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not function.is_view and name not in _FREE and any(isinstance(each, FakeTensor) for each in outputs):
+            self.operations[name] += 1
+            self.bytes[name] += traffic(name, inputs, outputs)
+        return result
+
+    def add(self, name: str, operations: int, moved: int) -> None:
+        """Count operations that something else counted."""
+        if not self.paused:
+            self.operations[name] += operations
+            self.bytes[name] += moved
+
+    @property
+    def gigabytes(self) -> float:
+        """Bytes of all operations, in units of 10^9."""
+        return sum(self.bytes.values()) / GB
+
+
+class HostReads(TorchFunctionMode):
+    """Counts reads of fake tensors that no dispatcher sees.
+
+    Args:
+        traffic: counter of the reads.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self._traffic = traffic
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function; a value that a fake tensor does not have is 1."""
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        uploads = name == "new_tensor" or (function in _UPLOADS and kwargs.get("device") is not None)
+        if uploads and not self._traffic.paused:
+            self._traffic.syncs[name] += 1
+        if name in _READS and args and isinstance(args[0], FakeTensor) and not self._traffic.paused:
+            self._traffic.syncs[name] += 1
+            if name == "tolist":
+                return _ones(list(args[0].shape))
+            if name in ("cpu", "numpy"):
+                return torch.ones(args[0].shape, dtype=args[0].dtype)
+            return {"__bool__": True, "__int__": 1, "__index__": 1}.get(name, 1.0)
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def counting(mode: Any) -> Iterator[Traffic]:
+    """Count what happens in the block on fake tensors of a FakeTensorMode."""
+    found = Traffic()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(mode, "allow_non_fake_inputs", True))
+        for each in (mode, found, HostReads(found)):
+            stack.enter_context(each)
+        yield found
+
+
+@contextmanager
+def autocast_as_on_a_gpu() -> Iterator[None]:
+    """Lets autocast compute layer norms in float32, as on a GPU; on a CPU it does not."""
+
+    def forward(self: nn.LayerNorm, hidden: Tensor) -> Tensor:
+        return F.layer_norm(hidden.float(), self.normalized_shape, self.weight, self.bias, self.eps)
+
+    with patch.object(nn.LayerNorm, "forward", forward):
+        yield
+
+
+def traffic(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Bytes that an operation reads and writes; each tensor once, broadcast dimensions not at all."""
+    written = sum(map(_bytes, outputs))
+    if name in _PICKING:
+        return written * 2 + sum(map(_bytes, inputs[1:]))
+    if name in _PLACING:
+        return sum(map(_bytes, inputs[1:])) + _bytes(inputs[-1])
+    if name in ("fill_", "zero_", "zeros_like", "full_like", "ones_like", "new_zeros", "new_full"):
+        return written
+    distinct = {id(each): each for each in inputs}
+    return written + sum(map(_bytes, distinct.values()))
+
+
+def _waits(name: str, args: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> bool:
+    if not any(isinstance(each, FakeTensor) for each in inputs):
+        return False
+    if name in _WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        return True
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        indices = [each for each in args[1] if each is not None]
+        if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
+            return True
+    return any(not isinstance(each, FakeTensor) and each.dim() > 0 for each in inputs)
+
+
+def _bytes(tensor: Tensor) -> int:
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
+    return math.prod(int(size) for size in sizes) * tensor.element_size()
+
+
+def _ones(shape: list[int]) -> Any:
+    return 1.0 if not shape else [_ones(shape[1:]) for _ in range(shape[0])]

@@ -1,0 +1,118 @@
+"""The branch of a GPU, with kernels for the CPU: attention in one call, in one graph for all lengths, and its guard."""
+
+from importlib.util import find_spec
+
+import cpukernel  # noqa: F401 - registers the kernels
+import pytest
+import torch
+from measures import deviation
+from tiny import FAMILIES, random_spans, tiny_encoder
+from torch._dynamo.testing import CompileCounter
+
+from trainer.model import kernels
+from trainer.model.attention import attend_in_groups
+from trainer.model.compilation import compiler_problem
+from trainer.model.dropout import words
+from trainer.model.keyed_attention import attend_in_parts, attend_with_dropout
+
+MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
+CPU = torch.device("cpu")
+# Heads of 8 features: the guard refuses others.
+WIDE = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1}
+
+
+def encoder_with(kernel, family="roberta", **settings):
+    encoder = tiny_encoder(family, torch.float32, scratch=WIDE, **settings)
+    encoder._kernels[CPU] = kernel
+    return encoder
+
+
+def values(encoder, batch):
+    """Embeddings and gradients in half precision."""
+    encoder.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        embeddings, mlm = encoder(batch)
+    (embeddings.square().sum() + mlm).backward()
+    return embeddings, torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernel_computes_what_groups_compute(family):
+    """With dropout of hidden states, and with ModernBERT's local layers, which pass a window."""
+    settings = {"dropout": 0.2, "attention_dropout": 0.0}
+    batch = random_spans(MIXED, num_selected=9)
+    found = values(encoder_with(kernels.attend, family, **settings), batch)
+    expected = values(encoder_with(None, family, **settings), batch)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_groups_attend_where_the_kernel_cannot():
+    """Float32 and dropped attention weights: the same bits with and without a kernel."""
+    batch = random_spans(MIXED)
+    with_kernel, without = (encoder_with(kernel, dropout=0.2).embed(batch) for kernel in (kernels.attend, None))
+    assert torch.equal(with_kernel, without)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dropped = [encoder_with(kernel, dropout=0.2).embed(batch) for kernel in (kernels.attend, None)]
+    assert torch.equal(*dropped)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_graph_for_all_lengths(family):
+    """One graph without breaks, whatever the number of spans and tokens, and the same values as without a graph."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    settings = {"dropout": 0.2, "attention_dropout": 0.0}
+    compiled, eager = (encoder_with(kernels.attend, family, **settings) for _ in range(2))
+    compiled.model.base_model.compile(backend=counter, fullgraph=True, dynamic=True)
+    for lengths in (MIXED, [17], [3, 3, 3], [36, 3], [5] * 20):
+        batch = random_spans(lengths, num_selected=2)
+        for one, other in zip(values(compiled, batch), values(eager, batch), strict=True):
+            assert deviation([one], [other]) < 1e-6
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_size", "reason"),
+    [
+        ((9, 0), 64, None),
+        ((8, 0), 256, None),
+        ((7, 5), 64, "compute capability 7.5"),
+        ((9, 0), 20, "head size is 20"),
+        ((9, 0), 264, "head size is 264"),
+    ],
+)
+def test_guard(capability, head_size, reason):
+    problem = kernels.problem(capability, head_size)
+    assert problem is None if reason is None else reason in problem
+
+
+def test_versions():
+    """FlashAttention 3 needs Hopper and its package, which no test installs."""
+    assert kernels.use_newest((8, 0)) == kernels.use_newest((9, 0)) == "FA2"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("most_weights", [1, 200, 2**26])
+def test_weights_of_some_spans_at_a_time(masked, most_weights):
+    """The same bits, values and gradients, as with the weights of all spans."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(5, 2, 7, 4, generator=generator).requires_grad_() for _ in range(3))
+    mask = (torch.rand(5, 1, 1, 7, generator=generator) < 0.8) | (torch.arange(7) == 0) if masked else None
+    keys = words(1, 35, CPU).view(5, 7)
+    module = torch.nn.Linear(1, 1)
+    module.layer_idx = 3
+    found = []
+    for attend, more in ((attend_with_dropout, {}), (attend_in_parts, {"most_weights": most_weights})):
+        out = attend(module, query, key, value, mask, None, 0.3, keys, None, **more)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed")
+def test_a_missing_code_generator_is_named():
+    assert "triton is missing" in compiler_problem()
+
+
+def test_groups_are_kept_out_of_graphs():
+    assert attend_in_groups._torchdynamo_disable

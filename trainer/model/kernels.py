@@ -1,0 +1,64 @@
+"""torch's attention kernel for spans of different lengths: which devices and encoders it fits, and its call.
+
+It is part of torch.compile's graph. Only `fitting_kernel` imports this file, because few runs need it.
+"""
+
+import importlib.util
+
+from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
+from torch.nn.attention.varlen import varlen_attn
+
+_LEAST_CAPABILITY = (8, 0)  # Ampere
+_HOPPER = 9
+_MOST_HEAD_SIZE = 256
+_HEAD_SIZE_UNIT = 8
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attention within spans, `(T, heads, head_dim)`, in one call for all spans.
+
+    Args:
+        query: `(T, heads, head_dim)` queries in half precision.
+        key: keys of the same shape.
+        value: values of the same shape.
+        bounds: `(S + 1,)` int32 start of each span, and the end of the last.
+        longest: at least the tokens of the longest span.
+        scaling: factor of the scores; None means 1 / sqrt(head_dim).
+        window: w of |i - j| < w; None: the whole span.
+    """
+    reach = -1 if window is None else window - 1
+    made = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(reach, reach))
+    assert isinstance(made, Tensor)
+    return made
+
+
+def problem(capability: tuple[int, int], head_size: int) -> str | None:
+    """The reason why the kernel cannot run, or None.
+
+    Args:
+        capability: compute capability of the GPU.
+        head_size: size of an attention head.
+    """
+    if capability < _LEAST_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernel needs 8.0"
+    if head_size % _HEAD_SIZE_UNIT or head_size > _MOST_HEAD_SIZE:
+        return f"the head size is {head_size}, and the kernel needs a multiple of 8 up to 256"
+    return None
+
+
+def use_newest(capability: tuple[int, int]) -> str:
+    """Lets torch use FlashAttention 3 on Hopper if its package is installed; returns the version in use."""
+    offered = "FA3" in list_flash_attention_impls() and importlib.util.find_spec("flash_attn_interface") is not None
+    if capability[0] != _HOPPER or not offered:
+        return "FA2"
+    activate_flash_attention_impl("FA3")
+    return "FA3"
