@@ -44,7 +44,7 @@ class Counted:
     def of(branch: Branch, batch: RankBatch, found: Gradients) -> "Counted":
         """Adds the ranks' counts."""
         spans, encoder = batch.spans, branch.encoder
-        places = sum(encoder.token_places(piece) for piece in branch.microbatch.cut(spans))
+        places = sum(encoder.token_places(piece) for piece in branch.cut(batch))
         flops = step_flops(encoder.model, encoder.num_linear_weights, spans.lengths, len(spans.labels))
         counts = torch.tensor([spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
         device = found.mlm_sum.device
