@@ -122,9 +122,7 @@ class TransformerEncoder:
         return np.concatenate(parts)
 
     def _tokenized(self, texts: Sequence[str]) -> list[Encoding]:
-        return self._engine.encode_batch_fast(  # type: ignore[no-any-return]
-            [self.prompt + text for text in texts] if self.prompt else list(texts)
-        )
+        return self._engine.encode_batch_fast([self.prompt + text for text in texts] if self.prompt else list(texts))
 
     def _of_rows(self, rows: list[Encoding], batch_tokens: int | None) -> NDArray[np.float32]:
         """Embeddings of tokenized texts, `(len(rows), size)`."""

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.model.dropout import DropoutKeys, KeyedDropout, drops, key_dropout, limit, token_keys, words
+from trainer.data.tokenrates import drops, limit, token_keys
+from trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
 
 TOKENS, FEATURES = 4096, 256
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trainer.model.dropout import TokenRates, token_keys
+from trainer.data.tokenrates import TokenRates, token_keys
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pipeline.shards.manifest import TOKENIZER, Manifest
 from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.model.dropout import limit
+from trainer.data.tokenrates import limit
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.layouts import drops_by_key

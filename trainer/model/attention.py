@@ -15,7 +15,8 @@ from torch import Tensor
 
 from common.console.logs import get_logger
 from trainer.data.packedbatch import sent
-from trainer.model.dropout import DropoutKeys, TokenRates
+from trainer.data.tokenrates import TokenRates
+from trainer.model.dropout import DropoutKeys
 from trainer.model.keyed_attention import attend_in_parts, attend_with_dropout, drops_weights, padded_attention
 
 PACKED = "declutr_packed"
@@ -91,7 +92,8 @@ class AttentionLayout:
     @cached_property
     def order(self) -> Tensor:
         """`(T,)` position of each packed token in the concatenation of the groups' entries."""
-        tokens, valid = (torch.cat([each[part].flatten() for each in self._groups]) for part in (0, 1))
+        tokens = torch.cat([tokens.flatten() for tokens, _, _ in self._groups])
+        valid = torch.cat([valid.flatten() for _, valid, _ in self._groups])
         order = torch.empty(int(self.lengths.sum()), dtype=torch.int64)
         order[tokens[valid]] = valid.nonzero()[:, 0]
         return sent(order, self.device)
@@ -153,7 +155,7 @@ def packed_attention(
     return attend_in_groups(module, query, key, value, scaling, window, dropout if drop else None, packed_layout), None
 
 
-@torch.compiler.disable  # the groups differ in every batch, so torch.compile compiles the layers between
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the groups differ in every batch: a break between layers
 def attend_in_groups(
     module: torch.nn.Module,
     query: Tensor,

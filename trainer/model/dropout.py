@@ -5,58 +5,13 @@ decides about an element, and the key comes from (seed, epoch, document, span, p
 token, in another microbatch or on another worker, drops the same elements.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import seeding
-
-
-@dataclass(frozen=True)
-class TokenRates:
-    """Dropout rates of tokens, instead of one rate of a layer.
-
-    Attributes:
-        limits: int32; an element is dropped if its mixed word is below the limit of its token.
-        factors: float64, 1 / (1 - p), by which kept elements are multiplied.
-        any: True if a rate is above 0.
-    """
-
-    limits: Tensor
-    factors: Tensor
-    any: bool
-
-    @staticmethod
-    def of(rates: Tensor, lengths: Tensor, device: torch.device) -> "TokenRates":
-        """Rates `(T,)` of the spans' tokens.
-
-        Args:
-            rates: `(S,)` float64 probability of each span, 0 to 1 (exclusive); on the CPU.
-            lengths: `(S,)` number of tokens of each span, on the CPU.
-            device: device of the result.
-        """
-        limits = ((rates * 2**32).long() - 2**31).to(torch.int32)
-        limits, factors = (torch.repeat_interleave(each, lengths).to(device) for each in (limits, 1 / (1 - rates)))
-        return TokenRates(limits, factors, bool((rates > 0).any()))
-
-    def rearranged(self, change: Callable[[Tensor], Tensor]) -> "TokenRates":
-        """The rates of the same tokens in another shape."""
-        return TokenRates(change(self.limits), change(self.factors), self.any)
-
-    def apply(self, values: Tensor, mixed: Tensor) -> Tensor:
-        """Drops elements of values `(..., H)`, whose leading shape is that of the rates, and scales the others.
-
-        Args:
-            values: hidden states or attention weights.
-            mixed: `(..., H)` int32 words of the elements, overwritten.
-        """
-        factors = self.factors.to(torch.promote_types(values.dtype, torch.float32))[..., None]
-        return (values.masked_fill(drops(mixed, self.limits[..., None]), 0.0) * factors).to(values.dtype)
-
+from trainer.data.tokenrates import TokenRates, drops, limit
 
 NEVER = 2.0**-60
 """Probability of a layer that drops nothing but exists, because some batches have rates for it."""
@@ -137,23 +92,6 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}, layer={self.layer}"
 
 
-def limit(p: float) -> int:
-    """The limit of `drops` for a probability."""
-    return int(p * 2**32) - 2**31
-
-
-def drops(words_: Tensor, limits: int | Tensor) -> Tensor:
-    """Mask of dropped elements: a 32-bit mix of `words_` (int32, overwritten) is below the limit.
-
-    Two rounds of xor-shift and multiplication are enough, because the words are sums of uniform random words.
-    """
-    words_ ^= words_ >> 16
-    words_ *= 0x7FEB352D
-    words_ ^= words_ >> 15
-    words_ *= _signed(0x846CA68B)
-    return words_ < limits
-
-
 def words(stream: int, count: int, device: torch.device) -> Tensor:
     """`(count,)` fixed uniform int32 words of a stream, for example one for each feature of a layer."""
     zero = np.zeros(1, np.uint64)
@@ -192,22 +130,6 @@ def _table(layer: int, heads: int, longest: int, device: torch.device) -> Tensor
     return table[:heads, None, :longest]
 
 
-def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
-    """`(T,)` int32 keys of the spans' tokens.
-
-    Args:
-        span_keys: `(S,)` int32 uniform words, one for each span.
-        lengths: `(S,)` number of tokens of each span, on the CPU.
-    """
-    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    place = (torch.arange(int(lengths.sum())) - starts).to(torch.int32).to(span_keys.device)
-    mixed = torch.repeat_interleave(span_keys, lengths.to(span_keys.device)) + place * _signed(0x9E3779B9)
-    mixed ^= mixed >> 16
-    mixed *= 0x21F0AAAD
-    mixed ^= mixed >> 15
-    return mixed
-
-
 def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
     """Replaces every dropout layer of a model by a keyed one, numbered in the model's order.
 
@@ -220,8 +142,3 @@ def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
     layers = [(parent, name, child) for parent, name, child in found if isinstance(child, nn.Dropout)]
     for number, (parent, name, child) in enumerate(layers):
         setattr(parent, name, KeyedDropout(child.p, number, keys, width))
-
-
-def _signed(word: int) -> int:
-    """Converts a 32-bit word to the signed number with the same bits."""
-    return word - 2**32 if word >= 2**31 else word

@@ -110,8 +110,8 @@ class Encoder(nn.Module):
 
             filling = int(self.model.config.pad_token_id or 0) if name == "input_ids" else 0
             self._set_keys(table, spread)
-            inputs = {name: as_rows(values, batch, filling), "attention_mask": padding_mask(batch).long()}
-            rows = self._run(batch.device, inputs)
+            padded = {name: as_rows(values, batch, filling), "attention_mask": padding_mask(batch).long()}
+            rows = self._run(batch.device, padded)
             return rows.flatten(0, 1)[places]
         positions = position_ids(batch, self.padding_index)
         kinds = {"token_type_ids": torch.zeros_like(positions)} if self._has_token_types() else {}

@@ -156,7 +156,9 @@ def _metrics(parts: Sequence[Counted], numbers: list[float], rate: float) -> Ste
         rest = rest[size:]
     loss = sum(one.loss for one in read)
     places, tokens = sum(one.places for one in read), sum(one.tokens for one in read)
-    also = {f"{part.label}batch_digest": one.digest for part, one in zip(parts[1:], read[1:], strict=True)}
+    also: dict[str, float] = {
+        f"{part.label}batch_digest": one.digest for part, one in zip(parts[1:], read[1:], strict=True)
+    }
     return StepMetrics(
         loss=loss,
         terms={name: value for one in read for name, value in one.terms.items()},

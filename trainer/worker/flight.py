@@ -33,7 +33,7 @@ def newest_exchanges(most: int = 3) -> list[str]:
     Empty without a recorder, which is not a public part of torch.
     """
     try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
     except ImportError:
         return []
     trace = msgspec.json.decode(_dump_fr_trace_json(True, False), type=_Trace)
