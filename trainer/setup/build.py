@@ -61,9 +61,12 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     objectives = [one.objective for one in config.branches().values()]
     load = load_with_dropout_layers if any(one.sets_rates for one in objectives) else load_model
     model, unloaded = load(config.encoder, hf, config.seed)
-    encoder = Encoder(config.encoder, model, config.seed, unloaded)
+    settings = config.encoder
+    if config.scaling.bitwise:  # compiled kernels depend on the lengths seen before
+        settings = settings.model_copy(update={"compile": False})
+    encoder = Encoder(settings, model, config.seed, unloaded)
     layout = fitting_layout(encoder, any(one.mlm for one in objectives))
-    encoder.set_layout(config.encoder.model_copy(update={"layout": layout}))
+    encoder.set_layout(settings.model_copy(update={"layout": layout}))
     return encoder
 
 

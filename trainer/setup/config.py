@@ -123,21 +123,9 @@ class TrainConfig(Strict):
                 "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
-        if self.scaling.bitwise and self.microbatch_tokens == "auto":
-            problems.append(
-                "scaling.bitwise = True needs a fixed microbatch_tokens, not auto, because its microbatches must not "
-                "depend on memory; set a number of tokens, or null"
-            )
-        if self.num_units and self.scaling.most_workers > self.num_units:
-            problems.append(
-                f"scaling.workers = {self.scaling.most_workers}: the {self.num_units} canonical microbatches of "
-                f"{self.unit_documents} document(s) are fewer; lower workers or scaling.bitwise_documents"
-            )
-        if self.scaling.bitwise and self.encoder.compile is True:
-            problems.append(
-                "scaling.bitwise = True needs encoder.compile = false: compiled kernels depend on the lengths seen "
-                "before; set one of them to false"
-            )
+        if self.unit_documents is not None:
+            auto, compiled = self.microbatch_tokens == "auto", bool(self.encoder.compile)
+            problems += self.scaling.bitwise_problems(self.num_units, self.unit_documents, auto, compiled)
         if self.validation.stsb and not self.validation.every_steps:
             problems.append(
                 "validation.stsb needs validation.every_steps above 0; remove it, or set the number of steps"

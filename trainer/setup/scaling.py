@@ -92,3 +92,30 @@ class ScalingConfig(Strict):
                 "order that depends on the number of workers; set one of them to false"
             )
         return self
+
+    def bitwise_problems(self, num_units: int, unit_documents: int, automatic: bool, compiled: bool) -> list[str]:
+        """Settings that `bitwise` excludes, one line each.
+
+        Args:
+            num_units: canonical microbatches of a batch.
+            unit_documents: documents of one.
+            automatic: true if the size of a microbatch depends on memory.
+            compiled: true if the encoder must be compiled.
+        """
+        problems = []
+        if automatic:
+            problems.append(
+                "scaling.bitwise = True needs a fixed microbatch_tokens, not auto, because its microbatches must not "
+                "depend on memory; set a number of tokens, or null"
+            )
+        if self.most_workers > num_units:
+            problems.append(
+                f"scaling.workers = {self.most_workers}: the {num_units} canonical microbatches of {unit_documents} "
+                "document(s) are fewer; lower workers or scaling.bitwise_documents"
+            )
+        if compiled:
+            problems.append(
+                "scaling.bitwise = True needs encoder.compile = false: compiled kernels depend on the lengths seen "
+                "before; set one of them to false"
+            )
+        return problems
