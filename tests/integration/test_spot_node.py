@@ -40,4 +40,8 @@ def test_a_notice_moves_the_run_to_another_node(cluster, data, finished, tmp_pat
     (moved,) = [line for line in log if "starting again" in line]
     assert moved.startswith("saved at step ")
     assert clouds.asked.count("/latest/meta-data/spot/instance-action") >= 2
-    assert runs.steps_of(tmp_path / "run") == runs.steps_of(finished / "run")
+    found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished / "run")
+    for step, line in expected.items():  # two threads a worker add up in another order than one
+        assert found[step]["batch_digest"] == line["batch_digest"]
+        assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-5)
+    assert found.keys() == expected.keys()
