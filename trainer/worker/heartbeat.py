@@ -153,7 +153,7 @@ class Heartbeat:
         self._observe()
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         # Changes with every snapshot, so that the watchdog sees that this worker still writes.
-        return public | {"phase_seconds": round(time.monotonic() - self._since, 3)}
+        return public | {"phase_seconds": round(time.monotonic() - self._since, 6)}
 
     def record_signal(self, signal: str) -> str:
         """Stores a signal to this worker; returns the message about it."""
