@@ -4,6 +4,8 @@ PYTHON ?= python3
 # torch is installed first, in the version of constraints.txt, because any other package would install the newest one. For
 # another build of torch, for example for one CUDA version: make setup TORCH="torch --index-url ADDRESS"
 TORCH ?= torch
+# Tests run the kernels of a GPU in Triton's interpreter. torch for CUDA installs Triton itself; macOS has none.
+TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton)
 STAMP := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
@@ -20,6 +22,7 @@ $(STAMP): requirements.lock constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(if $(TRITON),$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TRITON))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
@@ -68,7 +71,7 @@ settings: setup ## regenerate docs/settings.md from the configuration models
 lock: setup ## pin the dependencies again (torch is not among them: see TORCH)
 	$(BIN)/python -m pip install --quiet pip-tools
 	$(BIN)/pip-compile --quiet --extra dev --constraint constraints.txt --generate-hashes --strip-extras \
-	  --unsafe-package torch --no-emit-index-url --no-emit-find-links \
+	  --unsafe-package torch --unsafe-package triton --no-emit-index-url --no-emit-find-links \
 	  --output-file requirements.lock pyproject.toml
 
 clean: ## remove outputs of demo and tests; the environment stays

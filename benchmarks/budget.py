@@ -8,6 +8,7 @@ and their bytes are counted (benchmarks/fusion.py). `eager` has the same step wi
 kernels read and write, each tensor once for each kernel; no cache is assumed.
 """
 
+import importlib
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,6 +21,8 @@ from benchmarks.traffic import GB, autocast_as_on_a_gpu, counting
 from trainer.data.batches import RankBatch
 from trainer.model import kernels
 from trainer.model.encoder import Encoder
+from trainer.model.kernel_choice import Kernels
+from trainer.model.language_model import drops_attention
 
 _CPU = torch.device("cpu")
 _SHOWN = 12
@@ -65,7 +68,9 @@ def _encoder(workload: packed.Workload, num_layers: int | None = None) -> Encode
     """The encoder whose attention is the kernel of a GPU."""
     given = workload.size, workload.dropout, workload.seed, workload.attention_dropout
     encoder = models.encoder(*given, num_layers=num_layers)
-    encoder._kernels[_CPU] = kernels.attend
+    drops = drops_attention(encoder.model.config)
+    dropping = importlib.import_module("trainer.model.dropping_attention").attend_dropping if drops else None  # Triton
+    encoder._kernels[_CPU, drops] = Kernels(kernels.attend, dropping)
     return encoder
 
 

@@ -3,7 +3,8 @@
     make gpu
     python -m benchmarks.gpu --json OUT [--model roberta-base] [--documents 16] [--only step]
 
-1. `kernel`: embeddings and gradients of the attention kernel against those of groups, in bfloat16.
+1. `kernel`, `dropping`: embeddings and gradients of the attention kernel against those of groups, in bfloat16; the
+   second with dropped attention weights.
 2. `compiled`: the same for the compiled encoder against the one that is not, with dropout: equal masks on both sides.
 3. `syncs`: steps in which any wait for the GPU is an error.
 4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
@@ -26,6 +27,7 @@ import torch
 from benchmarks import models, packed, record
 from trainer.model.encoder import Encoder
 from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
+from trainer.model.language_model import drops_attention
 
 _DEVICE = torch.device("cuda")
 # bfloat16 has 8 bits: rounding in another order moves an embedding by up to a few parts in a hundred of the largest.
@@ -42,10 +44,12 @@ _BENCHMARKS: dict[str, tuple[str, ...]] = {
 def kernel_against_groups(workload: packed.Workload, documents: int) -> dict[str, Any]:
     """Compare the kernel with groups."""
     encoder = _encoder(workload, compiled=False)
-    if encoder.kernel(_DEVICE) is None:
+    drops = drops_attention(encoder.model.config)
+    found = encoder.kernels(_DEVICE, drops)
+    if found is None or (drops and found.attend_dropping is None):
         return {"passed": False, "why": "the kernel does not run on this GPU; the log has the reason"}
     with_kernel = _values(encoder, workload, documents)
-    encoder._kernels[_DEVICE] = None
+    encoder._kernels[_DEVICE, drops] = None
     return _compared(with_kernel, _values(encoder, workload, documents))
 
 
@@ -167,8 +171,10 @@ def main(arguments: list[str] | None = None) -> None:
 def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     dropping = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.0)
     plain = packed.Workload.of(given, "cuda", "bf16", dropout=0.0)
+    dropping_weights = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.1)
     return {
         "kernel": lambda: kernel_against_groups(plain, given.documents),
+        "dropping": lambda: kernel_against_groups(dropping_weights, given.documents),
         "compiled": lambda: compiled_against_eager(dropping, given.documents),
         "syncs": lambda: without_syncs(dropping, given.documents),
         "time": lambda: timed(dropping, given.documents, folder),

@@ -1,6 +1,6 @@
 """The branch of a GPU, with kernels for the CPU: attention in one call, in one graph for all lengths, and its guard."""
 
-from importlib.util import find_spec
+import sys
 
 import cpukernel  # noqa: F401 - registers the kernels
 import pytest
@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounter
 from trainer.model import kernels
 from trainer.model.attention import attend_in_groups
 from trainer.model.compilation import compiler_problem
-from trainer.model.dropout import words
+from trainer.model.dropout import WeightDropout, words
+from trainer.model.kernel_choice import Kernels
 from trainer.model.keyed_attention import attend_in_parts, attend_with_dropout
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
@@ -23,7 +24,8 @@ WIDE = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1}
 
 def encoder_with(kernel, family="roberta", **settings):
     encoder = tiny_encoder(family, torch.float32, scratch=WIDE, **settings)
-    encoder._kernels[CPU] = kernel
+    for drops in (False, True):
+        encoder._kernels[CPU, drops] = kernel and Kernels(kernel)
     return encoder
 
 
@@ -100,17 +102,16 @@ def test_weights_of_some_spans_at_a_time(masked, most_weights):
     query, key, value = (torch.randn(5, 2, 7, 4, generator=generator).requires_grad_() for _ in range(3))
     mask = (torch.rand(5, 1, 1, 7, generator=generator) < 0.8) | (torch.arange(7) == 0) if masked else None
     keys = words(1, 35, CPU).view(5, 7)
-    module = torch.nn.Linear(1, 1)
-    module.layer_idx = 3
+    drop = WeightDropout(3, 0.3, keys)
     found = []
     for attend, more in ((attend_with_dropout, {}), (attend_in_parts, {"most_weights": most_weights})):
-        out = attend(module, query, key, value, mask, None, 0.3, keys, None, **more)
+        out = attend(query, key, value, mask, None, drop, **more)
         found.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed")
-def test_a_missing_code_generator_is_named():
+def test_a_missing_code_generator_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
     assert "triton is missing" in compiler_problem()
 
 

@@ -65,7 +65,7 @@ def drops(words_: Tensor, limits: int | Tensor) -> Tensor:
     words_ ^= words_ >> 16
     words_ *= 0x7FEB352D
     words_ ^= words_ >> 15
-    words_ *= _signed(0x846CA68B)
+    words_ *= signed(0x846CA68B)
     return words_ < limits
 
 
@@ -78,13 +78,13 @@ def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
     """
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     place = (torch.arange(int(lengths.sum())) - starts).to(torch.int32).to(span_keys.device)
-    mixed = torch.repeat_interleave(span_keys, lengths.to(span_keys.device)) + place * _signed(0x9E3779B9)
+    mixed = torch.repeat_interleave(span_keys, lengths.to(span_keys.device)) + place * signed(0x9E3779B9)
     mixed ^= mixed >> 16
     mixed *= 0x21F0AAAD
     mixed ^= mixed >> 15
     return mixed
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """Converts a 32-bit word to the signed number with the same bits."""
     return word - 2**32 if word >= 2**31 else word

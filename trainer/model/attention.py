@@ -4,7 +4,6 @@ It is registered with transformers' attention interface, so encoder families wor
 real token once and no padding; only attention groups spans of similar length.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.console.logs import get_logger
 from trainer.data.packedbatch import sent
 from trainer.data.tokenrates import TokenRates
-from trainer.model.dropout import DropoutKeys
-from trainer.model.keyed_attention import attend_in_parts, attend_with_dropout, drops_weights, padded_attention
+from trainer.model.dropout import DropoutKeys, WeightDropout
+from trainer.model.kernel_choice import Kernels
+from trainer.model.keyed_attention import attend_in_parts, attend_with_dropout, padded_attention, weight_dropout
 
 PACKED = "declutr_packed"
 PADDED = "declutr_padded"
@@ -29,9 +28,6 @@ _SMALL_TOKENS = 96
 # multiple: a larger number than needed costs nothing, and torch.compile sees few different ones.
 _LENGTH_UNIT = 128
 _HALF = (torch.bfloat16, torch.float16)
-
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
-"""Attention of all spans in one call; trainer/model/kernels.py has the arguments."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,8 @@ class AttentionLayout:
         device: device of the row.
         token_keys: `(T,)` keys of the tokens, for attention dropout; None without dropout.
         rates: `(T,)` rates of attention dropout; None: every layer has its own rate.
-        kernel: computes attention in half precision without dropout; None: groups do.
-        bounds: `(S + 1,)` int32 start positions of the spans, and the end of the last, on the device; for the kernel.
+        kernels: compute attention in half precision; None: groups do.
+        bounds: `(S + 1,)` int32 start positions of the spans, and the end of the last, on the device; for the kernels.
     """
 
     def __init__(
@@ -65,14 +61,14 @@ class AttentionLayout:
         device: torch.device,
         token_keys: Tensor | None = None,
         rates: TokenRates | None = None,
-        kernel: Kernel | None = None,
+        kernels: Kernels | None = None,
         bounds: Tensor | None = None,
     ) -> None:
         self.lengths = lengths
         self.device = device
         self.token_keys = token_keys
         self.rates = rates
-        self.kernel = kernel
+        self.kernels = kernels
         self.bounds = bounds
         self.longest = -(-int(lengths.numpy().max(initial=1)) // _LENGTH_UNIT) * _LENGTH_UNIT
 
@@ -146,36 +142,38 @@ def packed_attention(
     """
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
-    window = kwargs.get("sliding_window")
-    kernel, drop = packed_layout.kernel, drops_weights(module, dropout, packed_layout.rates)
-    if kernel is not None and query.dtype in _HALF and not drop:
+    window, bounds, kernels = kwargs.get("sliding_window"), packed_layout.bounds, packed_layout.kernels
+    drop = weight_dropout(module, dropout, packed_layout.token_keys, packed_layout.rates)
+    if kernels is not None and query.dtype in _HALF and (drop is None or kernels.attend_dropping is not None):
+        assert bounds is not None
         q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-        assert packed_layout.bounds is not None
-        return kernel(q, k, v, packed_layout.bounds, packed_layout.longest, scaling, window)[None], None
-    return attend_in_groups(module, query, key, value, scaling, window, dropout if drop else None, packed_layout), None
+        given = q, k, v, bounds, packed_layout.longest, scaling, window
+        if drop is None:
+            return kernels.attend(*given)[None], None
+        assert kernels.attend_dropping is not None
+        return kernels.attend_dropping(*given, drop)[None], None
+    return attend_in_groups(query, key, value, scaling, window, drop, packed_layout), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the groups differ in every batch: a break between layers
 def attend_in_groups(
-    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scaling: float | None,
     window: int | None,
-    dropout: float | None,
+    drop: WeightDropout | None,
     layout: AttentionLayout,
 ) -> Tensor:
     """Computes attention `(1, T, heads, head_dim)` with one call for each group of spans of similar length.
 
     Args:
-        module: the attention layer.
         query: `(1, heads, T, head_dim)` queries.
         key: keys of the same shape.
         value: values of the same shape.
         scaling: factor of the scores; None means 1 / sqrt(head_dim).
         window: w of |i - j| < w; None: the whole span.
-        dropout: probability of dropping an attention weight; None: nothing is dropped.
+        drop: dropout of the weights, with keys `(T,)`; None: nothing is dropped.
         layout: positions of the spans.
     """
     # not in training: some steps have one span, or spans of one length, and would cause a second compilation
@@ -194,32 +192,14 @@ def attend_in_groups(
             place = torch.arange(longest, device=query.device)
             near = (place[:, None] - place[None, :]).abs() < window
             mask = near if mask is None else mask & near
-        if dropout is not None:
-            keys, rates = layout.token_keys, layout.rates
-            keys = None if keys is None else keys[group.tokens]
-            rates = None if rates is None else rates.rearranged(lambda each, places=group.tokens: each[places])  # type: ignore[misc]
+        if drop is not None:
             attend = attend_in_parts if query.is_cuda else attend_with_dropout
-            attended = attend(module, q, k, v, mask, scaling, dropout, keys, rates)
+            some = drop.rearranged(lambda each, places=group.tokens: each[places])  # type: ignore[misc]
+            attended = attend(q, k, v, mask, scaling, some)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return (outputs[0] if table else torch.cat(outputs)[layout.order])[None]
-
-
-def fitting_kernel(model: torch.nn.Module, device: torch.device) -> Kernel | None:
-    """The kernel for an encoder's attention on a device; None if there is none, with a line in the log on a GPU."""
-    if device.type != "cuda":
-        return None
-    from trainer.model import kernels
-
-    config: Any = model.config
-    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    capability = torch.cuda.get_device_capability(device)
-    if problem := kernels.problem(capability, head_size):
-        get_logger().warning("attention computes spans of similar length together, which is slower: %s", problem)
-        return None
-    kernels.use_newest(capability)
-    return kernels.attend
 
 
 def prepare_modules(model: torch.nn.Module, keys: DropoutKeys) -> None:

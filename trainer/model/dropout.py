@@ -5,6 +5,9 @@ decides about an element, and the key comes from (seed, epoch, document, span, p
 token, in another microbatch or on another worker, drops the same elements.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -74,7 +77,7 @@ class KeyedDropout(nn.Module):
         *rows, length = keys.shape
         if hidden.shape[:-1] != keys.shape:
             if hidden.ndim == 4 and [hidden.shape[0]] == rows and hidden.shape[2:] == (length, length):
-                return drop_attention(hidden, keys, self.layer, self.p, self.keys.attention)
+                return WeightDropout(self.layer, self.p, keys, self.keys.attention).apply(hidden)
             if hidden.ndim <= keys.ndim:  # of no span, like DeBERTa's embeddings of distances: any mask of the whole
                 return hidden  # batch would change with the microbatch
             if list(hidden.shape[:-2]) != rows or hidden.shape[-2] < length:
@@ -102,32 +105,44 @@ def words(stream: int, count: int, device: torch.device) -> Tensor:
 _TABLES: dict[tuple[int, torch.device], Tensor] = {}
 
 
-def drop_attention(
-    weights: Tensor, query_keys: Tensor, layer: int, p: float, rates: TokenRates | None = None
-) -> Tensor:
-    """Drops attention weights `(spans, heads, longest, longest)` by (query token, head, key position).
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of the attention weights of spans, by (query token, head, key position).
 
-    Args:
-        weights: softmax over the last dimension.
-        query_keys: `(spans, longest)` keys of the query tokens.
+    Attributes:
         layer: number of the attention layer.
         p: probability.
-        rates: `(spans, longest)` rates of the query tokens, instead of `p`.
+        keys: int32 keys of the query tokens, `(spans, longest)` or packed `(T,)`.
+        rates: rates of the query tokens, instead of `p`.
     """
-    heads, longest = weights.shape[1], weights.shape[-1]
-    mixed = query_keys[:, None, :, None] + _table(layer, heads, longest, query_keys.device)
-    if rates is None:
-        return weights.masked_fill(drops(mixed, limit(p)), 0.0) * (1 / (1 - p))
-    return rates.rearranged(lambda each: each[:, None]).apply(weights, mixed)
+
+    layer: int
+    p: float
+    keys: Tensor
+    rates: TokenRates | None = None
+
+    def rearranged(self, change: Callable[[Tensor], Tensor]) -> "WeightDropout":
+        """The dropout of the same tokens in another shape."""
+        rates = None if self.rates is None else self.rates.rearranged(change)
+        return WeightDropout(self.layer, self.p, change(self.keys), rates)
+
+    def apply(self, weights: Tensor) -> Tensor:
+        """Drops weights `(spans, heads, longest, longest)` and scales the others by 1 / (1 - p)."""
+        heads, longest = weights.shape[1], weights.shape[-1]
+        words = attention_words(self.layer, heads, longest, self.keys.device)
+        mixed = self.keys[:, None, :, None] + words[:, None, :]
+        if self.rates is None:
+            return weights.masked_fill(drops(mixed, limit(self.p)), 0.0) * (1 / (1 - self.p))
+        return self.rates.rearranged(lambda each: each[:, None]).apply(weights, mixed)
 
 
-def _table(layer: int, heads: int, longest: int, device: torch.device) -> Tensor:
-    """Cached words of a layer for each head and key position, `(heads, 1, longest)`."""
+def attention_words(layer: int, heads: int, longest: int, device: torch.device) -> Tensor:
+    """Cached words of a layer for each head and key position, `(heads, longest)`."""
     table = _TABLES.get((layer, device))
     if table is None or table.shape[0] < heads or table.shape[1] < longest:
         rows = [words((1 << 32) + layer * 4096 + head, max(512, longest), device) for head in range(heads)]
         table = _TABLES[layer, device] = torch.stack(rows)
-    return table[:heads, None, :longest]
+    return table[:heads, :longest]
 
 
 def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:

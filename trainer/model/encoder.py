@@ -16,12 +16,13 @@ from common import seeding
 from trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_mask, position_ids, row_places
 from trainer.data.patches import PatchBatch
 from trainer.data.tokentable import TokenTable
-from trainer.model.attention import PACKED, PADDED, AttentionLayout, Kernel, fitting_kernel, prepare_modules, register
+from trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
 from trainer.model.compilation import Compilation
 from trainer.model.dropout import DropoutKeys, key_dropout
 from trainer.model.flops import linear_weights
 from trainer.model.frontend import EmbeddingSwitch, Frontend
-from trainer.model.language_model import mlm_head, padding_index
+from trainer.model.kernel_choice import Kernels, fitting_kernels
+from trainer.model.language_model import drops_attention, mlm_head, padding_index
 from trainer.model.settings import EncoderConfig
 from trainer.model.silence import silence
 from trainer.model.unloaded import Unloaded
@@ -49,7 +50,7 @@ class Encoder(nn.Module):
         self.model = model
         self.unloaded = unloaded or Unloaded()
         self.sharded = False  # set by trainer/parallel/sharding.py
-        self._kernels: dict[torch.device, Kernel | None] = {}
+        self._kernels: dict[tuple[torch.device, bool], Kernels | None] = {}
         self._switch: EmbeddingSwitch | None = None
         self.hidden_size = int(model.config.hidden_size)
         self.keys = DropoutKeys()
@@ -116,9 +117,9 @@ class Encoder(nn.Module):
         positions = position_ids(batch, self.padding_index)
         kinds = {"token_type_ids": torch.zeros_like(positions)} if self._has_token_types() else {}
         self._set_keys(table, lambda each: each[None])
-        layout = AttentionLayout(
-            batch.lengths, positions.device, table.keys, table.attention, self.kernel(positions.device), table.bounds
-        )
+        drops = self.training and (table.attention is not None or drops_attention(self.model.config))
+        kernels = self.kernels(positions.device, drops)
+        layout = AttentionLayout(batch.lengths, positions.device, table.keys, table.attention, kernels, table.bounds)
         inputs = {name: values[None], "position_ids": positions, "packed_layout": layout, **kinds}
         return self._run(batch.device, inputs)[0]
 
@@ -134,11 +135,16 @@ class Encoder(nn.Module):
         self.keys.hidden = None if table.hidden is None else table.hidden.rearranged(arrange)
         self.keys.attention = None if table.attention is None else table.attention.rearranged(arrange)
 
-    def kernel(self, device: torch.device) -> Kernel | None:
-        """The attention kernel on a device; None: groups of spans of similar length attend together."""
-        if device not in self._kernels:
-            self._kernels[device] = fitting_kernel(self.model, device)
-        return self._kernels[device]
+    def kernels(self, device: torch.device, drops: bool) -> Kernels | None:
+        """The attention kernels on a device; None: groups of spans of similar length attend together.
+
+        Args:
+            device: device of the batches.
+            drops: attention weights are dropped.
+        """
+        if (device, drops) not in self._kernels:
+            self._kernels[device, drops] = fitting_kernels(self.model, device, drops)
+        return self._kernels[device, drops]
 
     @cached_property
     def num_linear_weights(self) -> int:

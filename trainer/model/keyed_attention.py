@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data.tokenrates import TokenRates
-from trainer.model.dropout import NEVER, DropoutKeys, drop_attention
+from trainer.model.dropout import NEVER, DropoutKeys, WeightDropout
 
 _WEIGHTS = 2**26  # largest number of weights that exist at a time on a GPU, 256 MiB in float32
 
@@ -40,11 +40,11 @@ def padded_attention(
     """
     batch = module.declutr_keys
     assert isinstance(batch, DropoutKeys)
-    if drops_weights(module, dropout, batch.attention):
+    if drop := weight_dropout(module, dropout, batch.tokens, batch.attention):
         shared = query.shape[1] // key.shape[1]  # query heads that share a key head
         key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
         attend = attend_in_parts if query.is_cuda else attend_with_dropout
-        attended = attend(module, query, key, value, attention_mask, scaling, dropout, batch.tokens, batch.attention)
+        attended = attend(query, key, value, attention_mask, scaling, drop)
         return attended.transpose(1, 2).contiguous(), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -54,25 +54,32 @@ def padded_attention(
     return found
 
 
-def drops_weights(module: torch.nn.Module, dropout: float, rates: TokenRates | None) -> bool:
-    """True if attention weights are dropped; a layer's own rate may be 0 where the batch has rates."""
-    return dropout > NEVER if rates is None else module.training and rates.any
+def weight_dropout(
+    module: torch.nn.Module, dropout: float, keys: Tensor | None, rates: TokenRates | None
+) -> WeightDropout | None:
+    """The dropout of an attention layer's weights; None if none is dropped.
+
+    Args:
+        module: the attention layer, of a model that `prepare_modules` has prepared.
+        dropout: the layer's own probability, which may be 0 where the batch has rates.
+        keys: keys of the query tokens.
+        rates: rates of the query tokens, instead of the layer's own.
+
+    Raises:
+        RuntimeError: the batch has no `SpanBatch.keys`, which training needs.
+    """
+    drops = dropout > NEVER if rates is None else module.training and rates.any
+    if not drops:
+        return None
+    if keys is None:
+        raise RuntimeError("attention dropout needs the keys of its tokens: SpanBatch.keys is missing")
+    return WeightDropout(_number_of(module), dropout, keys, rates)
 
 
 def attend_with_dropout(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    query_keys: Tensor | None,
-    rates: TokenRates | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, drop: WeightDropout
 ) -> Tensor:
-    """Computes attention with explicit weights, because their dropout is keyed by token and must be repeatable."""
-    if query_keys is None:
-        raise RuntimeError("attention dropout needs the keys of its tokens: SpanBatch.keys is missing")
+    """Computes attention with explicit weights; `attend_in_parts` has the arguments."""
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if mask is not None and mask.dtype == torch.bool:
         # not -inf: a position beyond its span may attend to no key, and its NaN would spread to every gradient
@@ -80,33 +87,27 @@ def attend_with_dropout(
     elif mask is not None:
         scores = scores + mask
     weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
-    return drop_attention(weights, query_keys, _number_of(module), dropout, rates).to(value.dtype) @ value
+    return drop.apply(weights).to(value.dtype) @ value
 
 
 def attend_in_parts(
-    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scaling: float | None,
-    dropout: float,
-    query_keys: Tensor | None,
-    rates: TokenRates | None,
+    drop: WeightDropout,
     most_weights: int = _WEIGHTS,
 ) -> Tensor:
     """As `attend_with_dropout`, some spans at a time; the backward computes the weights of each part again.
 
     Args:
-        module: the attention layer.
         query: `(spans, heads, longest, head_dim)`.
         key: keys of the same shape.
         value: values of the same shape.
         mask: boolean or numbers, which broadcast to the weights; None: every key may be attended to.
         scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        dropout: probability of dropping an attention weight.
-        query_keys: `(spans, longest)` keys of the query tokens.
-        rates: `(spans, longest)` rates of the query tokens, instead of `dropout`.
+        drop: dropout of the weights, with keys `(spans, longest)`.
         most_weights: largest number of weights that exist at a time; a span is never cut.
     """
     spans, heads, longest = query.shape[:3]
@@ -117,15 +118,12 @@ def attend_in_parts(
         parts.append(
             checkpoint(
                 attend_with_dropout,
-                module,
                 query[some],
                 key[some],
                 value[some],
                 mask if mask is None or mask.ndim < 4 or len(mask) == 1 else mask[some],
                 scaling,
-                dropout,
-                None if query_keys is None else query_keys[some],
-                None if rates is None else rates.rearranged(lambda each, some=some: each[some]),  # type: ignore[misc]
+                drop.rearranged(lambda each, some=some: each[some]),  # type: ignore[misc]
                 use_reentrant=False,
                 preserve_rng_state=False,
             )

@@ -134,6 +134,11 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
     return model, Unloaded.of(model, info)
 
 
+def drops_attention(hf: Any) -> bool:
+    """True if the encoder's own configuration drops attention weights."""
+    return any(getattr(hf, name, 0) > 0 for name in _ATTENTION_DROPOUTS)
+
+
 def padding_index(model: "PreTrainedModel") -> int | None:
     """pad_token_id if positions start after it (RoBERTa's family); None if they start at 0."""
     embeddings = getattr(model.base_model, "embeddings", None)

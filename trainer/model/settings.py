@@ -73,8 +73,8 @@ class EncoderConfig(Strict):
     """Probability that replaces every dropout probability of the model; null: keep the model's."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)
     """Probability of dropping attention weights, instead of `dropout` or the model's; null: no replacement. Above 0,
-    attention weights are materialised, which is slow and needs memory: dropout in fused kernels cannot be repeated in
-    another microbatch."""
+    a CPU computes attention weights explicitly, which is slow and needs memory. A GPU does so in float32, in padded
+    layouts, and without Triton."""
 
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward and recompute the rest. Less memory, a third more time."""

@@ -1,0 +1,114 @@
+"""The Triton kernels of attention with dropped weights, in Triton's interpreter: values, gradients, masks, graphs."""
+
+import importlib
+from itertools import accumulate, pairwise
+
+import cpukernel  # noqa: F401 - registers the kernels
+import pytest
+import torch
+from measures import deviation
+from tiny import FAMILIES, random_spans, tiny_encoder
+from torch._dynamo.testing import CompileCounter
+
+from trainer.data.tokenrates import TokenRates
+from trainer.model import kernels
+from trainer.model.dropout import WeightDropout
+from trainer.model.kernel_choice import Kernels
+from trainer.model.keyed_attention import attend_with_dropout
+
+pytest.importorskip("triton", reason="Triton is not installed")
+dropping_attention = importlib.import_module("trainer.model.dropping_attention")
+
+CPU = torch.device("cpu")
+BOTH = Kernels(kernels.attend, dropping_attention.attend_dropping)
+WIDE = {"hidden_size": 32, "num_attention_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 128}
+
+
+def random_inputs(lengths, heads, head_size, mixed_rates):
+    """Queries, keys, values, gradients of the output, and dropout."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    total = sum(lengths)
+    tensors = torch.randn(4, total, heads, head_size, generator=generator)
+    keys = torch.randint(-(2**31), 2**31, (total,), generator=generator, dtype=torch.int32)
+    rates = torch.linspace(0, 0.9, len(lengths), dtype=torch.float64)
+    rates = TokenRates.of(rates, torch.tensor(lengths), CPU) if mixed_rates else None
+    return tensors, WeightDropout(3, 0.3, keys, rates)
+
+
+def explicit(query, key, value, bounds, window, drop):
+    """One span at a time."""
+    made = []
+    for start, end in pairwise(bounds):
+        q, k, v = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))
+        place = torch.arange(end - start)
+        mask = None if window is None else (place[:, None] - place[None, :]).abs() < window
+        of_span = drop.rearranged(lambda each, start=start, end=end: each[None, start:end])
+        made.append(attend_with_dropout(q, k, v, mask, 0.2, of_span)[0].transpose(0, 1))
+    return torch.cat(made)
+
+
+@pytest.mark.parametrize("window", [None, 7, 65])
+@pytest.mark.parametrize("mixed_rates", [False, True])
+@pytest.mark.parametrize(("heads", "head_size"), [(3, 8), (1, 24)])
+def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mixed_rates, window):
+    """Also at the edges of blocks of 64 tokens; equal masks, or the difference would be as large as the values."""
+    lengths = [64, 1, 130, 63, 65]
+    (*given, upstream), drop = random_inputs(lengths, heads, head_size, mixed_rates)
+    given = [each.clone().requires_grad_() for each in given]
+    bounds = [0, *accumulate(lengths)]
+    found = dropping_attention.attend_dropping(*given, torch.tensor(bounds, dtype=torch.int32), 256, 0.2, window, drop)
+    expected = explicit(*given, bounds, window, drop)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(each, given, upstream) for each in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_the_operation_keeps_the_rules_of_torch():
+    """Shapes without values, gradients and strides as torch.compile expects them; a repetition has the same bits."""
+    (query, key, value, _), drop = random_inputs([5, 70], 2, 16, mixed_rates=True)
+    bounds = torch.tensor([0, 5, 75], dtype=torch.int32)
+    given = query.requires_grad_(), key, value, bounds, drop.keys, drop.rates.limits, drop.rates.factors.float()
+    torch.library.opcheck(dropping_attention._attend, (*given, 3, 128, 0.25, 0))
+    one, two = (dropping_attention._attend(*given, 3, 128, 0.25, 0)[0] for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def values(encoder, batch):
+    """Embeddings and gradients in half precision; the interpreter has no products in bfloat16."""
+    encoder.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        embeddings, mlm = encoder(batch)
+    (embeddings.square().sum() + mlm).backward()
+    return embeddings, torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
+
+
+def encoder_with(found, family):
+    encoder = tiny_encoder(family, torch.float32, scratch=WIDE, dropout=0.2)
+    encoder._kernels[CPU, True] = found
+    return encoder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_encoder_computes_what_groups_compute(family):
+    batch = random_spans([9, 3, 70], num_selected=9)
+    for one, other in zip(*(values(encoder_with(each, family), batch) for each in (BOTH, None)), strict=True):
+        assert (one - other).norm() < 0.01 * other.norm()
+
+
+def test_one_graph_for_all_lengths():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled, eager = (encoder_with(BOTH, "roberta") for _ in range(2))
+    compiled.model.base_model.compile(backend=counter, fullgraph=True, dynamic=True)
+    for lengths in ([9, 3, 30], [17]):
+        batch = random_spans(lengths, num_selected=2)
+        for one, other in zip(values(compiled, batch), values(eager, batch), strict=True):
+            assert deviation([one], [other]) < 1e-3
+    assert counter.frame_count == 1
+
+
+def test_a_gpu_tries_the_kernel_before_it_is_used(monkeypatch):
+    assert dropping_attention.problem(64, CPU, torch.float16) is None
+    assert "the head size is 256" in dropping_attention.problem(256, CPU)
+    monkeypatch.setattr(dropping_attention, "_TOLERANCE", 0.0)
+    assert "values and gradients are wrong by 0." in dropping_attention.problem(64, CPU, torch.float16)

@@ -1,0 +1,189 @@
+"""Attention whose weights are dropped by token, as one operation of a GPU, which stays in torch.compile's graph.
+
+Only `fitting_dropping` imports this file and its kernels, because they need Triton.
+
+Legend: T tokens, S spans.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+
+from trainer.data.tokenrates import limit
+from trainer.model import dropping_kernel as kernels
+from trainer.model.dropout import WeightDropout, attention_words
+from trainer.model.keyed_attention import attend_with_dropout
+
+_MOST_HEAD_SIZE = 128  # a multiprocessor's memory holds no blocks of larger heads
+_LEAST_WIDTH = 16  # of a matrix product
+_TRIED_LENGTHS, _TRIED_HEADS, _TRIED_RATE, _TOLERANCE = (70, 3, 129), 2, 0.3, 0.02
+
+
+def attend_dropping(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+    drop: WeightDropout,
+) -> Tensor:
+    """Attention within spans, `(T, heads, head_dim)`, with the masks of `WeightDropout`.
+
+    Args:
+        query: `(T, heads, head_dim)` queries.
+        key: keys of the same shape.
+        value: values of the same shape.
+        bounds: `(S + 1,)` int32 start of each span, and the end of the last.
+        longest: at least the tokens of the longest span.
+        scaling: factor of the scores; None means 1 / sqrt(head_dim).
+        window: w of |i - j| < w; None: the whole span.
+        drop: dropout of the weights, with keys `(T,)`.
+    """
+    if drop.rates is None:
+        limits = torch.full_like(drop.keys, limit(drop.p))
+        kept = torch.full_like(drop.keys, 1 / (1 - drop.p), dtype=torch.float32)
+    else:
+        limits, kept = drop.rates.limits, drop.rates.factors.float()
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    tensors = query, key, value, bounds, drop.keys, limits, kept
+    made: Tensor = _attend(*tensors, drop.layer, longest, scale, window or 0)[0]
+    return made
+
+
+@torch.library.custom_op("declutr::attend_dropping", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    token_keys: Tensor,
+    limits: Tensor,
+    kept: Tensor,
+    layer: int,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Output, and log-sums `(T, heads)` of the scores."""
+    made, sums = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+    drop = bounds, token_keys, limits, kept
+    _launch(kernels.forward, (query, key, value, made, sums, *drop), (), layer, longest, scale, window)
+    return made, sums
+
+
+@torch.library.custom_op("declutr::attend_dropping_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    made: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    token_keys: Tensor,
+    limits: Tensor,
+    kept: Tensor,
+    layer: int,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    gradient = gradient.contiguous()
+    dots = (gradient.float() * made.float()).sum(-1)
+    inputs = (query, key, value, gradient, sums, dots, bounds, token_keys, limits, kept)
+    of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))
+    _launch(kernels.backward_queries, inputs, (of_query,), layer, longest, scale, window)
+    _launch(kernels.backward_keys, inputs, (of_key, of_value), layer, longest, scale, window)
+    return of_query, of_key, of_value
+
+
+def _launch(
+    kernel: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], layer: int, longest: int, scale: float,
+    window: int,
+) -> None:  # fmt: skip
+    """Starts a program for each block of 64 tokens of each span and head."""
+    _, heads, size = inputs[0].shape
+    words = attention_words(layer, heads, longest, inputs[0].device)
+    spans = len(inputs[-4]) - 1
+    grid = (triton.cdiv(longest, kernels.BLOCK), heads, spans)
+    wide = max(_LEAST_WIDTH, triton.next_power_of_2(size))
+    kernel[grid](*inputs, words, words.stride(0), scale, heads, *outputs, WINDOW=window, SIZE=size, WIDE=wide)
+
+
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@_attend_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *drop = inputs[:7]
+    ctx.save_for_backward(query, key, value, *output, *drop)
+    ctx.numbers = inputs[7:]
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+    return *gradients, *(None for _ in range(8))
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+def problem(head_size: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """The reason why this GPU cannot attend so, found by attending to a few tokens; or None.
+
+    Args:
+        head_size: size of an attention head.
+        device: the GPU.
+        dtype: type of queries, keys and values.
+    """
+    if head_size > _MOST_HEAD_SIZE:
+        return f"the head size is {head_size}, and the kernel needs at most {_MOST_HEAD_SIZE}"
+    try:
+        apart = _difference(head_size, device, dtype)
+    except TritonError as error:
+        return f"Triton cannot compile the kernel: {error}"
+    return None if apart <= _TOLERANCE else f"the kernel's values and gradients are wrong by {apart:.1%}"
+
+
+def _difference(head_size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Largest relative difference of values and gradients to those of explicit weights in float32."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, sum(_TRIED_LENGTHS), _TRIED_HEADS, head_size)
+    given = torch.randn(shape, generator=generator).to(device, dtype)
+    keys = torch.randint(-(2**31), 2**31, shape[1:2], generator=generator, dtype=torch.int32).to(device)
+    drop = WeightDropout(0, _TRIED_RATE, keys)
+    bounds = [0, *accumulate(_TRIED_LENGTHS)]
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        starts = torch.tensor(bounds, dtype=torch.int32, device=device)
+        return attend_dropping(query, key, value, starts, max(_TRIED_LENGTHS), None, None, drop)
+
+    def explicit(*tensors: Tensor) -> Tensor:
+        made = []
+        for start, end in pairwise(bounds):
+            query, key, value = (each[start:end].transpose(0, 1)[None] for each in tensors)
+            of_span = drop.rearranged(lambda each, start=start, end=end: each[None, start:end])  # type: ignore[misc]
+            made.append(attend_with_dropout(query, key, value, None, None, of_span)[0].transpose(0, 1))
+        return torch.cat(made)
+
+    def values(attend: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        *inputs, upstream = (each.to(dtype).requires_grad_() for each in given)
+        made = attend(*inputs)
+        return [made.detach(), *torch.autograd.grad(made, inputs, upstream)]
+
+    pairs = zip(values(kernel, dtype), values(explicit, torch.float32), strict=True)
+    return max(float((found.float() - expected).norm() / expected.norm()) for found, expected in pairs)
