@@ -24,7 +24,7 @@ from pipeline.job.unit_writer import Tally
 from pipeline.job.units import Unit, read_unit
 from pipeline.job.worker import judged_records
 from pipeline.readers.corpus import MIB
-from pipeline.shards.content import MEDIA_KINDS, ContentKind, noun_of, size_noun
+from pipeline.shards.content import MEDIA_KINDS, ContentKind, bytes_noun, noun_of, size_noun
 from pipeline.shards.manifest import SPLITS, Counts, Manifest
 from pipeline.shards.media import Clip, Image, Media
 from pipeline.shards.schema import UINT16_VOCABULARY
@@ -74,13 +74,12 @@ class Estimate(Strict):
     def lines(self) -> list[str]:
         """The estimate as text."""
         seconds = self._seconds
-        rows, content = (noun_of(self.kind), "files") if self.kind in MEDIA_KINDS else ("documents", "text")
         long = f"{seconds / 60:,.1f} minutes" if seconds >= _LEAST_SECONDS else f"{math.ceil(seconds)} seconds"
         kept = f"of which {self.kept:,} kept{self._range('kept')} ({self.kept / max(1, self.documents):.0%})"
         return [
             f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
-            f"  {rows:11} {self.documents:,}{self._range('documents')}, {kept}",
-            f"  {content:11} {self.text_bytes / MIB:,.1f} MiB",
+            f"  {noun_of(self.kind):11} {self.documents:,}{self._range('documents')}, {kept}",
+            f"  {bytes_noun(self.kind):11} {self.text_bytes / MIB:,.1f} MiB",
             f"  {size_noun(self.kind):11} {self.num_tokens:,} kept{self._range('num_tokens')}",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
             f"  time        {long} on {self.num_cpus} CPUs (and up to a minute for Ray to start)",
@@ -100,12 +99,12 @@ class Estimate(Strict):
             manifest: the result.
             seconds: duration, if known. Less than a minute is not compared.
         """
-        totals = manifest.totals
+        totals, kind = manifest.totals, manifest.content.kind
         found = [
-            ("documents", self.documents, totals["read"]),
+            (noun_of(kind), self.documents, totals["read"]),
             ("kept", self.kept, totals["kept"]),
-            ("num tokens", self.num_tokens, totals["num_tokens"]),
-            ("text bytes", self.text_bytes, totals["text_bytes"]),
+            (f"num {size_noun(kind)}", self.num_tokens, totals["num_tokens"]),
+            (f"bytes of {bytes_noun(kind)}", self.text_bytes, totals["text_bytes"]),
             ("shard bytes", self.shard_bytes, sum(shard.num_bytes for shard in manifest.shards)),
         ]
         return found + (

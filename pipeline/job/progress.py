@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from common.config import Strict
 from common.console.bars import bar
 from common.watcher import Watcher
+from pipeline.shards.content import ContentKind, bytes_noun, noun_of
 from pipeline.shards.manifest import Counts, Sidecar
 
 PROGRESS = "progress.jsonl"
@@ -77,12 +78,12 @@ class Progress(Watcher):
         stage: name of the stage, for the bar and the lines.
         total_bytes: input bytes of all units.
         done: sidecars of units that were finished before this run.
-        noun: noun for what is counted, in the bar.
+        kind: kind of the rows, for the bar.
     """
 
-    def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar], noun: str) -> None:
+    def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar], kind: ContentKind) -> None:
         super().__init__(_BEAT_SECONDS, "declutr-progress")
-        self._folder, self._stage, self._total_bytes, self._noun = folder, stage, total_bytes, noun
+        self._folder, self._stage, self._total_bytes, self._kind = folder, stage, total_bytes, kind
         # Unbuffered, so that a line refused by a full disk is not retried at the end.
         self._log = (folder / PROGRESS).open("ab", buffering=0)
         self._finished = {sidecar.unit for sidecar in done}
@@ -140,10 +141,9 @@ class Progress(Watcher):
         }
         with contextlib.suppress(OSError):
             self._log.write(json.dumps(line).encode() + b"\n")
-        self._bar.set_postfix_str(
-            f"{now.documents:,} {self._noun}, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of text",
-            refresh=False,
-        )
+        rows, content = noun_of(self._kind), bytes_noun(self._kind)
+        told = f"{now.documents:,} {rows}, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of {content}"
+        self._bar.set_postfix_str(told, refresh=False)
         self._bar.update(now.num_bytes - self._bar.n)
 
     def __exit__(self, *_: object) -> None:

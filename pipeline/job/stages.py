@@ -25,7 +25,6 @@ from pipeline.job.sample import output_engine
 from pipeline.job.selection import write_selected
 from pipeline.job.units import Unit
 from pipeline.job.worker import write_unit
-from pipeline.shards.content import noun_of
 from pipeline.shards.manifest import ShardError, Sidecar
 from pipeline.tokenizer.batch_tokenizer import EngineName
 from pipeline.tokenizer.tokenization import TokenizerInfo
@@ -78,9 +77,7 @@ def _run(stage: Stage, output: Output, units: Sequence[Unit], tokenizer: Tokeniz
         results = rows.map(
             work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=lambda: {"max_retries": _ATTEMPTS}
         )
-        with Progress(
-            folder, stage, sum(unit.num_bytes for unit in units), done, noun_of(config.content.kind)
-        ) as progress:
+        with Progress(folder, stage, sum(unit.num_bytes for unit in units), done, config.content.kind) as progress:
             try:
                 for row in results.iter_rows():
                     if row["problem"]:

@@ -93,6 +93,7 @@ def test_the_command_plans_verifies_and_inspects(corpus, prepared, tmp_path, cap
     assert main([str(config)]) == 0
     told = capsys.readouterr().out
     assert "97 images read, 90 kept" in told
+    assert re.search(r"estimated before: images 9[67] .* num pixels .* bytes of files", told)
     assert f"{90 * 32 * 24:,} pixels in" in told
     assert "3 labels; changed: 90 smaller" in told
     assert main([str(config), "--verify-inputs"]) == 0

@@ -100,7 +100,7 @@ def test_the_command_plans_reports_and_inspects(corpus, prepared, tmp_path, caps
     config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out")}))
     assert main([str(config), "--plan"]) == 0
     planned = capsys.readouterr().out
-    assert "documents   442, of which 360 kept" in planned
+    assert "rows        442, of which 360 kept" in planned
     assert main([str(config)]) == 0
     told = capsys.readouterr().out
     assert "442 rows read, 360 kept" in told

@@ -88,3 +88,9 @@ def test_print_config_says_which_values_it_could_not_find(tmp_path, place):
     assert shown.returncode == 0, shown.stderr
     assert f"data = {place}: its shards cannot be read now" in shown.stderr
     assert "takes spans.num_anchors, spans.min_tokens from them" in shown.stderr
+
+
+def test_rows_without_spans_have_no_values_to_find(tmp_path):
+    path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": "nowhere", **ENCODER})
+    shown = runs.run_command("trainer.train", path, "objective.kind=simcse", "--print-config")
+    assert (shown.returncode, shown.stderr) == (0, "")

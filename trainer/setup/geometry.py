@@ -49,7 +49,9 @@ def _spans(config: TrainConfig, run: Path, section: tuple[str, ...]) -> SpanConf
 
 
 def unknown(config: TrainConfig) -> list[str]:
-    """Names of the settings that `with_geometry` could not find, as dotted keys."""
+    """Names of the settings that `with_geometry` could not find, as dotted keys; none if rows have no spans."""
+    if "documents" not in config.objective.reads:
+        return []
     return [f"spans.{key}" for key in _KEYS if key not in config.spans.model_fields_set]
 
 
