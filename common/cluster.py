@@ -1,4 +1,4 @@
-"""Checks that the Ray cluster named by a setting answers, before Ray is imported."""
+"""Address of a Ray cluster, and a check that it answers, before Ray is imported; the network that its hosts share."""
 
 import os
 import socket
@@ -47,3 +47,18 @@ def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str |
             time.sleep(_PAUSE_SECONDS)
         else:
             return None
+
+
+def use_network_of(address: str) -> None:
+    """Lets gloo listen at an address of this host, unless GLOO_SOCKET_IFNAME is set.
+
+    Gloo would take the address of the host's name, which Debian makes 127.0.1.1.
+
+    Args:
+        address: this host's address in the cluster.
+    """
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

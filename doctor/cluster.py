@@ -176,7 +176,7 @@ class Examiners:
         address = f"tcp://{self.nodes[first].address}:{port}"
         size = len(actors)
         asked = {
-            node: actor.call.remote(collective.join, address, rank, size, backend)
+            node: actor.call.remote(collective.join, address, rank, size, backend, self.nodes[node].address)
             for rank, (node, actor) in enumerate(actors.items())
         }
         found = self._wait(f"all-reduce by {backend}", asked) if port else {}

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.cluster import use_network_of
 from doctor.finding import EVERYWHERE, Finding, judged
 
 LIMIT_SECONDS = 60
@@ -37,7 +38,7 @@ def free_port() -> int:
         return port
 
 
-def join(address: str, rank: int, size: int, backend: str) -> Summed:
+def join(address: str, rank: int, size: int, backend: str, own: str | None = None) -> Summed:
     """Take part in a sum of `rank + 1` over all processes.
 
     Args:
@@ -45,7 +46,10 @@ def join(address: str, rank: int, size: int, backend: str) -> Summed:
         rank: number of this process.
         size: processes that take part.
         backend: `gloo` or `nccl`; `nccl` uses the process's first GPU.
+        own: address of the process's node in the cluster.
     """
+    if own:
+        use_network_of(own)
     device = torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else torch.device("cpu")
     try:
         if device.type == "cuda":
@@ -97,6 +101,6 @@ def judge(backend: str, found: Mapping[str, Summed]) -> Finding:
         "; ".join(wrong) or f"{size} processes, 4 MiB in {1000 * slowest:.1f} ms",
         limit=f"sum {expected:g}",
         fail=bool(wrong),
-        remedy="nodes must reach each other on all ports; if a host's name resolves to 127.0.0.1 or the wrong network, "
+        remedy="nodes must reach each other on all ports; if they have several networks, "
         "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the nodes before `ray start`",
     )

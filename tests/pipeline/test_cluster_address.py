@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from common.cluster import cluster_problem, named_cluster
+from common.cluster import cluster_problem, named_cluster, use_network_of
 from common.config import ConfigError
 from common.session import _end_at_hangup, _short_folder, start_ray
 
@@ -82,3 +82,15 @@ def test_a_hangup_ends_a_command_as_sigterm_does():
         for number, handler in before.items():
             signal.signal(number, handler)
     assert heard == [signal.SIGHUP]
+
+
+def test_gloo_listens_at_the_hosts_address_in_the_cluster(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restores it after the test
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    use_network_of("203.0.113.7")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    use_network_of("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "given")
+    use_network_of("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "given"

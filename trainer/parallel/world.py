@@ -77,7 +77,7 @@ class World:
         """The maximum of all ranks' numbers."""
         if self.size == 1:
             return number
-        value = torch.tensor([number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        value = torch.tensor([number])
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return int(value)
 
@@ -85,9 +85,8 @@ class World:
         """The union of all ranks' requests, the same on every rank."""
         if self.size == 1:
             return requests
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        raised = torch.tensor([int(request in requests) for request in Request], dtype=torch.int32, device=device)
-        dist.all_reduce(raised, op=dist.ReduceOp.MAX)  # NCCL has no OR
+        raised = torch.tensor([int(request in requests) for request in Request], dtype=torch.int32)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX)
         agreed = Request(0)
         for request, one in zip(Request, raised.tolist(), strict=True):
             agreed |= request if one else Request(0)

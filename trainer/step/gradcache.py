@@ -98,10 +98,9 @@ class GradCache:
         own = [0] * 2 * size
         problem = facts_problem(batch) or keys_problem(self.objective, batch)
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else facts_code(batch)
-        labels = batch.spans.labels
-        totals = [len(labels), *own]
-        if size > 1:  # one worker knows them without its device
-            totals = self.world.sum(labels.new_tensor(totals)).tolist()
+        totals = [len(batch.spans.labels), *own]
+        if size > 1:
+            totals = self.world.sum(torch.tensor(totals)).tolist()
         selected, *found = totals
         rows, codes = found[:size], found[size:]
         if problem or len(set(codes)) > 1:

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.train.backend import Backend, BackendConfig
 
+from common.cluster import use_network_of
 from common.console.logs import get_logger
 from trainer.worker.flight import record_exchanges
 
@@ -38,7 +39,7 @@ class GroupConfig(BackendConfig):  # type: ignore[misc]
     """A torch process group over all workers, which treat SIGTERM as a stop notice instead of dying during a step.
 
     Attributes:
-        backend: nccl or gloo.
+        backend: of tensors on the workers' devices, nccl or gloo.
         timeout_seconds: time limit of an exchange between workers.
     """
 
@@ -98,6 +99,7 @@ def _join(address: str, port: int, backend: str, timeout_seconds: float) -> None
     import torch.distributed as dist
 
     record_exchanges()
+    use_network_of(ray.util.get_node_ip_address())
     context = ray.train.get_context()
     os.environ |= {
         "MASTER_ADDR": address,
@@ -109,7 +111,9 @@ def _join(address: str, port: int, backend: str, timeout_seconds: float) -> None
     }
     # NCCL otherwise guesses the GPU from the rank at the first exchange, and waits there if hosts differ
     device = ray.train.torch.get_device() if backend == "nccl" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=device)
+    # numbers of the host are exchanged over gloo: through NCCL, every exchange would wait for the GPU
+    backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    dist.init_process_group(backends, timeout=timedelta(seconds=timeout_seconds), device_id=device)
 
 
 def _gpu_problem() -> str | None:

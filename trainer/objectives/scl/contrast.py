@@ -16,13 +16,12 @@ from trainer.objectives.scl.config import Most, SclConfig
 def contrast(batch: Gathered, config: SclConfig) -> Tensor:
     """Mean over anchors and their positives p of -log(exp(s_p) / sum_k exp(s_k)), s = u . v / t; 0 without an anchor.
 
-       The sum is over the anchor's positives and negatives.
-    An anchor is the premise of an entailment pair. Its positives are the hypotheses of all entailment pairs with this
-       premise; its negatives all other hypotheses of the batch.
+    The sum is over the anchor's positives and negatives. An anchor is the premise of an entailment pair. Its positives
+    are the hypotheses of all entailment pairs with this premise; its negatives all other hypotheses of the batch.
 
     Args:
-           batch: `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key).
-           config: temperature and numbers of positives and negatives.
+        batch: `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key).
+        config: temperature and numbers of positives and negatives.
     """
     premises, hypotheses = batch.views.unbind(1)
     entailed = batch.facts["label"] == ENTAILMENT
