@@ -33,6 +33,7 @@ _DEVICE = torch.device("cuda")
 # bfloat16 has 8 bits: rounding in another order moves an embedding by up to a few parts in a hundred of the largest.
 _TOLERANCE = 0.05
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
+_CHECKS = ("kernel", "dropping", "compiled", "syncs", "time")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {
     "step": ("--device", "cuda", "--model", "roberta-base", "--documents", "16", "--compile"),
     "batch": ("--device", "cuda"),
@@ -146,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--model", choices=models.SIZES, default="roberta-base")
     options.add_argument("--documents", type=int, default=16)
     options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512])
-    options.add_argument("--only", nargs="+", metavar="PART", help="parts to run; default: all")
+    options.add_argument("--only", nargs="+", choices=[*_CHECKS, *_BENCHMARKS], help="parts to run; default: all")
     given = options.parse_args(arguments)
     if not torch.cuda.is_available():
         sys.exit(

@@ -17,6 +17,7 @@ from common.credentials import refusal
 from common.hub import client_error
 
 _ARROW_PROTOCOLS = ("s3", "gs", "gcs")
+_GOOGLE_RETRY_SECONDS = 15
 
 
 def is_remote(path: str) -> bool:
@@ -64,8 +65,10 @@ def short_name(url: str, *parts: bytes) -> str:
 @lru_cache
 def _arrow(scheme: str, netloc: str, query: str) -> ArrowFSWrapper:
     """Opens one connection a process. Credentials come from the environment, the endpoint from it or the address."""
-    if scheme == "s3" and "allow_delayed_open" not in query:  # a file below 5 MiB then takes one request, not three
-        query += f"{query and '&'}allow_delayed_open=true"
+    # a file below 5 MiB then takes one request to S3, not three; Google's library would retry for 15 minutes in silence
+    option, value = ("allow_delayed_open", "true") if scheme == "s3" else ("retry_limit_seconds", _GOOGLE_RETRY_SECONDS)
+    if option not in query:
+        query += f"{query and '&'}{option}={value}"
     files, _ = pa.fs.FileSystem.from_uri(f"{scheme}://{netloc}{query and '?'}{query}")
     return ArrowFSWrapper(files)
 

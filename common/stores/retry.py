@@ -34,6 +34,10 @@ _REMEDIES = {
     "ACCESS_DENIED": "Check the credentials, their permissions and this host's clock",
     "INVALID_ACCESS_KEY_ID": "Check the credentials",
     "SIGNATURE_DOES_NOT_MATCH": "Check the credentials",
+    "OAuth2 access token": (
+        "No credentials for Google Cloud were found: set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run "
+        "`gcloud auth application-default login`"
+    ),
     "NO_SUCH_BUCKET": "Name a bucket that exists",
 }
 

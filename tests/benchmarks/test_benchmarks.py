@@ -13,7 +13,7 @@ import ray
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, embed, feed, memory, packed, prepare, saving, scale, sharding, step, wide
+from benchmarks import batch, documents, embed, feed, gpu, memory, packed, prepare, saving, scale, sharding, step, wide
 from pipeline.shards.schema import shard_schema
 from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, window_starts
@@ -243,3 +243,12 @@ def test_prepare(tmp_path):
     # `datasets` kept the same documents and tokens, or there would be no figure.
     assert (found["ratio_vs_datasets"] is None) == (find_spec("datasets") is None)
     assert found["with_ray_start"]["mib_per_s"] < found["mib_per_s"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
+    with pytest.raises(SystemExit, match=r"no GPU: torch .* benchmarks\.budget"):
+        gpu.main([])
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "nothing"])
+    assert "choose from 'kernel', 'dropping'" in capsys.readouterr().err
