@@ -108,7 +108,7 @@ def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterato
 def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:
     """The lines whose first byte is in [start, stop)."""
     try:
-        stream = stream_of(file, part.path, max(0, part.start - 1))
+        stream = stream_of(file, part.path, max(0, part.start - 1), part.stop)
         if part.start > 0:
             # A line across the cut belongs to the range before: start one byte earlier and skip that line.
             _skip_line(stream)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 from common.hub import hub_problem
 from common.paths import expand
 from common.stores.address import address_of, filesystem, is_remote, network_errors
-from pipeline.readers.corpus import Input
+from pipeline.readers.corpus import END, Input
 from pipeline.readers.names import is_hidden
 from pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
 from pipeline.readers.streams import CHUNK_BYTES, ByteStream
@@ -165,11 +165,23 @@ def open_input(path: str) -> BinaryIO:
         return cast(BinaryIO, _RemoteFile(files.open(name, "rb")))
 
 
-def stream_of(file: BinaryIO, path: str, start: int = 0) -> ByteStream:
-    """The bytes of an open file from `start` on; remote files are read in larger chunks."""
+def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> ByteStream:
+    """The bytes of an open file from `start` on; remote files are read in larger chunks.
+
+    Args:
+        file: the file.
+        path: its path or address.
+        start: first byte.
+        stop: byte behind which only the end of a record is needed; remote files are read in small chunks from there on.
+    """
     file.seek(start)
-    chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote(path) else CHUNK_BYTES
-    return ByteStream(file.read, start, chunk_bytes, file.seek)
+    if not is_remote(path):
+        return ByteStream(file.read, start, CHUNK_BYTES, file.seek)
+
+    def read(num_bytes: int) -> bytes:
+        return file.read(min(num_bytes, max(CHUNK_BYTES, stop - file.tell())))
+
+    return ByteStream(read, start, _REMOTE_CHUNK_BYTES, file.seek)
 
 
 class _RemoteFile(io.RawIOBase):

@@ -19,7 +19,9 @@ from s3server import s3_server
 from common.stores.files import write_file
 from pipeline.job.units import hash_unit, plan_units
 from pipeline.readers.corpus import HubCorpus
+from pipeline.readers.places import open_input, stream_of
 from pipeline.readers.planning import file_parts
+from pipeline.readers.streams import CHUNK_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(100))
@@ -91,7 +93,9 @@ HUB = """
 import json, sys
 from corpora import outcomes, read_all
 from pipeline.readers.corpus import HubCorpus
+from pipeline.readers.places import open_input, stream_of
 from pipeline.readers.planning import file_parts
+from pipeline.readers.streams import CHUNK_BYTES
 for settings in json.loads(sys.argv[1]):
     corpus = HubCorpus(kind="hub", **settings)
     problems = file_parts(corpus, 1 << 20)[1]
@@ -162,3 +166,16 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
 def test_names_of_datasets_are_checked():
     with pytest.raises(ValueError, match="name"):
         HubCorpus(kind="hub", name="https://huggingface.co/datasets/x")
+
+
+def test_a_remote_file_is_read_to_the_end_of_its_part_and_not_much_further():
+    """A part needs the end of its last line from the next part, not eight MiB of it."""
+    address, line, stop = "memory://long/a.txt", b"x" * 99 + b"\n", 3 * CHUNK_BYTES
+    fsspec.filesystem("memory").pipe("/long/a.txt", line * 200_000)
+    with open_input(address) as file:
+        stream = stream_of(file, address, CHUNK_BYTES, stop)
+        read = b"".join(iter(lambda: stream.read(1000) if stream.position < stop else b"", b""))
+        assert read == (line * 200_000)[CHUNK_BYTES : CHUNK_BYTES + len(read)]
+        assert file.tell() == stop
+        assert len(stream.read(200)) == 200
+        assert file.tell() <= stop + CHUNK_BYTES
