@@ -166,7 +166,7 @@ def open_input(path: str) -> BinaryIO:
 
 
 def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> ByteStream:
-    """The bytes of an open file from `start` on; remote files are read in larger chunks.
+    """The bytes of an open file from `start` on; chunks of remote files grow, because a sample needs the first alone.
 
     Args:
         file: the file.
@@ -178,8 +178,13 @@ def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> Byt
     if not is_remote(path):
         return ByteStream(file.read, start, CHUNK_BYTES, file.seek)
 
+    chunk_bytes = CHUNK_BYTES
+
     def read(num_bytes: int) -> bytes:
-        return file.read(min(num_bytes, max(CHUNK_BYTES, stop - file.tell())))
+        nonlocal chunk_bytes
+        most = min(chunk_bytes, max(CHUNK_BYTES, stop - file.tell()))
+        chunk_bytes = min(2 * chunk_bytes, _REMOTE_CHUNK_BYTES)
+        return file.read(min(num_bytes, most))
 
     return ByteStream(read, start, _REMOTE_CHUNK_BYTES, file.seek)
 

@@ -174,6 +174,8 @@ def test_a_remote_file_is_read_to_the_end_of_its_part_and_not_much_further():
     fsspec.filesystem("memory").pipe("/long/a.txt", line * 200_000)
     with open_input(address) as file:
         stream = stream_of(file, address, CHUNK_BYTES, stop)
+        assert stream.peek(10) == (line * 2)[76:86]
+        assert file.tell() == 2 * CHUNK_BYTES
         read = b"".join(iter(lambda: stream.read(1000) if stream.position < stop else b"", b""))
         assert read == (line * 200_000)[CHUNK_BYTES : CHUNK_BYTES + len(read)]
         assert file.tell() == stop
