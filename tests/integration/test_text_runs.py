@@ -164,7 +164,11 @@ WRONG = [
         "the two views of objective simcse would be equal",
     ),
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
-    ("sentences", {"objective": SCD, "batch_documents": 1000}, "training rows, and a batch must not contrast a row"),
+    (
+        "sentences",
+        {"objective": SCD, "batch_documents": 1000},
+        "training rows, and a batch must not contrast one of them",
+    ),
     (
         "pairs",
         {"objective": SUPERVISED, "encoder": {"dropout": 0.1, "projection": {"kind": "mlp", "size": 16}}},

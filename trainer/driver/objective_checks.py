@@ -50,6 +50,6 @@ def data_problems(config: TrainConfig, manifest: Manifest, load: bool = True) ->
     if config.batch_documents > manifest.totals["kept_train"]:
         found.append(
             f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
-            f"training {manifest.noun}, and a batch must not contrast a {manifest.noun.removesuffix('s')} with itself"
+            f"training {manifest.noun}, and a batch must not contrast one of them with itself"
         )
     return found
