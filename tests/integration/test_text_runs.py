@@ -167,7 +167,7 @@ WRONG = [
     (
         "sentences",
         {"objective": SCD, "batch_documents": 1000},
-        "training rows, and a batch must not contrast one of them",
+        "a batch must not contrast one of them with itself",
     ),
     (
         "pairs",

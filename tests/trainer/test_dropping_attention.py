@@ -1,6 +1,9 @@
 """The Triton kernels of attention with dropped weights, in Triton's interpreter: values, gradients, masks, graphs."""
 
 import importlib
+import os
+import subprocess
+import sys
 from itertools import accumulate, pairwise
 
 import cpukernel  # noqa: F401 - registers the kernels
@@ -20,6 +23,20 @@ pytest.importorskip("triton", reason="Triton is not installed")
 dropping_attention = importlib.import_module("trainer.model.dropping_attention")
 
 CPU = torch.device("cpu")
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from trainer.model import dropping_kernel
+KINDS = dict.fromkeys(("bounds", "keys", "limits", "words"), "*i32") | dict.fromkeys(("num_words", "heads"), "i32")
+KINDS |= dict.fromkeys(("sums", "dots", "kept"), "*fp32") | {"scale": "fp32"}
+for capability, head_size, window in ((80, 128, 0), (89, 64, 0), (90, 24, 65)):
+    constants = {"WINDOW": window, "SIZE": head_size, "WIDE": max(16, triton.next_power_of_2(head_size))}
+    for kernel in (dropping_kernel.forward, dropping_kernel.backward_queries, dropping_kernel.backward_keys):
+        kinds = {name: "constexpr" if name in constants else KINDS.get(name, "*bf16") for name in kernel.arg_names}
+        source, target = ASTSource(kernel, kinds, constants), GPUTarget("cuda", capability, 32)
+        print(triton.compile(source, target=target).metadata.shared)
+"""
 BOTH = Kernels(kernels.attend, dropping_attention.attend_dropping)
 WIDE = {"hidden_size": 32, "num_attention_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 128}
 
@@ -107,8 +124,19 @@ def test_one_graph_for_all_lengths():
     assert counter.frame_count == 1
 
 
+def test_gpus_have_enough_shared_memory(tmp_path):
+    """Triton compiles for GPUs without one. 99 KiB is what a program may have on the smallest, for example an L4."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(sizes := [int(line) for line in done.stdout.split()]) == 9
+    assert max(sizes) <= 99 * 1024
+
+
 def test_a_gpu_tries_the_kernel_before_it_is_used(monkeypatch):
-    assert dropping_attention.problem(64, CPU, torch.float16) is None
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):  # as in a first pass
+        assert dropping_attention.problem(64, CPU, torch.float16) is None
     assert "the head size is 256" in dropping_attention.problem(256, CPU)
     monkeypatch.setattr(dropping_attention, "_TOLERANCE", 0.0)
     assert "values and gradients are wrong by 0." in dropping_attention.problem(64, CPU, torch.float16)

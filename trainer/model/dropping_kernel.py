@@ -60,9 +60,11 @@ def _dropout_of(keys, limits, kept, start, rows, length):
 @triton.jit
 def _reach(first, length, WINDOW: tl.constexpr):
     """First and last + 1 of the tokens that a block of tokens attends to, or is attended by."""
+    low, high = first * 0, length
     if WINDOW > 0:
-        return tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK, tl.minimum(first + BLOCK + WINDOW - 1, length)
-    return first * 0, length
+        low = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
+        high = tl.minimum(first + BLOCK + WINDOW - 1, length)
+    return low, high
 
 
 @triton.jit
