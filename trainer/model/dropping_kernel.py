@@ -20,11 +20,41 @@ _SECOND = tl.constexpr(signed(0x846CA68B))
 
 
 @triton.jit
-def _rows(pointer, start, places, length, head, heads, SIZE: tl.constexpr, WIDE: tl.constexpr):
+def _places(pointer, start, rows, length, head, heads, SIZE: tl.constexpr, WIDE: tl.constexpr):
     """Pointers `(BLOCK, WIDE)` to the features of a span's tokens in one head, and which of them exist."""
     features = tl.arange(0, WIDE)
-    offsets = ((start + places).to(tl.int64)[:, None] * heads + head) * SIZE + features[None, :]
-    return pointer + offsets, (places < length)[:, None] & (features < SIZE)[None, :]
+    offsets = ((start + rows).to(tl.int64)[:, None] * heads + head) * SIZE + features[None, :]
+    return pointer + offsets, (rows < length)[:, None] & (features < SIZE)[None, :]
+
+
+@triton.jit
+def _load(pointer, start, rows, length, head, heads, SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Features of a span's tokens in one head, and 0 where there are none."""
+    places, there = _places(pointer, start, rows, length, head, heads, SIZE, WIDE)
+    return tl.load(places, there, other=0.0)
+
+
+@triton.jit
+def _store(pointer, values, start, rows, length, head, heads, SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Writes features of a span's tokens in one head."""
+    places, there = _places(pointer, start, rows, length, head, heads, SIZE, WIDE)
+    tl.store(places, values.to(pointer.dtype.element_ty), there)
+
+
+@triton.jit
+def _block(bounds, WINDOW: tl.constexpr):
+    """Start and length of this program's span, the block's tokens, and the tokens [low, high) that they attend to.
+
+    The same tokens attend to them.
+    """
+    first = tl.program_id(0) * BLOCK
+    start = tl.load(bounds + tl.program_id(2))
+    length = tl.load(bounds + tl.program_id(2) + 1) - start
+    low, high = first * 0, length
+    if WINDOW > 0:
+        low = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
+        high = tl.minimum(first + BLOCK + WINDOW - 1, length)
+    return start, length, first + tl.arange(0, BLOCK), low, tl.where(first < length, high, low)
 
 
 @triton.jit
@@ -39,32 +69,30 @@ def _scores(query, key, rows, columns, length, scale, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _factors(keys, words, limits, kept):
-    """0 where a weight is dropped, else 1 / (1 - p)."""
-    mixed = keys[:, None] + words[None, :]
+def _factors(keys, limits, kept, words, start, rows, columns, length, head, num_words):
+    """F of a block: 0 where a weight is dropped, else 1 / (1 - p)."""
+    there = rows < length
+    key = tl.load(keys + start + rows, there, other=0)
+    limit = tl.load(limits + start + rows, there, other=0)
+    factor = tl.load(kept + start + rows, there, other=0.0)
+    mixed = key[:, None] + tl.load(words + head * num_words + columns, columns < length, other=0)[None, :]
     mixed = mixed ^ (mixed >> 16)
     mixed = mixed * _FIRST
     mixed = mixed ^ (mixed >> 15)
     mixed = mixed * _SECOND
-    return tl.where(mixed < limits[:, None], 0.0, kept[:, None])
+    return tl.where(mixed < limit[:, None], 0.0, factor[:, None])
 
 
 @triton.jit
-def _dropout_of(keys, limits, kept, start, rows, length):
-    """Key, limit and factor of each query token."""
-    there = rows < length
-    found = tl.load(keys + start + rows, there, other=0)
-    return found, tl.load(limits + start + rows, there, other=0), tl.load(kept + start + rows, there, other=0.0)
-
-
-@triton.jit
-def _reach(first, length, WINDOW: tl.constexpr):
-    """First and last + 1 of the tokens that a block of tokens attends to, or is attended by."""
-    low, high = first * 0, length
-    if WINDOW > 0:
-        low = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
-        high = tl.minimum(first + BLOCK + WINDOW - 1, length)
-    return low, high
+def _differentiate(q, k, v, g, sums, dots, factors, start, rows, columns, length, head, heads, scale,
+                   WINDOW: tl.constexpr):  # fmt: skip
+    """P and dS of a block."""
+    total = tl.load(sums + (start + rows) * heads + head, rows < length, other=0.0)
+    dot = tl.load(dots + (start + rows) * heads + head, rows < length, other=0.0)
+    scores, near = _scores(q, k, rows, columns, length, scale, WINDOW)
+    weights = tl.where(near, tl.exp(scores - total[:, None]), 0.0)
+    of_weights = tl.dot(g, tl.trans(v), input_precision="ieee") * factors
+    return weights, weights * (of_weights - dot[:, None]) * scale
 
 
 @triton.jit
@@ -72,36 +100,28 @@ def forward(
     query, key, value, out, sums, bounds, keys, limits, kept, words, num_words, scale, heads,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum of a block of queries."""
-    first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
-    start = tl.load(bounds + tl.program_id(2))
-    length = tl.load(bounds + tl.program_id(2) + 1) - start
-    if first < length:
-        rows = first + tl.arange(0, BLOCK)
-        places, there = _rows(query, start, rows, length, head, heads, SIZE, WIDE)
-        q = tl.load(places, there, other=0.0)
-        token_keys, token_limits, token_kept = _dropout_of(keys, limits, kept, start, rows, length)
-        largest = tl.full((BLOCK,), _HIDDEN, tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        made = tl.zeros((BLOCK, WIDE), tl.float32)
-        low, high = _reach(first, length, WINDOW)
-        for begin in range(low, high, BLOCK):
-            columns = begin + tl.arange(0, BLOCK)
-            places, there = _rows(key, start, columns, length, head, heads, SIZE, WIDE)
-            scores, _ = _scores(q, tl.load(places, there, other=0.0), rows, columns, length, scale, WINDOW)
-            above = tl.maximum(largest, tl.max(scores, 1))
-            weights = tl.exp(scores - above[:, None])
-            shrunk = tl.exp(largest - above)
-            total = total * shrunk + tl.sum(weights, 1)
-            word = tl.load(words + head * num_words + columns, columns < length, other=0)
-            weights = weights * _factors(token_keys, word, token_limits, token_kept)
-            places, there = _rows(value, start, columns, length, head, heads, SIZE, WIDE)
-            v = tl.load(places, there, other=0.0)
-            made = made * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            largest = above
-        places, there = _rows(out, start, rows, length, head, heads, SIZE, WIDE)
-        tl.store(places, (made / total[:, None]).to(out.dtype.element_ty), there)
-        tl.store(sums + (start + rows) * heads + head, largest + tl.log(total), rows < length)
+    """O and log-sums of a block of queries."""
+    start, length, rows, low, high = _block(bounds, WINDOW)
+    head = tl.program_id(1)
+    q = _load(query, start, rows, length, head, heads, SIZE, WIDE)
+    largest = tl.full((BLOCK,), _HIDDEN, tl.float32)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    made = tl.zeros((BLOCK, WIDE), tl.float32)
+    for begin in range(low, high, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        k = _load(key, start, columns, length, head, heads, SIZE, WIDE)
+        v = _load(value, start, columns, length, head, heads, SIZE, WIDE)
+        scores, _ = _scores(q, k, rows, columns, length, scale, WINDOW)
+        above = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp(scores - above[:, None])
+        shrunk = tl.exp(largest - above)
+        total = total * shrunk + tl.sum(weights, 1)
+        weights = weights * _factors(keys, limits, kept, words, start, rows, columns, length, head, num_words)
+        made = made * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = above
+    total = tl.where(rows < length, total, 1.0)
+    _store(out, made / total[:, None], start, rows, length, head, heads, SIZE, WIDE)
+    tl.store(sums + (start + rows) * heads + head, largest + tl.log(total), rows < length)
 
 
 @triton.jit
@@ -109,36 +129,22 @@ def backward_queries(
     query, key, value, gradient, sums, dots, bounds, keys, limits, kept, words, num_words, scale, heads, of_query,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a block of queries."""
-    first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
-    start = tl.load(bounds + tl.program_id(2))
-    length = tl.load(bounds + tl.program_id(2) + 1) - start
-    if first < length:
-        rows = first + tl.arange(0, BLOCK)
-        places, there = _rows(query, start, rows, length, head, heads, SIZE, WIDE)
-        q = tl.load(places, there, other=0.0)
-        places, there = _rows(gradient, start, rows, length, head, heads, SIZE, WIDE)
-        g = tl.load(places, there, other=0.0)
-        token_keys, token_limits, token_kept = _dropout_of(keys, limits, kept, start, rows, length)
-        total = tl.load(sums + (start + rows) * heads + head, rows < length, other=0.0)
-        dot = tl.load(dots + (start + rows) * heads + head, rows < length, other=0.0)
-        made = tl.zeros((BLOCK, WIDE), tl.float32)
-        low, high = _reach(first, length, WINDOW)
-        for begin in range(low, high, BLOCK):
-            columns = begin + tl.arange(0, BLOCK)
-            places, there = _rows(key, start, columns, length, head, heads, SIZE, WIDE)
-            k = tl.load(places, there, other=0.0)
-            scores, near = _scores(q, k, rows, columns, length, scale, WINDOW)
-            weights = tl.where(near, tl.exp(scores - total[:, None]), 0.0)
-            places, there = _rows(value, start, columns, length, head, heads, SIZE, WIDE)
-            v = tl.load(places, there, other=0.0)
-            word = tl.load(words + head * num_words + columns, columns < length, other=0)
-            of_weights = tl.dot(g, tl.trans(v), input_precision="ieee")
-            of_weights = of_weights * _factors(token_keys, word, token_limits, token_kept)
-            of_scores = weights * (of_weights - dot[:, None]) * scale
-            made += tl.dot(of_scores.to(k.dtype), k, input_precision="ieee")
-        places, there = _rows(of_query, start, rows, length, head, heads, SIZE, WIDE)
-        tl.store(places, made.to(of_query.dtype.element_ty), there)
+    """Gradient dQ of a block of queries."""
+    start, length, rows, low, high = _block(bounds, WINDOW)
+    head = tl.program_id(1)
+    q = _load(query, start, rows, length, head, heads, SIZE, WIDE)
+    g = _load(gradient, start, rows, length, head, heads, SIZE, WIDE)
+    made = tl.zeros((BLOCK, WIDE), tl.float32)
+    for begin in range(low, high, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        k = _load(key, start, columns, length, head, heads, SIZE, WIDE)
+        v = _load(value, start, columns, length, head, heads, SIZE, WIDE)
+        factors = _factors(keys, limits, kept, words, start, rows, columns, length, head, num_words)
+        _, of_scores = _differentiate(
+            q, k, v, g, sums, dots, factors, start, rows, columns, length, head, heads, scale, WINDOW
+        )
+        made += tl.dot(of_scores.to(k.dtype), k, input_precision="ieee")
+    _store(of_query, made, start, rows, length, head, heads, SIZE, WIDE)
 
 
 @triton.jit
@@ -146,37 +152,22 @@ def backward_keys(
     query, key, value, gradient, sums, dots, bounds, keys, limits, kept, words, num_words, scale, heads,
     of_key, of_value, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys and of their values."""
-    first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
-    start = tl.load(bounds + tl.program_id(2))
-    length = tl.load(bounds + tl.program_id(2) + 1) - start
-    if first < length:
-        columns = first + tl.arange(0, BLOCK)
-        places, there = _rows(key, start, columns, length, head, heads, SIZE, WIDE)
-        k = tl.load(places, there, other=0.0)
-        places, there = _rows(value, start, columns, length, head, heads, SIZE, WIDE)
-        v = tl.load(places, there, other=0.0)
-        word = tl.load(words + head * num_words + columns, columns < length, other=0)
-        made_key = tl.zeros((BLOCK, WIDE), tl.float32)
-        made_value = tl.zeros((BLOCK, WIDE), tl.float32)
-        low, high = _reach(first, length, WINDOW)
-        for begin in range(low, high, BLOCK):
-            rows = begin + tl.arange(0, BLOCK)
-            places, there = _rows(query, start, rows, length, head, heads, SIZE, WIDE)
-            q = tl.load(places, there, other=0.0)
-            places, there = _rows(gradient, start, rows, length, head, heads, SIZE, WIDE)
-            g = tl.load(places, there, other=0.0)
-            token_keys, token_limits, token_kept = _dropout_of(keys, limits, kept, start, rows, length)
-            total = tl.load(sums + (start + rows) * heads + head, rows < length, other=0.0)
-            dot = tl.load(dots + (start + rows) * heads + head, rows < length, other=0.0)
-            scores, near = _scores(q, k, rows, columns, length, scale, WINDOW)
-            weights = tl.where(near, tl.exp(scores - total[:, None]), 0.0)
-            factors = _factors(token_keys, word, token_limits, token_kept)
-            made_value += tl.dot(tl.trans(weights * factors).to(g.dtype), g, input_precision="ieee")
-            of_weights = tl.dot(g, tl.trans(v), input_precision="ieee") * factors
-            of_scores = weights * (of_weights - dot[:, None]) * scale
-            made_key += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision="ieee")
-        places, there = _rows(of_key, start, columns, length, head, heads, SIZE, WIDE)
-        tl.store(places, made_key.to(of_key.dtype.element_ty), there)
-        places, there = _rows(of_value, start, columns, length, head, heads, SIZE, WIDE)
-        tl.store(places, made_value.to(of_value.dtype.element_ty), there)
+    """Gradients dK and dV of a block of keys."""
+    start, length, columns, low, high = _block(bounds, WINDOW)
+    head = tl.program_id(1)
+    k = _load(key, start, columns, length, head, heads, SIZE, WIDE)
+    v = _load(value, start, columns, length, head, heads, SIZE, WIDE)
+    made_key = tl.zeros((BLOCK, WIDE), tl.float32)
+    made_value = tl.zeros((BLOCK, WIDE), tl.float32)
+    for begin in range(low, high, BLOCK):
+        rows = begin + tl.arange(0, BLOCK)
+        q = _load(query, start, rows, length, head, heads, SIZE, WIDE)
+        g = _load(gradient, start, rows, length, head, heads, SIZE, WIDE)
+        factors = _factors(keys, limits, kept, words, start, rows, columns, length, head, num_words)
+        weights, of_scores = _differentiate(
+            q, k, v, g, sums, dots, factors, start, rows, columns, length, head, heads, scale, WINDOW
+        )
+        made_value += tl.dot(tl.trans(weights * factors).to(g.dtype), g, input_precision="ieee")
+        made_key += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision="ieee")
+    _store(of_key, made_key, start, columns, length, head, heads, SIZE, WIDE)
+    _store(of_value, made_value, start, columns, length, head, heads, SIZE, WIDE)
