@@ -1,6 +1,7 @@
 """Choice of the attention kernels of a GPU: by its compute capability, the size of a head, and a trial."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool) -
     head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     capability = torch.cuda.get_device_capability(device)
     if problem := kernels.problem(capability, head_size):
-        get_logger().warning("attention computes spans of similar length together, which is slower: %s", problem)
+        _tell(f"attention computes spans of similar length together, which is slower: {problem}")
         return None
     kernels.use_newest(capability)
     return Kernels(kernels.attend, fitting_dropping(head_size, device) if drops else None)
@@ -57,5 +58,11 @@ def fitting_dropping(head_size: int, device: torch.device) -> Any:
         if found is None:
             return dropping_attention.attend_dropping
         problem = found
-    get_logger().warning("attention dropout stores the weights of some spans at a time, which is slower: %s", problem)
+    _tell(f"attention dropout stores the weights of some spans at a time, which is slower: {problem}")
     return None
+
+
+@lru_cache
+def _tell(message: str) -> None:
+    """Logs a message once in a process, which may have several encoders."""
+    get_logger().warning("%s", message)
