@@ -31,13 +31,13 @@ demo: setup ## corpus, shards, training, encoder, measured result: at most 8 min
 	$(BIN)/declutr demo
 
 # Two processes of tests, a file of tests in one of them: most of the time is imports, on one core.
-test: setup ## every test: at most 15 minutes on 2 CPU cores
+test: setup ## every test: about 25 minutes on 2 CPU cores
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-cluster: setup ## kill one of three hosts in namespaces of this machine: two minutes, needs root
 	$(BIN)/python -m pytest -m cluster
 
-test-fast: setup ## tests without Ray and process groups: a minute
+test-fast: setup ## tests without Ray, process groups and slow tests: about ten minutes on 2 CPU cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not ray and not dist and not slow"
 
 chaos: setup ## one run for each fault, compared with the quiet run (docs/reliability.md): half an hour
