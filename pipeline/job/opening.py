@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.config import ConfigError
 from common.paths import expand
 from common.stores.address import child, is_remote
 from common.stores.files import pull_file
@@ -27,12 +28,17 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
+        ConfigError: `cache` cannot be written.
     """
     if not is_remote(config.output):
         yield Output(config, expand(config.output).absolute())
         return
     store = OutputStore(config.output, config.cache, config.patience_seconds)
-    store.room.mkdir(parents=True, exist_ok=True)
+    try:
+        store.room.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"
+        raise ConfigError("prepare", [problem]) from error
     for left in store.room.glob("command-*"):
         _remove_unless_held(left)
     with tempfile.TemporaryDirectory(prefix="command-", dir=store.room) as name, Path(name, _HELD).open("w") as held:

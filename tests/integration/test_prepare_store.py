@@ -147,6 +147,11 @@ def test_other_settings_or_foreign_files_are_refused(corpus, bucket, tmp_path):
     assert sizes(address) == there
 
 
+def test_a_cache_that_cannot_be_written_is_named(corpus, bucket):
+    with pytest.raises(ConfigError, match="cache = /proc/nothing: No such file or directory; name a folder"):
+        prepare(config_of(corpus, bucket("uncached"), "/proc/nothing"))
+
+
 def test_a_second_command_is_refused_and_changes_nothing(corpus, bucket, tmp_path):
     address = bucket("twice")
     with Lease(address, lambda: None):
