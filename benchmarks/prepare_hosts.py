@@ -181,14 +181,14 @@ def _with_kills(given: argparse.Namespace, work: Path, lab: Lab, store: Host, wa
                 text=True,
             )
             while driver.poll() is None:
-                time.sleep(draw.uniform(0.1, 0.6))
+                time.sleep(draw.uniform(0.1, 0.6) if done["host"] else 0.1)
                 tasks = [(host, pid) for host in hosts for pid in _tasks(host)]
-                if not tasks or done["task"] + done["command"] >= given.kills:
+                if not done["host"]:
+                    if any(host is hosts[-1] for host, _ in tasks):
+                        lab.hosts.pop(hosts.pop().name).kill()
+                        done["host"] = 1
+                elif not tasks or done["task"] + done["command"] >= given.kills:
                     continue
-                if done["host"] == 0 and len(hosts) > 1 and any(host is hosts[-1] for host, _ in tasks):
-                    lost = hosts.pop()
-                    lab.hosts.pop(lost.name).kill()
-                    done["host"] += 1
                 elif draw.random() < 0.3:
                     hosts[0].run("pkill", "-KILL", "-f", "pipeline.prepare")
                     done["command"] += 1
