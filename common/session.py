@@ -23,7 +23,6 @@ os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 
 import psutil
 import ray
-from ray.data import DataContext
 from ray.util.annotations import RayDeprecationWarning
 
 from common.session_config import SessionConfig as SessionConfig
@@ -55,6 +54,8 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
         with _deaf_to_hangups():
             _init(num_cpus, address, wait_seconds)
         _end_at_hangup()
+    from ray.data import DataContext  # loads pandas, which would delay the start of a session
+
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     # The number of retries has no named parameter yet, and `ray_remote_args` is removed in 2.64 (see the bound in
     # pyproject.toml). A user can do nothing about this warning.

@@ -15,6 +15,8 @@ from typing import Any
 # Ray prints a paragraph to stdout for every dead worker; our message is one line that names the worker
 # (trainer/driver/failure.py). Ray's other messages stay. It reads this variable at its import, which comes later.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
+# A local session starts processes ahead that training cannot use: Ray Train's have an environment of their own.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 from common.commandline import config_parser
 from common.config import ConfigError, load_config

@@ -12,7 +12,7 @@ import tinyruns as runs
 import torch
 from mediafiles import png, sound, spread, tone
 from sentence_transformers import SentenceTransformer
-from textruns import SCD, SIMCSE, stop_after, write_texts
+from textruns import SCD, SIMCSE, change_workers, write_texts
 from waiting import until
 
 from common.storage import hash_file
@@ -77,44 +77,55 @@ def files_of(checkpoint):
     return {path.name: hash_file(path) for path in sorted(checkpoint.glob("*.safetensors"))}
 
 
+@pytest.fixture(scope="module", params=["joint", "alternating"])
+def whole(request, prepared, tmp_path_factory):
+    """Folder with a finished run of SCD and both branches on two workers, and `values(run)` for another one."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    def values(run, workers=2):
+        settings = {"steps": 12, "checkpoint": {"every_steps": 4}, "scaling": {"workers": workers}}
+        return values_of(prepared, run, SCD, request.param, **settings)
+
+    train(TrainConfig.model_validate(values(folder)))
+    return folder, values
+
+
 @pytest.mark.usefixtures("session")
-def test_a_killed_run_continues_to_the_same_bits(prepared, tmp_path):
+def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
+    """Two workers, then three, then one, in one run; compared with two workers throughout."""
+    finished, values = whole
+    change_workers(finished, tmp_path / "run", lambda *place: TrainConfig.model_validate(values(*place)))
+    found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished)
+    assert list(found) == list(range(1, 13))
+    for step, line in expected.items():
+        for name in ("batch_digest", "image_batch_digest", "audio_batch_digest"):
+            assert found[step][name] == line[name], (step, name)
+        assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("whole", ["alternating"], indirect=True)
+def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
     """Frontends, heads, three optimizers and three streams, on two workers."""
-    values = values_of(prepared, tmp_path / "whole", steps=12, checkpoint={"every_steps": 4}, scaling={"workers": 2})
-    config = runs.write_config(tmp_path / "config.yaml", train=values)
-    train(TrainConfig.model_validate(values))
+    finished, values = whole
     killed = tmp_path / "killed"
-    process = subprocess.Popen(**runs.command("trainer.train", config, f"run={killed}"))
+    config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
+    process = subprocess.Popen(**runs.command("trainer.train", config))
     until((killed / "checkpoints" / "step-00000004" / "state.json").is_file, "the first checkpoint", 180)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    done = runs.run_command("trainer.train", config, f"run={killed}")
+    done = runs.run_command("trainer.train", config)
     assert done.returncode == 0, done.stderr[-2000:]
-    found, expected = runs.steps_of(killed), runs.steps_of(tmp_path / "whole")
+    found, expected = runs.steps_of(killed), runs.steps_of(finished)
     digests = ("batch_digest", "image_batch_digest", "audio_batch_digest", "image_supcon", "audio_supcon", "loss")
     for step, line in expected.items():
         assert {name: found[step][name] for name in digests} == {name: line[name] for name in digests}
-    last = [files_of(run / "checkpoints" / "step-00000012") for run in (tmp_path / "whole", killed)]
+    last = [files_of(run / "checkpoints" / "step-00000012") for run in (finished, killed)]
     assert last[0] == last[1]
     branch_files = {
         f"{name}.{part}.safetensors" for name in ("image", "audio") for part in ("frontend", "objective", "optimizer")
     }
     assert branch_files < set(last[0])
-
-
-@pytest.mark.usefixtures("session")
-@pytest.mark.parametrize("turns", ["joint", "alternating"])
-def test_other_numbers_of_workers_read_the_same_batches(prepared, tmp_path, turns):
-    """Two workers, then three, then one, in one run with SCD; compared with one worker throughout."""
-    saved = {"checkpoint": {"every_steps": 2}}
-    train(config_of(prepared, tmp_path / "alone", SCD, turns, **saved))
-    for workers, steps in ((2, 2), (3, 4), (1, 6)):
-        stop_after(config_of(prepared, tmp_path / "changed", SCD, turns, scaling={"workers": workers}, **saved), steps)
-    found, expected = runs.steps_of(tmp_path / "changed"), runs.steps_of(tmp_path / "alone")
-    for step, line in expected.items():
-        for name in ("batch_digest", "image_batch_digest", "audio_batch_digest"):
-            assert found[step][name] == line[name], (step, name)
-        assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
 
 
 def test_an_epoch_of_a_branch_reads_every_row_once(prepared):

@@ -10,12 +10,14 @@ import pytest
 import tinyruns as runs
 import torch
 from sentence_transformers import SentenceTransformer
-from textruns import SCD, SIMCSE, stop_after, write_texts
+from textruns import SCD, SIMCSE, change_workers, write_texts
 from waiting import until
 
 from common.config import ConfigError
 from common.storage import hash_file
 from evaluation.encoders.loading import load_encoder
+from pipeline.config import PipelineConfig
+from pipeline.prepare import prepare
 from trainer.driver.checks import problems
 from trainer.setup.config import TrainConfig
 from trainer.train import train
@@ -30,9 +32,8 @@ SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Folder with the shards `sentences` and `pairs`, made by the real command with one tokenizer."""
-
+def texts(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
+    """Folder with the shards `sentences` and `pairs`, made with one tokenizer."""
     folder = tmp_path_factory.mktemp("texts")
     write_texts(folder)
     for name, file, content in (
@@ -43,8 +44,7 @@ def texts(tmp_path_factory):
         del values["geometry"]
         if name == "pairs":
             values["tokenizer"] = {"kind": "pretrained", "name": str(folder / "sentences" / "tokenizer")}
-        done = runs.run_command("pipeline.prepare", runs.write_config(folder / f"{name}.yaml", prepare=values))
-        assert done.returncode == 0, done.stderr
+        prepare(PipelineConfig.model_validate(values))
     return folder
 
 
@@ -60,45 +60,44 @@ def config_of(*arguments, **changes):
     return TrainConfig.model_validate(values_of(*arguments, **changes))
 
 
-@pytest.mark.parametrize("objective", [SCD, SCL], ids=["scd", "scl"])
-def test_a_killed_run_continues_to_the_same_bits(texts, tmp_path, objective):
+@pytest.fixture(scope="module", params=[SCD, SCL], ids=["scd", "scl"])
+def whole(request, texts, tmp_path_factory):
+    """Folder with the objective's finished run of two workers, and `values(run)` for another one."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    def values(run, workers=2):
+        settings = {"steps": 12, "checkpoint": {"every_steps": 4}, "scaling": {"workers": workers}}
+        return values_of(texts, run, request.param, **settings)
+
+    train(TrainConfig.model_validate(values(folder)))
+    return folder, values
+
+
+def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
     """Projector, classifier, their moments and BatchNorm's statistics are restored, on two workers."""
-    values = values_of(
-        texts, tmp_path / "whole", objective, steps=12, checkpoint={"every_steps": 4}, scaling={"workers": 2}
-    )
-    config = runs.write_config(tmp_path / "config.yaml", train=values)
-    done = runs.run_command("trainer.train", config)
-    assert done.returncode == 0, done.stderr[-2000:]
+    finished, values = whole
     killed = tmp_path / "killed"
-    process = subprocess.Popen(**runs.command("trainer.train", config, f"run={killed}"))
+    config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
+    process = subprocess.Popen(**runs.command("trainer.train", config))
     until((killed / "checkpoints" / "step-00000004" / "state.json").is_file, "the first checkpoint", 120)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    done = runs.run_command("trainer.train", config, f"run={killed}")
+    done = runs.run_command("trainer.train", config)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert runs.steps_of(killed) == runs.steps_of(tmp_path / "whole")
-    last = [run / "checkpoints" / "step-00000012" for run in (tmp_path / "whole", killed)]
+    assert runs.steps_of(killed) == runs.steps_of(finished)
+    last = [run / "checkpoints" / "step-00000012" for run in (finished, killed)]
     for name in FILES:
         assert hash_file(last[0] / name) == hash_file(last[1] / name), name
 
 
-@pytest.mark.usefixtures("session")
-@pytest.mark.parametrize("objective", [SCD, SCL], ids=["scd", "scl"])
-def test_other_numbers_of_workers_read_the_same_batches(texts, tmp_path, objective):
-    """Two workers, then three, then one, in one run; compared with one worker throughout."""
-    alone = tmp_path / "alone"
-    train(config_of(texts, alone, objective, checkpoint={"every_steps": 2}))
-    changed = tmp_path / "changed"
-    for workers, steps in ((2, 2), (3, 4), (1, 6)):
-        config = config_of(
-            texts, changed, objective, checkpoint={"every_steps": 2}, scaling={"workers": workers}, batch_documents=8
-        )
-        stop_after(config, steps)
-    found, expected = runs.steps_of(changed), runs.steps_of(alone)
-    assert {step: line["batch_digest"] for step, line in found.items()} == {
-        step: line["batch_digest"] for step, line in expected.items()
-    }
+def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
+    """Two workers, then three, then one, in one run; compared with two workers throughout."""
+    finished, values = whole
+    change_workers(finished, tmp_path / "run", lambda *place: TrainConfig.model_validate(values(*place)))
+    found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished)
+    assert list(found) == list(range(1, 13))
     for step, line in expected.items():
+        assert found[step]["batch_digest"] == line["batch_digest"]
         assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
 
 

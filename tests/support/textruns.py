@@ -1,9 +1,8 @@
-"""Texts for runs of SimCSE, SCD and SCL, and a run that is stopped."""
+"""Texts for runs of SimCSE, SCD and SCL, and a run that goes on with other numbers of workers."""
 
 import json
 import random
 import shutil
-from pathlib import Path
 
 from trainer.train import train
 
@@ -30,13 +29,17 @@ def write_texts(folder):
     (folder / "sts-dev.csv").write_text("\n".join(lines) + "\n")
 
 
-def stop_after(config, steps):
-    """Trains to this step: a run of all steps whose later part is removed again, as a kill would leave it."""
-    train(config)
-    run = Path(config.run)
-    if steps < config.steps:
+def change_workers(whole, run, config_of):
+    """Continues a copy of a finished run from step 4 with three workers, and from step 8 with one.
+
+    `whole` has 12 steps and a checkpoint every 4; `config_of(run, workers)` is the configuration of the copy. The later
+    part of a run is removed as a kill would leave it.
+    """
+    shutil.copytree(whole, run)
+    for workers, done in ((3, 4), (1, 8)):
         for later in (run / "checkpoints").glob("step-*"):
-            if int(later.name.split("-")[1]) > steps:
+            if int(later.name.split("-")[1]) > done:
                 shutil.rmtree(later)
         (run / "summary.json").unlink()
         shutil.rmtree(run / "export")
+        train(config_of(run, workers))

@@ -22,14 +22,17 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 import ray
 import ray.train
 from ray.exceptions import RayError
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import PlacementGroup, PlacementGroupID, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from common.cluster import named_cluster
 from common.console.logs import get_logger
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.device import Device
+from trainer.driver.ray_trainer import RayTrainer
 from trainer.setup.scaling import ScalingConfig
 from trainer.worker.backend import GroupConfig
+from trainer.worker.channel import UNREACHABLE, ControlChannel
 from trainer.worker.launch import train_loop
 
 _BACKEND_SECONDS = 1800
@@ -37,7 +40,7 @@ _BACKEND_SECONDS = 1800
 
 def build_group(
     scaling: ScalingConfig, device: Device, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
-) -> "_Trainer":
+) -> RayTrainer:
     """The trainer of one start of a run; trainer/driver/supervisor.py restarts it.
 
     Args:
@@ -59,8 +62,9 @@ def build_group(
     # Older versions registered checkpoints with Ray, which would load them. Ours are found by listing the folder.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
-    return _Trainer(
-        train_loop,
+    return RayTrainer(
+        local=not named_cluster(scaling.address)[1],
+        train_loop_per_worker=train_loop,
         train_loop_config={"config": settings, "device": device, "channel": channel, "marks": marks},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
@@ -68,7 +72,9 @@ def build_group(
             resources_per_worker=per_worker,
             elastic_resize_monitor_interval_s=scaling.resize_seconds,
         ),
-        backend_config=GroupConfig("nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds)),
+        backend_config=GroupConfig(
+            "nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds), channel
+        ),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,
             storage_path=str(run),
@@ -76,17 +82,6 @@ def build_group(
             callbacks=_tune_callbacks() if scaling.report_minutes else None,
         ),
     )
-
-
-class _Trainer(DataParallelTrainer):  # type: ignore[misc]
-    """Ray's trainer without the process that hands out Datasets, since each rank reads its own.
-
-    Importing Ray's libraries costs such a process a second of a core while the workers start. If a version of Ray has
-    no such method, the process exists.
-    """
-
-    def _create_default_callbacks(self) -> list[Any]:
-        return [one for one in super()._create_default_callbacks() if type(one).__name__ != "DatasetsCallback"]
 
 
 def _tune_callbacks() -> list[Any]:
@@ -125,6 +120,13 @@ class Fit(threading.Thread):
         """Waits at most this many seconds; True if the group has ended."""
         self.join(seconds)
         return not self.is_alive()
+
+
+def free_resources(channel: ControlChannel) -> None:
+    """Removes what an ended group had reserved: a controller that was killed leaves it, and the next start waits."""
+    with contextlib.suppress(*UNREACHABLE):  # a lost head is found by the next start
+        if group := channel.placement_group():
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
 
 
 def kill_worker(heartbeat: dict[str, Any]) -> None:

@@ -1,0 +1,44 @@
+"""Ray's trainer without the processes that a run does not need: each costs a second of a core during every start.
+
+Ray's controller loads this file too, so it imports neither torch nor the driver.
+"""
+
+from typing import Any
+
+import ray
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+
+class RayTrainer(DataParallelTrainer):  # type: ignore[misc]
+    """DataParallelTrainer with fewer processes. With a version of Ray without the methods below, they exist.
+
+    - *Datasets*: no process hands them out, because each rank reads its own.
+    - *Placement group of a killed controller*: the supervisor removes it (`trainer.driver.group.free_resources`), and
+      Ray at the end of the job. In another job's actor, such as a trial of Ray Tune, Ray's process stays, because the
+      supervisor may end before the job.
+    - *Autoscaling requests*: not sent by a group of fixed size in a session on this machine.
+    """
+
+    def __init__(self, *, local: bool, **given: Any) -> None:
+        super().__init__(**given)
+        self._local = local
+
+    def _create_default_callbacks(self) -> list[Any]:
+        needless = {"DatasetsCallback"}
+        if ray.get_runtime_context().worker.mode == ray.SCRIPT_MODE:
+            needless.add("PlacementGroupCleanerCallback")
+        return [one for one in super()._create_default_callbacks() if type(one).__name__ not in needless]
+
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        if self._local and type(given["scaling_policy"]) is FixedScalingPolicy:
+            given["scaling_policy"] = _WithoutAutoscaling(given["scaling_policy"].scaling_config)
+        return super()._initialize_and_run_controller(**given)
+
+
+class _WithoutAutoscaling(FixedScalingPolicy):  # type: ignore[misc]
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Sends no request."""
+
+    def _maybe_send_resource_request(self) -> None:
+        """Sends no request."""
