@@ -114,8 +114,7 @@ def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
     until((killed / "checkpoints" / "step-00000004" / "state.json").is_file, "the first checkpoint", 180)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    done = runs.run_command("trainer.train", config)
-    assert done.returncode == 0, done.stderr[-2000:]
+    train(TrainConfig.model_validate(values(killed)))
     found, expected = runs.steps_of(killed), runs.steps_of(finished)
     digests = ("batch_digest", "image_batch_digest", "audio_batch_digest", "image_supcon", "audio_supcon", "loss")
     for step, line in expected.items():

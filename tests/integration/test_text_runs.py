@@ -82,8 +82,7 @@ def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
     until((killed / "checkpoints" / "step-00000004" / "state.json").is_file, "the first checkpoint", 120)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    done = runs.run_command("trainer.train", config)
-    assert done.returncode == 0, done.stderr[-2000:]
+    train(TrainConfig.model_validate(values(killed)))
     assert runs.steps_of(killed) == runs.steps_of(finished)
     last = [run / "checkpoints" / "step-00000012" for run in (finished, killed)]
     for name in FILES:
