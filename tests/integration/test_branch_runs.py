@@ -1,10 +1,7 @@
 """Runs with additional branches on Ray: prepare, train, kill, continue, other numbers of workers, export, checks."""
 
-import os
 import re
 import shutil
-import signal
-import subprocess
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ import torch
 from mediafiles import png, sound, spread, tone
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SIMCSE, change_workers, write_texts
-from waiting import until
 
 from common.storage import hash_file
 from evaluation.encoders.loading import load_encoder
@@ -110,10 +106,7 @@ def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
     finished, values = whole
     killed = tmp_path / "killed"
     config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
-    process = subprocess.Popen(**runs.command("trainer.train", config))
-    until((killed / "checkpoints" / "step-00000004" / "state.json").is_file, "the first checkpoint", 180)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    runs.kill_at_checkpoint(runs.command("trainer.train", config), killed, 4)
     train(TrainConfig.model_validate(values(killed)))
     found, expected = runs.steps_of(killed), runs.steps_of(finished)
     digests = ("batch_digest", "image_batch_digest", "audio_batch_digest", "image_supcon", "audio_supcon", "loss")

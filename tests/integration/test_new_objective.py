@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 
 import pytest
 import tinyruns as runs
-from waiting import until
 
 from common.storage import hash_file
 
@@ -73,11 +71,7 @@ def test_it_trains_on_two_workers_and_continues_after_a_kill(installed, config, 
     assert all(line["loss"] == pytest.approx(line["invariance"] + line["variance"]) for line in steps.values())
 
     arguments = [*SETTINGS, f"run={killed}"]
-    process = subprocess.Popen(**command(installed, "train", config, *arguments))
-    first = killed / "checkpoints" / "step-00000004" / "state.json"
-    until(first.is_file, "the first checkpoint", 120)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    runs.kill_at_checkpoint(command(installed, "train", config, *arguments), killed, 4)
     run_to_end(installed, "train", config, *arguments)
     assert runs.steps_of(killed) == steps
     last = [run / "checkpoints" / "step-00000012" for run in (whole, killed)]

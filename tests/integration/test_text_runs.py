@@ -1,17 +1,13 @@
 """SimCSE, SCD and SCL as ordinary runs: prepare, train, kill, continue, other numbers of workers, export, checks."""
 
 import json
-import os
 import re
-import signal
-import subprocess
 
 import pytest
 import tinyruns as runs
 import torch
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SIMCSE, change_workers, write_texts
-from waiting import until
 
 from common.config import ConfigError
 from common.storage import hash_file
@@ -78,10 +74,7 @@ def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
     finished, values = whole
     killed = tmp_path / "killed"
     config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
-    process = subprocess.Popen(**runs.command("trainer.train", config))
-    until((killed / "checkpoints" / "step-00000004" / "state.json").is_file, "the first checkpoint", 120)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    runs.kill_at_checkpoint(runs.command("trainer.train", config), killed, 4)
     train(TrainConfig.model_validate(values(killed)))
     assert runs.steps_of(killed) == runs.steps_of(finished)
     last = [run / "checkpoints" / "step-00000012" for run in (finished, killed)]

@@ -3,12 +3,14 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import yaml
+from waiting import until
 
 from trainer.setup.config import TrainConfig
 
@@ -160,6 +162,14 @@ def wait_for_step(process, before, run, step, timeout=90):
         assert process.poll() is None, f"ended early: {process.communicate()}"
         assert time.monotonic() < deadline, f"step {step} is not reached"
         time.sleep(0.02)
+
+
+def kill_at_checkpoint(given, run, step):
+    """Starts a training command, given as for Popen, and kills all its processes after that checkpoint."""
+    process = subprocess.Popen(**given)
+    until((run / "checkpoints" / f"step-{step:08}" / "state.json").is_file, f"checkpoint {step}", 180)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def processes():

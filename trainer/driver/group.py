@@ -22,7 +22,6 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 import ray
 import ray.train
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, PlacementGroupID, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.cluster import named_cluster
@@ -32,7 +31,6 @@ from trainer.driver.device import Device
 from trainer.driver.ray_trainer import RayTrainer
 from trainer.setup.scaling import ScalingConfig
 from trainer.worker.backend import GroupConfig
-from trainer.worker.channel import UNREACHABLE, ControlChannel
 from trainer.worker.launch import train_loop
 
 _BACKEND_SECONDS = 1800
@@ -72,9 +70,7 @@ def build_group(
             resources_per_worker=per_worker,
             elastic_resize_monitor_interval_s=scaling.resize_seconds,
         ),
-        backend_config=GroupConfig(
-            "nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds), channel
-        ),
+        backend_config=GroupConfig("nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds)),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,
             storage_path=str(run),
@@ -120,13 +116,6 @@ class Fit(threading.Thread):
         """Waits at most this many seconds; True if the group has ended."""
         self.join(seconds)
         return not self.is_alive()
-
-
-def free_resources(channel: ControlChannel) -> None:
-    """Removes what an ended group had reserved: a controller that was killed leaves it, and the next start waits."""
-    with contextlib.suppress(*UNREACHABLE):  # a lost head is found by the next start
-        if group := channel.placement_group():
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
 
 
 def kill_worker(heartbeat: dict[str, Any]) -> None:

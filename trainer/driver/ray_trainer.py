@@ -14,9 +14,8 @@ class RayTrainer(DataParallelTrainer):  # type: ignore[misc]
     """DataParallelTrainer with fewer processes. With a version of Ray without the methods below, they exist.
 
     - *Datasets*: no process hands them out, because each rank reads its own.
-    - *Placement group of a killed controller*: the supervisor removes it (`trainer.driver.group.free_resources`), and
-      Ray at the end of the job. In another job's actor, such as a trial of Ray Tune, Ray's process stays, because the
-      supervisor may end before the job.
+    - *Placement group of a killed controller*: Ray frees it at the end of the job, which the supervisor ends after such
+      a failure (`ray.shutdown`). A trial of Ray Tune cannot end its job, so Ray's process stays there.
     - *Autoscaling requests*: not sent by a group of fixed size in a session on this machine.
     """
 

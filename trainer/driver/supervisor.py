@@ -29,7 +29,7 @@ from trainer.driver.failure import (
     describe,
     oom_kills,
 )
-from trainer.driver.group import Fit, build_group, free_resources, kill_worker
+from trainer.driver.group import Fit, build_group, kill_worker
 from trainer.driver.signals import RunStoppedError, Signals
 from trainer.driver.waiting import Waiting
 from trainer.driver.watchdog import Hang, Watchdog
@@ -131,8 +131,6 @@ class Supervisor:
         try:
             with reader:
                 lost = self._watch(fit, reader)
-                if lost is None:
-                    free_resources(channel)
         finally:
             self._log_new_lines(reader.heartbeats)
             self._notices = " and ".join(heartbeat["notice"] for heartbeat in reader.heartbeats if heartbeat["notice"])

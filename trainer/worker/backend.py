@@ -13,11 +13,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.train.backend import Backend, BackendConfig
-from ray.util import get_current_placement_group
 
 from common.cluster import use_network_of
 from common.console.logs import get_logger
-from trainer.worker.channel import ControlChannel
 from trainer.worker.flight import record_exchanges
 
 _LEAVE_SECONDS = 30.0
@@ -43,12 +41,10 @@ class GroupConfig(BackendConfig):  # type: ignore[misc]
     Attributes:
         backend: of tensors on the workers' devices, nccl or gloo.
         timeout_seconds: time limit of an exchange between workers.
-        channel: name of the control channel, to which the group's placement group is written.
     """
 
     backend: str
     timeout_seconds: float
-    channel: str
 
     @property
     def backend_cls(self) -> Any:
@@ -76,7 +72,7 @@ class _Group(Backend):  # type: ignore[misc]
             if problems:  # raised here, it would be retried for minutes; the workers end at once
                 worker_group.execute(_refuse, problems[0])
                 return
-        address, port = worker_group.execute_single(0, _place, backend_config.channel)
+        address, port = worker_group.execute_single(0, _place)
         worker_group.execute(_join, address, port, backend_config.backend, backend_config.timeout_seconds)
 
     def on_training_start(self, worker_group: Any, backend_config: GroupConfig) -> None:  # noqa: ARG002
@@ -89,9 +85,8 @@ class _Group(Backend):  # type: ignore[misc]
             get_logger().warning("the workers did not leave their group within %.0f s", _LEAVE_SECONDS)
 
 
-def _place(channel: str) -> tuple[str, int]:
-    """Address of this host and a free port. Writes the resources that the group has reserved to the channel."""
-    ControlChannel(channel).post_placement_group(get_current_placement_group().id.hex())
+def _place() -> tuple[str, int]:
+    """Address of this host and a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return ray.util.get_node_ip_address(), probe.getsockname()[1]

@@ -8,7 +8,7 @@ import contextlib
 import json
 import time
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
@@ -45,23 +45,14 @@ class ControlChannel:
         found = _head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
         return [json.loads(raw) for raw in found.values()]
 
-    def post_placement_group(self, group: str) -> None:
-        """Writes the id, in hexadecimal digits, of the placement group with the workers' resources."""
-        self._put("placement_group", {"id": group})
-
-    def placement_group(self) -> str | None:
-        """The newest placement group's id, or None if no worker has started."""
-        found = self._get("placement_group")
-        return None if found is None else str(found["id"])
-
     def request_stop(self, reason: str) -> None:
         """Asks the workers to save and stop."""
         self._put("stop", {"reason": reason})
 
     def stop_reason(self) -> str | None:
         """Reason for the workers to save and stop, or None."""
-        found = self._get("stop")
-        return None if found is None else str(found["reason"])
+        raw = _head().internal_kv_get(self._key("stop"), _NAMESPACE, timeout=_CALL_SECONDS)
+        return None if raw is None else str(json.loads(raw)["reason"])
 
     def clear(self) -> None:
         """Deletes all entries."""
@@ -69,10 +60,6 @@ class ControlChannel:
 
     def _put(self, key: str, value: dict[str, Any]) -> None:
         _head().internal_kv_put(self._key(key), json.dumps(value).encode(), True, _NAMESPACE, timeout=_CALL_SECONDS)
-
-    def _get(self, key: str) -> dict[str, Any] | None:
-        raw = _head().internal_kv_get(self._key(key), _NAMESPACE, timeout=_CALL_SECONDS)
-        return None if raw is None else cast("dict[str, Any]", json.loads(raw))
 
     def _key(self, key: str) -> bytes:
         return f"{self.name}/{key}".encode()
