@@ -15,7 +15,7 @@ from typing import Any
 # Ray prints a paragraph to stdout for every dead worker; our message is one line that names the worker
 # (trainer/driver/failure.py). Ray's other messages stay. It reads this variable at its import, which comes later.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
-# A local session starts processes ahead that training cannot use: Ray Train's have an environment of their own.
+# Processes that a local session starts ahead are of no use here: Ray Train starts its own, with other variables.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 from common.commandline import config_parser

@@ -9,7 +9,7 @@ import tinyruns as runs
 import torch
 from mediafiles import png, sound, spread, tone
 from sentence_transformers import SentenceTransformer
-from textruns import SCD, SIMCSE, change_workers, write_texts
+from textruns import SCD, SIMCSE, change_workers, whole_run, write_texts
 
 from common.storage import hash_file
 from evaluation.encoders.loading import load_encoder
@@ -76,21 +76,17 @@ def files_of(checkpoint):
 @pytest.fixture(scope="module", params=["joint", "alternating"])
 def whole(request, prepared, tmp_path_factory):
     """Folder with a finished run of SCD and both branches on two workers, and `values(run)` for another one."""
-    folder = tmp_path_factory.mktemp("whole")
-
-    def values(run, workers=2):
-        settings = {"steps": 12, "checkpoint": {"every_steps": 4}, "scaling": {"workers": workers}}
-        return values_of(prepared, run, SCD, request.param, **settings)
-
-    train(TrainConfig.model_validate(values(folder)))
-    return folder, values
+    return whole_run(
+        tmp_path_factory.mktemp("whole"),
+        lambda run, **settings: values_of(prepared, run, SCD, request.param, **settings),
+    )
 
 
 @pytest.mark.usefixtures("session")
 def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
     """Two workers, then three, then one, in one run; compared with two workers throughout."""
     finished, values = whole
-    change_workers(finished, tmp_path / "run", lambda *place: TrainConfig.model_validate(values(*place)))
+    change_workers(finished, tmp_path / "run", values)
     found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished)
     assert list(found) == list(range(1, 13))
     for step, line in expected.items():

@@ -7,7 +7,7 @@ import pytest
 import tinyruns as runs
 import torch
 from sentence_transformers import SentenceTransformer
-from textruns import SCD, SIMCSE, change_workers, write_texts
+from textruns import SCD, SIMCSE, change_workers, whole_run, write_texts
 
 from common.config import ConfigError
 from common.storage import hash_file
@@ -59,14 +59,9 @@ def config_of(*arguments, **changes):
 @pytest.fixture(scope="module", params=[SCD, SCL], ids=["scd", "scl"])
 def whole(request, texts, tmp_path_factory):
     """Folder with the objective's finished run of two workers, and `values(run)` for another one."""
-    folder = tmp_path_factory.mktemp("whole")
-
-    def values(run, workers=2):
-        settings = {"steps": 12, "checkpoint": {"every_steps": 4}, "scaling": {"workers": workers}}
-        return values_of(texts, run, request.param, **settings)
-
-    train(TrainConfig.model_validate(values(folder)))
-    return folder, values
+    return whole_run(
+        tmp_path_factory.mktemp("whole"), lambda run, **settings: values_of(texts, run, request.param, **settings)
+    )
 
 
 def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
@@ -85,7 +80,7 @@ def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
 def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
     """Two workers, then three, then one, in one run; compared with two workers throughout."""
     finished, values = whole
-    change_workers(finished, tmp_path / "run", lambda *place: TrainConfig.model_validate(values(*place)))
+    change_workers(finished, tmp_path / "run", values)
     found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished)
     assert list(found) == list(range(1, 13))
     for step, line in expected.items():

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 
+from trainer.setup.config import TrainConfig
 from trainer.train import train
 
 LABELS = ("entailment", "neutral", "contradiction")
@@ -29,11 +30,24 @@ def write_texts(folder):
     (folder / "sts-dev.csv").write_text("\n".join(lines) + "\n")
 
 
-def change_workers(whole, run, config_of):
-    """Continues a copy of a finished run from step 4 with three workers, and from step 8 with one.
+def whole_run(folder, values_of):
+    """Trains 12 steps on two workers, with a checkpoint every 4.
 
-    `whole` has 12 steps and a checkpoint every 4; `config_of(run, workers)` is the configuration of the copy. The later
-    part of a run is removed as a kill would leave it.
+    `values_of(run, **settings)` are the values of a configuration. Returns the folder, and the function `values(run,
+    workers)` for further runs of the same steps.
+    """
+
+    def values(run, workers=2):
+        return values_of(run, steps=12, checkpoint={"every_steps": 4}, scaling={"workers": workers})
+
+    train(TrainConfig.model_validate(values(folder)))
+    return folder, values
+
+
+def change_workers(whole, run, values):
+    """Continues a copy of a `whole_run` from step 4 with three workers, and from step 8 with one.
+
+    The later part of a run is removed as a kill would leave it.
     """
     shutil.copytree(whole, run)
     for workers, done in ((3, 4), (1, 8)):
@@ -42,4 +56,4 @@ def change_workers(whole, run, config_of):
                 shutil.rmtree(later)
         (run / "summary.json").unlink()
         shutil.rmtree(run / "export")
-        train(config_of(run, workers))
+        train(TrainConfig.model_validate(values(run, workers)))

@@ -167,7 +167,7 @@ def wait_for_step(process, before, run, step, timeout=90):
 def kill_at_checkpoint(given, run, step):
     """Starts a training command, given as for Popen, and kills all its processes after that checkpoint."""
     process = subprocess.Popen(**given)
-    until((run / "checkpoints" / f"step-{step:08}" / "state.json").is_file, f"checkpoint {step}", 180)
+    until((run / "checkpoints" / f"step-{step:08}" / "state.json").is_file, f"checkpoint {step}", 120)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 

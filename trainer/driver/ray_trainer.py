@@ -11,7 +11,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 
 class RayTrainer(DataParallelTrainer):  # type: ignore[misc]
-    """DataParallelTrainer with fewer processes. With a version of Ray without the methods below, they exist.
+    """DataParallelTrainer with fewer processes. If a version of Ray does not call the methods below, they exist.
 
     - *Datasets*: no process hands them out, because each rank reads its own.
     - *Placement group of a killed controller*: Ray frees it at the end of the job, which the supervisor ends after such
