@@ -11,7 +11,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak gpu check format golden settings lock clean
+.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak gpu check markers format golden settings lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -52,11 +52,15 @@ soak: setup ## training for half an hour with a random fault every minute
 gpu: setup ## on a machine with a GPU: check kernels and host syncs, profile, benchmark; figures and MFU in runs/gpu.json
 	$(BIN)/python -m benchmarks.gpu --json runs/gpu.json
 
-check: setup ## lint, format, types, imports
+check: markers setup ## conflict markers, lint, format, types, imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Indented markers count too: a formatter may have moved them into a docstring.
+markers: ## find committed conflict markers
+	@! git grep -nIE '^ *(<{7}|>{7}|\|{7})( |$$)'
 
 format: setup ## rewrite the code's layout
 	$(BIN)/ruff format .

@@ -76,6 +76,25 @@ def test_documents_name_make_targets_that_exist():
         assert {target for use in used for target in use.split()} <= targets, path
 
 
+@pytest.mark.parametrize("indent", ["", "    "])
+@pytest.mark.parametrize("mark", ["<" * 7, ">" * 7, "|" * 7])
+def test_check_finds_conflict_markers(tmp_path, indent, mark):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    assert "markers" in re.search(r"^check: (.*?) ##", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+
+    def markers():
+        subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+        return subprocess.run(["make", "markers"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "fine.md").write_text(f"Title\n=======\n    {mark[:6]} x\n")
+    assert markers().returncode == 0
+    (tmp_path / "mended.py").write_text(f"first\n{indent}{mark} main\n")
+    found = markers()
+    assert found.returncode != 0
+    assert f"mended.py:2:{indent}{mark} main" in found.stdout
+
+
 def test_cluster_file_fits_rays_schema():
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())

@@ -101,11 +101,7 @@ def _ranked(counts: Counter[str], whole: int) -> list[Bar]:
 def thumbnail(row: dict[str, Any]) -> str | None:
     """A small PNG of a row as a data URI: the image, or the energies of a clip; None if it cannot be decoded.
 
-    <<<<<<< HEAD
-    It is drawn again from pixels, so no byte of the corpus reaches the browser.
-    =======
     It is encoded again from pixels, so no byte of the corpus reaches the browser.
-    >>>>>>> media
     """
     from PIL import Image  # imported here because reports of texts do not need it
 
