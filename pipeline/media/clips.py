@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
+from pipeline.media.ogg import check_ogg
 from pipeline.readers.corpus import document_id
 from pipeline.shards.content import AudioContent
 from pipeline.shards.media import Clip
@@ -36,6 +37,9 @@ _RIFF = (b"RIFF", b"RIFX")
 _UNKNOWN_BYTES = 0x7FFF_0000
 """Sizes from here on in a header mean that a program did not know the size when it began to write."""
 
+_UNKNOWN_FRAMES = 2**63 - 1
+"""Length that libsndfile gives if a header has none, as in a FLAC file whose writer did not know it."""
+
 
 def decode_clip(data: bytes, content: AudioContent, label: str) -> Decoded:
     """A clip as the shards hold it.
@@ -43,7 +47,7 @@ def decode_clip(data: bytes, content: AudioContent, label: str) -> Decoded:
     At most `content.max_seconds` are read, whatever length the header gives.
 
     Raises:
-        UndecodableError: `not_audio`, `unsupported`, `truncated`, `undecodable` or `not_finite`.
+        UndecodableError: `not_audio`, `unsupported`, `truncated`, `several_streams`, `undecodable` or `not_finite`.
         UnsuitableError: it is empty, silent or shorter than a frame.
     """
     if not data:
@@ -104,9 +108,13 @@ def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bo
     """The mean of the channels `(num_samples,)`, the sample rate, and True if the clip was cut."""
     import soundfile  # imported here because only audio needs it
 
+    from pipeline.media.forward import ForwardSound
+
     try:
-        with soundfile.SoundFile(BytesIO(data)) as file:
+        with ForwardSound(BytesIO(data)) as file:
             _check(file)
+            if file.format == "OGG":
+                check_ogg(data)
             most = max(1, round(max_seconds * file.samplerate))
             parts, held = [], 0
             # One sample more shows whether the clip is longer. Blocks, because the claimed length is not trusted.
@@ -120,7 +128,7 @@ def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bo
         message = library_message(error)
         known = "not recognised" in message or "unknown format" in message.lower()
         raise UndecodableError("not_audio" if known else "undecodable", f"{message} (libsndfile)") from error
-    if held < min(claimed, most) or _is_cut_off(data):
+    if held < min(0 if claimed == _UNKNOWN_FRAMES else claimed, most) or _is_cut_off(data):
         raise UndecodableError("truncated", f"{held} samples, its header gives {claimed} or more")
     mono = np.concatenate(parts) if parts else np.zeros(0)
     return mono[:most], rate, held > most

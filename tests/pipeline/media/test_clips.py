@@ -102,9 +102,23 @@ def lying_flac():
     return bytes(data)
 
 
+def unknown_flac(samples):
+    """A FLAC file whose header gives no length (0 samples), as of a writer that could not go back."""
+    data = bytearray(sound(samples, format="FLAC"))
+    data[21] &= 0xF0
+    data[22:26] = bytes(4)
+    return bytes(data)
+
+
+def damaged(data, position):
+    """A file with one wrong byte."""
+    return data[:position] + bytes([data[position] ^ 255]) + data[position + 1 :]
+
+
 NAN, INF = tone(), tone()
 NAN[100], INF[7] = np.nan, -np.inf
 WAV = sound(tone())
+VORBIS, OPUS = (sound(tone(3.0), format="OGG", subtype=subtype) for subtype in ("VORBIS", "OPUS"))
 BAD = {
     "no bytes": (b"", "empty"),
     "a text": (b"not a sound\n" * 30, "not_audio"),
@@ -122,6 +136,15 @@ BAD = {
     "claimed hours of FLAC": (lying_flac(), ("truncated", "undecodable")),
     "half of a WAV": (WAV[: len(WAV) // 2], "truncated"),
     "half of a FLAC": (sound(tone(), format="FLAC")[:4000], ("truncated", "undecodable")),
+    "half of a FLAC of unknown length": (unknown_flac(tone())[:4000], ("truncated", "undecodable")),
+    "half of a Vorbis": (VORBIS[: len(VORBIS) // 2], "truncated"),
+    "half of an Opus": (OPUS[: len(OPUS) // 2], "truncated"),
+    "a Vorbis without its last byte": (VORBIS[:-1], "truncated"),
+    "a Vorbis without its last page": (VORBIS[: VORBIS.rfind(b"OggS")], "truncated"),
+    "a Vorbis with a damaged last page": (damaged(VORBIS, len(VORBIS) - 100), "truncated"),
+    "chained Vorbis": (VORBIS + VORBIS, "several_streams"),
+    "chained Vorbis and Opus": (VORBIS + OPUS, "several_streams"),
+    "chained after other bytes": (OPUS + b"x" * 100 + OPUS, "several_streams"),
     "a header alone": (WAV[:30], ("truncated", "undecodable", "not_audio")),
     "AIFF": (sound(tone(), format="AIFF"), "unsupported"),
     "a rate without a common divisor": (WAV[:24] + struct.pack("<I", 767_999) + WAV[28:], "unsupported"),
@@ -138,6 +161,18 @@ def test_bad_clips_have_a_reason(name):
         decode_clip(data, CONTENT, "")
     assert caught.value.reason in (reasons if isinstance(reasons, tuple) else (reasons,))
     assert time.process_time() - started < 5
+
+
+def test_ogg_with_bytes_around_its_pages_is_whole():
+    assert (frames(VORBIS + b"tag" * 50) == frames(VORBIS)).all()
+
+
+def test_flac_of_unknown_length_is_read_to_its_end():
+    for seconds in (1.5, 3.0):  # content.max_seconds is 2
+        expected = decode_clip(sound(tone(seconds), format="FLAC"), CONTENT, "")
+        decoded = decode_clip(unknown_flac(tone(seconds)), CONTENT, "")
+        assert (decoded.media.frames == expected.media.frames).all()
+        assert decoded.notes == expected.notes
 
 
 def test_a_size_that_the_writer_did_not_know_is_no_damage():
