@@ -1,0 +1,124 @@
+"""Paired bootstrap: does a second encoder score higher than a first one on the same rows, or is it chance?
+
+Both are scored on the same rows (documents, pairs), and rows are drawn with replacement, each with its two values
+(Efron and Tibshirani 1993). The draws are keyed, so that the same values give the same interval everywhere.
+Legend: N rows, K values a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import seeding
+
+F64 = NDArray[np.float64]
+Statistic = Callable[[F64], float]
+
+MIN_ROWS = 100
+"""With fewer rows there is no interval: its ends would depend on a few rows."""
+_CONFIDENCE = 0.95
+_RESAMPLES = 2000
+_DRAWS = 50  # made at once
+
+
+def mean(values: F64) -> float:
+    """The mean of `(N,)` values."""
+    return float(values.mean())
+
+
+def spearman(values: F64) -> float:
+    """Spearman correlation of the two columns of `(N, 2)`, ties averaged; 0 if a column is constant."""
+    first, second = (_ranks(column) for column in values.T)
+    scale = float(np.sqrt((first @ first) * (second @ second)))
+    return float(first @ second) / scale if scale else 0.0
+
+
+def _ranks(values: F64) -> F64:
+    """Ranks of `(N,)` values around 0; equal values have the mean of their ranks."""
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts + 1) / 2)[group] - (len(values) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Scores of two encoders on the same rows."""
+
+    before: float
+    """Score of the first encoder; NaN without rows."""
+    after: float
+    """Score of the second encoder; NaN without rows."""
+    rows: int
+    """Number of rows with both values."""
+    interval: tuple[float, float] | None
+    """95% interval of the difference; None with fewer than `MIN_ROWS` rows."""
+
+    @property
+    def difference(self) -> float:
+        """Score of the second encoder minus that of the first."""
+        return self.after - self.before
+
+    @property
+    def measurable(self) -> bool:
+        """True if the interval does not contain 0."""
+        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+
+    def sentence(self) -> str:
+        """The difference with its interval and the number of rows, such as `+0.0312 (95% interval +0.0101 to ...)`."""
+        if self.rows == 0:
+            return "not comparable: no row has both values"
+        if self.interval is None:
+            return f"{self.difference:+.4f} ({self.rows} rows: no interval, which needs at least {MIN_ROWS})"
+        low, high = self.interval
+        told = f"{self.difference:+.4f} (95% interval {low:+.4f} to {high:+.4f}, {self.rows} rows)"
+        return told if self.measurable else f"{told}: no measurable difference"
+
+
+def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> Comparison:
+    """Compares two encoders by their values on the same rows.
+
+    A row with a value that is missing (NaN) on either side is left out on both.
+
+    Args:
+        before: `(N,)` or `(N, K)` values of the first encoder.
+        after: values of the second encoder for the same rows, in the same order.
+        seed: of the draws.
+        statistic: the score of rows of values.
+
+    Raises:
+        ValueError: the two do not have the same rows.
+    """
+    before, after = np.asarray(before, np.float64), np.asarray(after, np.float64)
+    if before.shape != after.shape:
+        raise ValueError(f"values of {before.shape} and {after.shape} are not of the same rows")
+    present = ~np.isnan(before + after).reshape(len(before), -1).any(axis=1)
+    before, after = before[present], after[present]
+    if not len(before):
+        return Comparison(np.nan, np.nan, 0, None)
+    interval = paired_interval(before, after, seed, statistic=statistic) if len(before) >= MIN_ROWS else None
+    return Comparison(statistic(before), statistic(after), len(before), interval)
+
+
+def paired_interval(
+    before: F64, after: F64, seed: int, resamples: int = _RESAMPLES, statistic: Statistic = mean
+) -> tuple[float, float]:
+    """The 95% percentile interval of `statistic(after) - statistic(before)`; every row must have all values.
+
+    Args:
+        before: `(N,)` or `(N, K)` values of the first encoder.
+        after: values of the second encoder for the same rows.
+        seed: of the draws.
+        resamples: number of draws of N rows.
+        statistic: the score of rows of values.
+    """
+    count = len(before)
+    differences = []
+    for first in range(0, resamples, _DRAWS):
+        draws = np.arange(first, min(first + _DRAWS, resamples), dtype=np.uint64)
+        words = seeding.words(seed, "paired bootstrap", draws, np.zeros_like(draws), count)
+        drawn = (seeding.unit(words) * count).astype(np.int64)
+        differences += [statistic(after[rows]) - statistic(before[rows]) for rows in drawn]
+    low, high = np.quantile(differences, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
+    return float(low), float(high)
