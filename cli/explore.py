@@ -23,15 +23,13 @@ def run(arguments: list[str]) -> int:
         parser.error(f"--top {given.top}: must be 1 to 1000")
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.loading import EncoderError, encoder_of
+    from evaluation.encoders.loading import EncoderError, encoder_of_index
     from evaluation.explore.explorer import Explorer
     from evaluation.explore.server import ExploreServer
 
     try:
         index = SearchIndex(given.index)
-        choice = index.facts.choice
-        choice = choice.model_copy(update={"model": given.model}) if given.model else choice
-        encoder = encoder_of(choice, trust_remote_code=given.trust_remote_code)
+        encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
         explorer = Explorer(index, encoder, given.top)
     except (EmbedError, EncoderError) as error:
         return refused(error)

@@ -22,13 +22,11 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.loading import EncoderError, encoder_of
+    from evaluation.encoders.loading import EncoderError, encoder_of_index
 
     try:
         index = SearchIndex(given.index)
-        choice = index.facts.choice
-        choice = choice.model_copy(update={"model": given.model}) if given.model else choice
-        encoder = encoder_of(choice, trust_remote_code=given.trust_remote_code)
+        encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
         found = [(query, index.search(encoder, query, given.top)) for query in given.query]
     except (EmbedError, EncoderError) as error:
         return refused(error)

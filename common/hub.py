@@ -8,10 +8,12 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from urllib.parse import urlsplit
 
 PATIENCE_SECONDS = 3.0
+_closed: ContextVar[str] = ContextVar("_closed", default="")
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -24,9 +26,22 @@ def hub_problem() -> str | None:
     """The reason why the hub cannot be used; None if it answers, whatever the answer."""
     from huggingface_hub import constants  # imported here because it takes a second
 
+    if reason := _closed.get():
+        return reason
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     return _asked(constants.ENDPOINT)
+
+
+@contextmanager
+def cache_only(reason: str) -> Iterator[None]:
+    """Sets the hub's client offline for the block, so that names in a received file are looked up in its cache only."""
+    token = _closed.set(reason)
+    try:
+        with hub_or_cache():
+            yield
+    finally:
+        _closed.reset(token)
 
 
 @contextmanager

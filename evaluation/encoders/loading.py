@@ -11,6 +11,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from common.config import Strict
+from common.hub import cache_only
 from evaluation.encoders.linear import pack_linears
 from evaluation.encoders.modules import Pooling
 from evaluation.encoders.pretrained import load_pretrained
@@ -128,6 +129,23 @@ class EncoderChoice(Strict):
     trust_remote_code: bool = False
     """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
     reading it back grants nothing."""
+
+
+def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_code: bool) -> SentenceEncoder:
+    """Load the encoder of an index, which may come from somebody else: the hub is not asked for a name in it.
+
+    Args:
+        choice: the index's choice.
+        model: the user's name of the encoder, which replaces the index's; None: the index's.
+        trust_remote_code: as for `load_encoder`.
+
+    Raises:
+        EncoderError: the encoder cannot be loaded.
+    """
+    if model:
+        return encoder_of(choice.model_copy(update={"model": model}), trust_remote_code=trust_remote_code)
+    with cache_only(f"the index that names it may come from someone else; if you trust it: --model {choice.model}"):
+        return encoder_of(choice, trust_remote_code=trust_remote_code)
 
 
 def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEncoder:

@@ -1,17 +1,17 @@
 """Loading of encoders from runs and checkpoints, which may come from somebody else."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
 from torch import nn
 from transformers import AutoTokenizer
 
+from common.credentials import redact
+from common.hub import cache_only
 from common.paths import expand
 from common.storage import read_json
 from common.stores.address import child, is_remote
-from common.stores.copies import pull_all
 from common.yamlfile import read_yaml_file
 from evaluation.encoders.modules import Pooling, Recipe
 from evaluation.encoders.pretrained import Loaded
@@ -26,13 +26,12 @@ from trainer.model.encoder import Encoder
 from trainer.setup.build import build_encoder, new_objective
 from trainer.setup.config import TrainConfig
 
-_STORES = ("s3://", "gs://", "gcs://", "file://")
-
 
 def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:
     """Load the encoder of a checkpoint, or of a run's newest complete checkpoint.
 
-    The run may come from somebody else: its `config.yaml` names an encoder and shards, and grants nothing.
+    The run may come from somebody else: its `config.yaml` names an encoder and shards, and grants nothing. No address
+    in it is opened, because a request carries this user's credentials.
     """
     if (path / CHECKPOINTS).is_dir():
         found = checkpoint.find_latest(path / CHECKPOINTS)
@@ -42,17 +41,11 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
     settings = path.parent.parent / "config.yaml"
     try:
         config = TrainConfig.model_validate(read_yaml_file(settings))
-        if not is_remote(config.data) and not (folder := expand(config.data) / TOKENIZER).is_dir():
-            raise EncoderError(
-                f"{path} needs the tokenizer of its run's shards; data = {config.data!r} of {settings} is not a folder "
-                f"with a tokenizer on this machine ({folder.absolute()}); copy the shards there, or score the run's "
-                f"{EXPORT} folder, which contains its tokenizer"
-            )
-        tokenizer = _tokenizer_of(config.data)
+        tokenizer = _tokenizer_of(path, config.data)
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
-        encoder = build_encoder(config, tokenizer)
+        encoder = _cached_encoder(config, tokenizer)
         checkpoint.read_state(path)
         load_parameters(path, encoder)
         recipe = _layers_behind(config, path, encoder)
@@ -63,6 +56,25 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
             f"{path} cannot be loaded; it needs its run's config.yaml and shards: {explain(error)}"
         ) from error
     return encoder.eval(), tokenizer, recipe, ()
+
+
+def _cached_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
+    """Build the encoder without asking the hub for the name in `encoder.pretrained`.
+
+    Raises:
+        EncoderError: its files are neither in a folder nor in the hub's cache.
+    """
+    name = config.encoder.pretrained
+    try:
+        with cache_only("the run that names it may come from someone else"):
+            return build_encoder(config, tokenizer)
+    except OSError as error:
+        if name is None or expand(name).exists():
+            raise
+        raise EncoderError(
+            f"encoder.pretrained = {name} of the run is not in the hub's cache on this machine, and it is not fetched, "
+            f"because the run may come from someone else; if you trust that name: hf download {name}"
+        ) from error
 
 
 def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe | None:
@@ -94,18 +106,25 @@ def start_of(path: Path) -> str:
     return ""
 
 
-def _tokenizer_of(data: str) -> Any:
-    """Load the tokenizer of shards.
-
-    For shards at an address, fetch only the tokenizer, and not into the `cache` that the run's settings name.
+def _tokenizer_of(path: Path, data: str) -> Any:
+    """Load the tokenizer of a checkpoint: the run's copy, else that of its shards in a folder.
 
     Raises:
-        OSError, ValueError: the tokenizer cannot be read, or the address is of a kind that no run has.
+        EncoderError: neither folder is on this machine.
+        OSError, ValueError: the tokenizer cannot be read.
     """
-    if not is_remote(data):
-        return AutoTokenizer.from_pretrained(expand(data) / TOKENIZER, trust_remote_code=False)
-    if not data.startswith(_STORES):
-        raise ValueError(f"data = {data}: only addresses that start with {', '.join(_STORES)} are fetched")
-    with TemporaryDirectory(prefix="declutr-") as folder:
-        pull_all(child(data, TOKENIZER), Path(folder) / TOKENIZER)
-        return AutoTokenizer.from_pretrained(Path(folder) / TOKENIZER, trust_remote_code=False)
+    run = path.parent.parent
+    folder = run / TOKENIZER
+    if not folder.is_dir() and is_remote(data):
+        raise EncoderError(
+            f"{path} needs the tokenizer of its run's shards, which are at data = {redact(data)}. No address that a "
+            f"run names is opened, because the run may come from someone else; if you trust this one: "
+            f"declutr pull {redact(child(data, TOKENIZER))} {folder}"
+        )
+    if not folder.is_dir() and not (folder := expand(data) / TOKENIZER).is_dir():
+        raise EncoderError(
+            f"{path} needs the tokenizer of its run's shards; data = {data!r} of {run / 'config.yaml'} is not a folder "
+            f"with a tokenizer on this machine ({folder.absolute()}); copy the shards there, or score the run's "
+            f"{EXPORT} folder, which contains its tokenizer"
+        )
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -1,8 +1,11 @@
 """Folders from someone else: what they say of themselves never runs their code, whatever command reads them."""
 
+import contextlib
 import json
 import shutil
+import socket
 import sys
+import threading
 
 import pytest
 import tinyruns as runs
@@ -175,14 +178,55 @@ def test_a_file_of_settings_grants_no_trust(tmp_path, text, section, model, key)
     assert not getattr(load_config(str(path), section, model), branch).trust_remote_code
 
 
-@pytest.mark.parametrize("data", ["github://a:b@/x", "simplecache::file:///etc", "reference://x", "ssh://host/x"])
-def test_a_run_chooses_neither_protocols_nor_folders_to_write_to(their_run, tmp_path, data):
+@pytest.fixture
+def host():
+    """A host on this machine that ends every connection; yields its address and the list of connections."""
+    calls = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, caller = listener.accept()
+                    calls.append(caller)
+                    connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", calls
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "data", ["s3://bucket/x?endpoint_override=HOST", "HOST/x", "github://a:b@/x", "simplecache::file:///etc"]
+)
+def test_no_address_that_a_run_names_is_opened(their_run, tmp_path, host, data):
+    address, calls = host
     values = yaml.safe_load((their_run / "config.yaml").read_text())
-    (their_run / "config.yaml").write_text(yaml.safe_dump(values | {"data": data, "cache": str(tmp_path / "chosen")}))
-    with pytest.raises(EncoderError, match="only addresses that start with"):
-        load_encoder(str(their_run))
-    values["data"] = f"file://{tmp_path}/data"
+    their_data, values["data"] = values["data"], data.replace("HOST", address)
     (their_run / "config.yaml").write_text(yaml.safe_dump(values | {"cache": str(tmp_path / "chosen")}))
-    with pytest.raises(EncoderError, match="if you trust that code"):  # the tokenizer was fetched, the model not run
+    with pytest.raises(EncoderError, match="No address that a run names is opened"):
         load_encoder(str(their_run))
+    shutil.copytree(f"{their_data}/tokenizer", their_run / "tokenizer")
+    with pytest.raises(EncoderError, match="if you trust that code"):  # the run's copy of the tokenizer is read
+        load_encoder(str(their_run))
+    assert not calls
     assert not (tmp_path / "chosen").exists()
+
+
+def test_the_hub_is_not_asked_for_a_name_in_a_received_folder(their_run, their_index, host, monkeypatch, capsys):
+    address, calls = host
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    values = yaml.safe_load((their_run / "config.yaml").read_text())
+    values["encoder"] = {"pretrained": "someone/model"}
+    (their_run / "config.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(EncoderError, match="if you trust that name: hf download someone/model"):
+        load_encoder(str(their_run))
+    facts = json.loads((their_index / "index.json").read_text())
+    facts["choice"]["model"] = "someone/model"
+    (their_index / "index.json").write_text(json.dumps(facts))
+    assert main(["search", str(their_index), "ab"]) == 1
+    assert "if you trust it: --model someone/model" in capsys.readouterr().err
+    assert not calls
+    assert main(["search", str(their_index), "ab", "--model", "someone/model"]) == 1
+    assert calls, "a name that the user typed is asked for"

@@ -19,6 +19,7 @@ from common.stores.address import child
 from common.stores.copies import pull_all
 from common.stores.files import names, read_file
 from common.stores.folders import is_whole, push_folder
+from evaluation.encoders.loading import load_encoder
 from trainer.checkpoints.checkpoint import checkpoint_path, steps_in
 from trainer.driver.checks import problems
 from trainer.driver.run import run_training
@@ -115,3 +116,7 @@ def test_a_run_that_ends_early_is_whole_in_the_store(bucket, tmp_path):
     assert json.loads(read_file(child(address, "summary.json"))) == summary
     assert is_whole(child(address, "export"))
     assert run_training(other) == summary
+    back = tmp_path / "back"
+    pull_all(address, back)
+    checkpoint = checkpoint_path(back / "checkpoints", 2)
+    assert load_encoder(str(checkpoint)).size == load_encoder(str(back / "export")).size, "with the run's own tokenizer"

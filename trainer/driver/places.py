@@ -17,7 +17,7 @@ _FILES = (
     "config.yaml", "decisive.json", "device.json", "failures.log", "fork.json", "lock.json", "metrics.jsonl",
     "seconds.json", "summary.json", "export/declutr.json",
 )  # fmt: skip
-_FOLDERS = ("checkpoints", "export", "tensorboard")
+_FOLDERS = ("checkpoints", "export", "tensorboard", "tokenizer")
 
 
 def place_problems(values: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """A training run from its folder to its export, for the command and the Python API."""
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +14,10 @@ from common.lease import Lease
 from common.lock import RunLock
 from common.paths import expand
 from common.scores import SCORES
-from common.storage import write_json, write_text
+from common.storage import folder_aside, write_json, write_text
 from common.stores.address import is_remote
 from common.stores.retry import RetryPolicy
+from pipeline.shards.manifest import TOKENIZER
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
@@ -120,6 +122,9 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     write_text(run / "config.yaml", config_yaml(config))
     write_json(run / DECISIVE, config.decisive())
     shards = ShardSet(data_folder(config.data, config.cache), "train")
+    if is_remote(config.data) and not (run / TOKENIZER).is_dir():  # readers of the run open no address that it names
+        with folder_aside(run / TOKENIZER) as aside:
+            shutil.copytree(shards.folder / TOKENIZER, aside, dirs_exist_ok=True)
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
@@ -139,6 +144,8 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
             get_logger().info("no scores yet: run `declutr evaluate --follow %s` alongside the training", config.run)
         if store is not None:
             store.send(*_FILES)
+            if (run / TOKENIZER).is_dir():
+                store.send_folder(TOKENIZER)
         if sentence := oversubscribed(config.scaling):
             get_logger().warning("%s", sentence)
         began = time.monotonic()
