@@ -14,6 +14,7 @@ def run(arguments: list[str]) -> int:
     from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
     from evaluation.encoders.loading import AnyPrecision, EncoderChoice, EncoderError
+    from evaluation.encoders.modules import Pooling
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."
@@ -33,7 +34,7 @@ def run(arguments: list[str]) -> int:
         "--max-tokens", type=int, help="most tokens of an input, special ones included (encoder's limit)"
     )
     parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
-    parser.add_argument("--pooling", choices=("mean", "cls", "max"), help="overrides the encoder's pooling")
+    parser.add_argument("--pooling", choices=get_args(Pooling), help="overrides the encoder's pooling")
     parser.add_argument(
         "--precision", choices=get_args(AnyPrecision), default="auto", help="bf16 on GPUs by default; fp32 is exact"
     )

@@ -52,7 +52,9 @@ class _Graph(nn.Module):
         elif self.pooling == "max":
             pooled = (hidden + (1 - mask) * torch.finfo(hidden.dtype).min).amax(dim=1)
         else:
-            pooled = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
+            if self.pooling == "mean_without_cls":
+                hidden, mask = hidden[:, 1:], mask[:, 1:]
+            pooled = (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp_min(1)
         embedding: Tensor = self.after(pooled)
         return embedding
 

@@ -19,7 +19,7 @@ from common.storage import read_json
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE
 
-Pooling = Literal["mean", "cls", "max"]
+Pooling = Literal["mean", "cls", "max", "mean_without_cls"]
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",

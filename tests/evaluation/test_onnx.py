@@ -16,7 +16,8 @@ pytest.importorskip("onnxscript", reason="pip install declutr-ray[onnx]")
 
 
 @pytest.mark.parametrize(
-    ("family", "pooling", "after"), [("roberta", "mean", []), ("bert", "max", ["Dense", "Normalize"])]
+    ("family", "pooling", "after"),
+    [("roberta", "mean", []), ("roberta", "mean_without_cls", []), ("bert", "max", ["Dense", "Normalize"])],
 )
 def test_parity(tmp_path, family, pooling, after):
     folder = encoder_folder(tmp_path / "encoder", family, pooling, after)

@@ -102,29 +102,48 @@ def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
     assert not (copied / "export").exists()
 
 
-@pytest.mark.parametrize("family", ["roberta", "bert", "modernbert"])
-@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
-def test_every_family_and_pooling_exports_what_was_trained_without_the_projection(data, tmp_path, family, pooling):
-    """No training: random weights, written as a checkpoint of a finished run."""
+def exported(data, run, family, pooling):
+    """Random weights, written as a checkpoint of a finished run: its encoder and the folder of its export."""
     from trainer.checkpoints.state import RunState
     from trainer.driver.export import export
     from trainer.step.optim import build_optimizer
 
     scratch = {**runs.SCRATCH, "model_type": family}
     changes = {"encoder": {"scratch": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}
-    config = runs.train_config(data, tmp_path, **changes)
+    config = runs.train_config(data, run, **changes)
     encoder = build_encoder(config, AutoTokenizer.from_pretrained(data / "tokenizer"))
     counts = {"step": 6, "documents": 48, "world_size": 1}
     state = RunState(**counts, config_hash="c", data_hash="d", scores={}, files={})
     objective = declutr(config.objective)
     contents = collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
-    checkpoint.save(tmp_path / "checkpoints", state, contents)
-    folder = export(config, tmp_path)
+    checkpoint.save(run / "checkpoints", state, contents)
+    return encoder.eval(), export(config, run)
+
+
+@pytest.mark.parametrize("family", ["roberta", "bert", "modernbert"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_every_family_and_pooling_exports_what_was_trained_without_the_projection(data, tmp_path, family, pooling):
+    encoder, folder = exported(data, tmp_path, family, pooling)
     assert not any("projection" in name for name in load_file(folder / "model.safetensors"))
     theirs = SentenceTransformer(str(folder), device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     limit = 22 if family == "roberta" else 24
     assert theirs.max_seq_length == limit
-    ours = embed(encoder.eval(), tokenizer, TEXTS[:3] + TEXTS[4:])
+    ours = embed(encoder, tokenizer, TEXTS[:3] + TEXTS[4:])
     np.testing.assert_allclose(theirs.encode(TEXTS[:3] + TEXTS[4:]), ours, atol=1e-5, rtol=0)
     assert theirs.encode(TEXTS).shape == (len(TEXTS), 32)
+
+
+def test_the_mean_without_cls_is_read_by_us_and_by_the_lines_of_the_readme_alone(data, tmp_path):
+    """sentence-transformers has no such pooling; it must not compute another one in silence."""
+    encoder, folder = exported(data, tmp_path, "bert", "mean_without_cls")
+    texts = TEXTS[1:3] + TEXTS[5:]
+    expected = embed(encoder, AutoTokenizer.from_pretrained(folder), texts)
+    np.testing.assert_allclose(load_encoder(str(folder), device="cpu").encode(texts), expected, atol=1e-5, rtol=0)
+    lines = [line[4:] for line in (folder / "README.md").read_text().splitlines() if line.startswith("    ")]
+    told = "\n".join(lines).replace('"path/to/this/folder"', repr(str(folder))).replace('["A sentence."]', repr(texts))
+    names = {}
+    exec(told, names)
+    np.testing.assert_allclose(names["embeddings"].detach(), expected, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="mean_without_cls"):
+        SentenceTransformer(str(folder), device="cpu")

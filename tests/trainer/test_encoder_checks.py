@@ -1,6 +1,7 @@
 """What is known of an encoder before Ray starts: weights that its files lack, layouts, types that are no encoders."""
 
 import json
+import shutil
 
 import pytest
 import tinyruns as runs
@@ -201,3 +202,17 @@ def test_spans_shorter_than_the_windows_fit(data, tmp_path):
     assert found(16) == found(12) == []
     (problem,) = found(17)
     assert problem.startswith("spans.max_tokens = 17: the shards were prepared for at most 16; lower it")
+
+
+def test_pooling_that_would_leave_out_the_first_word(data, tmp_path):
+    """`mean_without_cls` needs a special token before each text."""
+    bare = shutil.copytree(data, tmp_path / "bare")
+    settings = json.loads((bare / "tokenizer" / "tokenizer_config.json").read_text())
+    kept = {key: value for key, value in settings.items() if key not in ("bos_token", "cls_token")}
+    (bare / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(kept))
+    encoder = {"scratch": {**runs.SCRATCH, "model_type": "bert"}}
+    for pooling in ("mean", "mean_without_cls"):
+        found = problems(given(bare, tmp_path, encoder | {"pooling": pooling}))
+        refused = [line for line in found if "puts no special token before a text" in line]
+        assert len(refused) == (pooling == "mean_without_cls")
+        assert problems(given(data, tmp_path, encoder | {"pooling": pooling})) == []

@@ -61,7 +61,8 @@ def objective_of(name, size=16, **changes):
 
 
 def setup(name, world=None, tokens=None, sharded=False, rows=None, shared_rows=SHARED_ROWS, **encoder):
-    settings = {"dropout": 0.2, "attention_dropout": 0.1} | encoder
+    pooling = "mean_without_cls" if name == "scl" else "mean"
+    settings = {"dropout": 0.2, "attention_dropout": 0.1, "pooling": pooling} | encoder
     objective = objective_of(name)
     given = {"world": world or World(), "microbatch_tokens": tokens, "sharded": sharded, "loss": objective}
     given |= {"shared_rows": shared_rows}

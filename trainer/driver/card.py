@@ -12,6 +12,22 @@ from trainer.setup.config import TrainConfig
 
 _ROWS = {"pairs": "premises"}
 """Names of the rows of shards, where the kind of content is not their name."""
+_SENTENCE_TRANSFORMERS = """    from sentence_transformers import SentenceTransformer
+    embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
+"""
+_USE = {
+    "mean_without_cls": """sentence-transformers has no mean without the first token. `declutr embed` computes it, as do
+these lines:
+
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+    texts = AutoTokenizer.from_pretrained("path/to/this/folder")(["A sentence."], padding=True, return_tensors="pt")
+    hidden = AutoModel.from_pretrained("path/to/this/folder")(**texts).last_hidden_state[:, 1:]
+    mask = texts["attention_mask"][:, 1:, None]
+    embeddings = (hidden * mask).sum(1) / mask.sum(1)
+"""
+}
+"""How to load an encoder, by pooling."""
 
 
 def model_card(config: TrainConfig, state: RunState) -> str:
@@ -34,9 +50,7 @@ tags: [sentence-transformers, feature-extraction, {objective.kind}]
 Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
 Trained for {state.step} steps of {config.batch_documents} {rows} ({state.documents} {rows} read), {objective.learns}.
 {dropped}{also}
-    from sentence_transformers import SentenceTransformer
-    embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
-
+{_USE.get(config.encoder.pooling, _SENTENCE_TRANSFORMERS)}
 ## Held-out scores of these weights
 {objective.scored}{sts}
 

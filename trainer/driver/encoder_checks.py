@@ -54,7 +54,11 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     if fingerprint(tokenizer) != info.fingerprint:
         found.append(f"data = {config.data}: the tokenizer in {folder} is not the one that made the shards")
     try:
-        vocabulary_of(tokenizer)
+        if vocabulary_of(tokenizer).bos is None and encoder.pooling == "mean_without_cls":
+            found.append(
+                "encoder.pooling = mean_without_cls: the shards' tokenizer puts no special token before a text, so its "
+                "first word would be left out; set it to mean"
+            )
         if encoder.pretrained is not None:
             own = fingerprint(load_tokenizer(encoder.pretrained, encoder.trust_remote_code))
             if own != info.fingerprint:

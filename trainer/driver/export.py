@@ -155,5 +155,6 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
             "pooling_mode_cls_token": pooling == "cls",
             "pooling_mode_mean_tokens": pooling == "mean",
             "pooling_mode_max_tokens": pooling == "max",
+            **({"pooling_mode": pooling} if pooling == "mean_without_cls" else {}),  # refused there, instead of ignored
         },
     }

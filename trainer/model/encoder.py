@@ -162,12 +162,16 @@ class Encoder(nn.Module):
 
     def pool(self, hidden: Tensor, lengths: Tensor) -> Tensor:
         """Span embeddings before projection, `(S, H)`, in at least float32."""
-        hidden = _at_least_float32(hidden)
-        if self.config.pooling == "cls":
-            return hidden[(lengths.cumsum(0) - lengths).to(hidden.device)]
-        pooled: Tensor = torch.segment_reduce(
-            hidden, self.config.pooling, lengths=lengths.to(hidden.device), axis=0, unsafe=True
-        )
+        hidden, pooling = _at_least_float32(hidden), self.config.pooling
+        first, lengths = ((lengths.cumsum(0) - lengths).to(hidden.device), lengths.to(hidden.device))
+        if pooling == "cls":
+            return hidden[first]
+        if pooling == "mean_without_cls":  # 0 for the blank span of sharded layers, which has no other token
+            sums: Tensor = torch.segment_reduce(
+                hidden.index_fill(0, first, 0), "sum", lengths=lengths, axis=0, unsafe=True
+            )
+            return sums / (lengths - 1).clamp_min(1)[:, None]
+        pooled: Tensor = torch.segment_reduce(hidden, pooling, lengths=lengths, axis=0, unsafe=True)
         return pooled
 
     def embed(self, batch: SpanBatch) -> Tensor:

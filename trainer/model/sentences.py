@@ -15,7 +15,7 @@ def left_out(pretrained: str | None, pooling: str) -> str | None:
 
     Args:
         pretrained: name or folder of the encoder; None for training from scratch.
-        pooling: pooling of the run, `cls`, `mean` or `max`.
+        pooling: pooling of the run.
     """
     if pretrained is None:
         return None
@@ -26,7 +26,7 @@ def left_out(pretrained: str | None, pooling: str) -> str | None:
         own = _read(pretrained, f"{kinds['Pooling']}/config.json", dict[str, Any]) if "Pooling" in kinds else None
     except DamagedError as error:
         return f"encoder.pretrained = {pretrained}: {error}; its pooling is unknown"
-    if own and not (own.get("pooling_mode") == pooling or own.get(f"pooling_mode_{_MODES[pooling]}")):
+    if own and not (own.get("pooling_mode") == pooling or own.get(f"pooling_mode_{_MODES.get(pooling)}")):
         found.append(f"its pooling differs from encoder.pooling = {pooling}")
     if not found:
         return None

@@ -63,8 +63,9 @@ class EncoderConfig(Strict):
     """Run the code in a pretrained model's files. Only for models you trust."""
     new_mlm_head: bool = False
     """Draw the weights of the MLM head from the run's seed if the pretrained encoder has no MLM head."""
-    pooling: Literal["mean", "cls", "max"] = "mean"
-    """Span embedding: mean or maximum over all its tokens (specials included, as released); cls: its first token."""
+    pooling: Literal["mean", "cls", "max", "mean_without_cls"] = "mean"
+    """Span embedding: mean or maximum over all its tokens (specials included, as released); cls: its first token.
+    mean_without_cls: mean over all but the first token, as in SCL. sentence-transformers cannot load such an export."""
     projection: ProjectionConfig = ProjectionConfig()
     layout: Literal["packed", "padded"] = "packed"
     """packed: no padding, attention within spans only. Encoders for which this is not proved equal use padded, with a
