@@ -14,12 +14,14 @@ from trainer.objectives.span_settings import SpanConfig
 @st.composite
 def geometries(draw_):
     longest = draw_(st.integers(1, 40))
+    strategy = draw_(st.sampled_from(["all", "adjacent", "subsuming", "distant"]))
     return SpanConfig(
         num_anchors=draw_(st.integers(1, 5)),
         num_positives=draw_(st.integers(1, 4)),
         min_tokens=draw_(st.integers(1, longest)),
         max_tokens=longest,
-        strategy=draw_(st.sampled_from(["all", "adjacent", "subsuming"])),
+        strategy=strategy,
+        min_distance_tokens=draw_(st.integers(0, 100)) if strategy == "distant" else 0,
     )
 
 
@@ -50,6 +52,10 @@ def check(config, lengths, spans):
         assert ((first >= start) & (last <= end)).all()
     elif config.strategy == "adjacent":
         assert ((last == start) | (first == end)).all()
+    elif config.strategy == "distant":
+        distance, room = np.maximum(start - last, first - end), np.maximum(start, lengths[:, None, None] - end) - size
+        assert (distance >= np.minimum(config.min_distance_tokens, room)).all()
+        assert (room >= 0).all()
     else:
         assert ((first <= end) & (last >= start)).all()  # overlaps or touches
 
@@ -120,6 +126,33 @@ def test_the_smallest_document_is_enough_and_one_token_less_is_not():
         else:
             with pytest.raises(ValueError, match=r"23 tokens is too short.*num_anchors = 3.*max_tokens = 4 need 24"):
                 place(config, draws, lengths, *windows_of(lengths, config))
+
+
+def test_place_distant_strategy_equals_a_plain_writing():
+    """Every allowed place of a positive is listed, and the draw picks one of the list."""
+    config = SpanConfig(
+        num_anchors=2, num_positives=2, min_tokens=2, max_tokens=9, strategy="distant", min_distance_tokens=30
+    )
+    lengths, keys = np.arange(36, 96), np.arange(60, dtype=np.uint64)
+    draws = draw(config, 3, np.zeros(60, np.int64), keys)
+    spans = place(config, draws, lengths, *windows_of(lengths, config))
+    short = 0
+    for document, anchor, number in np.ndindex(60, 2, 2):
+        start, end = spans.anchors[document, anchor]
+        size = int(draws.positive_lengths[document, anchor, number] * (9 - 2) + 2)
+        total = lengths[document]
+        distances = {at: max(start - at - size, at - end) for at in range(total - size + 1)}
+        wanted = min(30, max(distances.values()))
+        short += wanted < 30
+        allowed = [at for at, distance in distances.items() if distance >= wanted]
+        first = allowed[int(draws.positive_starts[document, anchor, number] * len(allowed))]
+        assert spans.positives[document, anchor, number].tolist() == [first, first + size]
+    assert 0 < short < 240
+
+
+def test_min_distance_of_another_strategy_is_refused():
+    with pytest.raises(ValidationError, match="min_distance_tokens = 8 needs strategy = distant, not all"):
+        SpanConfig(min_distance_tokens=8)
 
 
 def test_min_above_max_is_refused():

@@ -20,12 +20,19 @@ class SpanConfig(Strict):
     max_tokens: int = Field(default=512, ge=1)
     """Longest span, l_max, in tokens without specials. At most `geometry.max_tokens` of the shards, which is the value
     if this is not set."""
-    strategy: Literal["all", "adjacent", "subsuming"] = "all"
-    """Position of positives: anywhere that overlaps or touches the anchor (all), next to it (adjacent), or inside it
-    (subsuming)."""
+    strategy: Literal["all", "adjacent", "subsuming", "distant"] = "all"
+    """Position of positives: anywhere that overlaps or touches the anchor (all), next to it (adjacent), inside it
+    (subsuming), or anywhere in the document without overlapping it (distant)."""
+    min_distance_tokens: int = Field(default=0, ge=0)
+    """Least number of tokens between an anchor and its positives, with `strategy: distant`. In a document that is too
+    short for it, the positive is as far away as possible."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "SpanConfig":
+        if self.min_distance_tokens and self.strategy != "distant":
+            raise ValueError(
+                f"min_distance_tokens = {self.min_distance_tokens} needs strategy = distant, not {self.strategy}"
+            )
         given = {"min_tokens", "max_tokens"} <= self.model_fields_set  # an unset one comes from the shards
         if given and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} must be at most max_tokens = {self.max_tokens}")

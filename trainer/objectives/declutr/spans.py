@@ -120,6 +120,14 @@ def place(
         left, right = start_ >= positive_length, end_ + positive_length <= total
         go_left = left & (~right | (draws.positive_starts < 0.5))
         positive = np.where(go_left, start_ - positive_length, end_)
+    elif config.strategy == "distant":
+        positive_length = _scale(draws.positive_lengths, shortest, longest_)
+        left, right = start_ - positive_length, total - end_ - positive_length  # largest distances on the two sides
+        # Another whole window lies on one side of the anchor's, so one of the two is not negative.
+        distance = np.minimum(config.min_distance_tokens, np.maximum(left, right))
+        left_places, right_places = (np.maximum(0, side - distance + 1) for side in (left, right))
+        place_ = _pick(draws.positive_starts, left_places + right_places)
+        positive = np.where(place_ < left_places, place_, end_ + distance + place_ - left_places)
     else:
         positive_length = _scale(draws.positive_lengths, shortest, longest_)
         low, high = np.maximum(0, start_ - positive_length), np.minimum(end_, total - positive_length)
