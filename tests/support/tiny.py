@@ -36,6 +36,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "mlm": {"terms": "mlm", "masking": HALF},
     "contrastive": {"terms": "contrastive"},
     "queue": {"masking": HALF, "queue_size": 13},
+    "other documents": {"masking": HALF, "queue_size": 13, "loss": {"exclude_same_document": True}},
     "by name": {
         "masking": HALF,
         "loss": {"kind": "pytorch_metric_learning", "loss": "NTXentLoss", "loss_arguments": {"temperature": 0.05}},
@@ -109,6 +110,7 @@ def tiny_feed(objective: DeclutrConfig | None = None, spans: SpanConfig | None =
         max_content=10,
         vocabulary=VOCABULARY,
         seed=seed,
+        names_documents=objective.contrastive and objective.excludes_same_document,
     )
 
 

@@ -42,5 +42,5 @@ def test_a_first_loss_far_below_that_of_guessing(given, loss, remarked):
 def test_the_remark_names_what_to_change():
     remark = easy_start(config(), 0.117)
     assert "first contrastive loss is 0.117, and guessing gives 4.14" in remark
-    assert "batch_documents (now 16), or set spans.strategy=adjacent" in remark
-    assert "strategy" not in easy_start(config(spans={"strategy": "adjacent"}), 0.117)
+    assert "batch_documents (now 16), or set spans.strategy=distant spans.num_anchors=1" in remark
+    assert "strategy" not in easy_start(config(spans={"strategy": "distant"}), 0.117)

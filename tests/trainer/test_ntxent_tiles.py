@@ -58,6 +58,36 @@ def test_any_tile_gives_the_dense_value_and_gradient(dtype, queued, temperature)
         assert deviation([gradient], [expected[1]]) < allowed
 
 
+def without_own_document(rows, temperature, queue, documents, queue_documents):
+    """The loss of each row by a loop over the scores that are in its denominator."""
+    rows, queue = F.normalize(rows, dim=-1), F.normalize(queue, dim=-1)
+    pairs, terms = len(rows) // 2, []
+    for i, row in enumerate(rows):
+        partner = (i + pairs) % (2 * pairs)
+        kept = [rows[k] for k in range(2 * pairs) if documents[k % pairs] != documents[i % pairs]]
+        kept += [each for each, owner in zip(queue, queue_documents, strict=True) if owner != documents[i % pairs]]
+        scores = torch.stack([row @ each for each in [rows[partner], *kept]]) / temperature
+        terms.append(scores.logsumexp(0) - scores[0])
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("tile", [1, 3, 7, 19, 20, TILE_ROWS])
+def test_ntxent_excluding_same_document_equals_a_plain_writing(tile):
+    """Documents of one to four anchors, of which some are in the queue too; keys use all 64 bits."""
+    rows, queue = embeddings(19), embeddings(12, seed=1).detach()[:23]
+    documents = torch.randint(-4, 5, (19,), generator=torch.Generator().manual_seed(0)) << 60
+    queue_documents = torch.randint(-8, 9, (23,), generator=torch.Generator().manual_seed(1)) << 60
+    assert len(documents.unique()) < 10
+    expected = value_and_gradient(without_own_document, rows, 0.2, queue, documents, queue_documents)
+    found = value_and_gradient(
+        lambda given: ntxent(given, 0.2, queue, tile, documents=documents, queue_documents=queue_documents), rows
+    )
+    assert deviation(found, expected) < 1e-10
+    alone = value_and_gradient(lambda given: ntxent(given, 0.2, None, tile, documents=torch.zeros(19)), rows)
+    assert alone[0] == 0  # one document alone: nothing is left to tell apart
+    assert not alone[1].any()
+
+
 def test_several_tiles_of_the_default_size():
     rows = embeddings(TILE_ROWS // 2 + 100)
     found, expected = value_and_gradient(ntxent, rows, 0.05), value_and_gradient(dense, rows, 0.05)

@@ -91,6 +91,24 @@ def test_queue_holds_the_latest_and_only_as_negatives():
     assert twin.queue is None
 
 
+def test_queue_restored_without_its_documents_is_dropped_only_if_they_are_needed():
+    """A queue whose documents are unknown could hold spans of an anchor's own document."""
+    config = DeclutrConfig(queue_size=6, loss={"temperature": 0.3, "exclude_same_document": True})
+    objective, plain = declutr(config, 1, 1, size=5), declutr(DeclutrConfig(queue_size=6), 1, 1, size=5)
+    for step in range(3):
+        batch = Gathered(randn(2, 2, 5, seed=step), {"document": torch.tensor([step, -step])})
+        objective.remember(batch)
+        plain.remember(Gathered(batch.views))
+    assert objective.queue_documents.tolist() == [1, -1, 2, -2, 2, -2]
+    twin = declutr(config, 1, 1, size=5)
+    twin.restore(objective.state())
+    assert torch.equal(twin.queue_documents, objective.queue_documents)
+    twin.restore(plain.state())
+    assert twin.state() == {}
+    plain.restore(objective.state())
+    assert list(plain.state()) == ["queue"]
+
+
 def test_the_state_of_another_objective_is_refused():
     """A fork from an objective with layers must not drop them without a word."""
     with pytest.raises(RuntimeError, match=r"unexpected classifier\.weight"):

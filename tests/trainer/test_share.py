@@ -25,6 +25,14 @@ def queued(views, share, tile):
     return ntxent(torch.cat([views[:, 0], views[:, 1]]), 0.2, queue.to(views.dtype), tile, share)
 
 
+def other_documents(views, share, tile):
+    """Three rows of one document, two of another, and documents of one row; queued rows of three of them."""
+    queue = torch.randn(7, views.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    documents, queued = torch.tensor([5, 5, 1, 0, 2, 5, 1, -9, 7, 3, 6]), torch.tensor([5, 8, -9, 9, 10, 0, 11])
+    rows = torch.cat([views[:, 0], views[:, 1]])
+    return ntxent(rows, 0.2, queue.to(views.dtype), tile, share, documents, queued)
+
+
 def simcse(views, share, tile):
     return infonce(views[:, 0], views[:, 1], 0.1, 0.0, tile, share)
 
@@ -38,7 +46,7 @@ def labelled(views, share, tile):
     return supcon(torch.cat([views[:, 0], views[:, 1]]), labels, 0.3, tile, share)
 
 
-LOSSES = {each.__name__: each for each in (ntxent_of, queued, simcse, hard_negatives, labelled)}
+LOSSES = {each.__name__: each for each in (ntxent_of, queued, other_documents, simcse, hard_negatives, labelled)}
 
 
 def views_of(dtype):

@@ -12,6 +12,7 @@ from tiny import contrastive as contrastive_loss
 
 from common import seeding
 from trainer.data.plan import Plan
+from trainer.data.rows import document_keys
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.world import World
 from trainer.step.settings import OptimConfig
@@ -27,7 +28,11 @@ def setup(objective, lengths=LENGTHS, dtype=torch.float64, encoder=None, start=0
     if config.queue_size:
         rows = torch.randn(9, stepper.encoder.embedding_size, generator=torch.Generator().manual_seed(5))
         stepper.objective.queue = rows.to(dtype)
-    return stepper, rank_batch(tiny_feed(config), documents(lengths, 12), start, end)
+    table = documents(lengths, 12)
+    if config.queue_size and config.excludes_same_document:  # some of the queue belong to documents of the batch
+        owners = torch.from_numpy(document_keys(table).view("int64")).repeat(9)[:9]
+        stepper.objective.queue_documents = owners + torch.tensor([0, 1] * 5)[:9]
+    return stepper, rank_batch(tiny_feed(config), table, start, end)
 
 
 def or_zeros(found, like):

@@ -23,6 +23,9 @@ class NTXentConfig(Strict):
     kind: Literal["ntxent"] = "ntxent"
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the cosine similarities."""
+    exclude_same_document: bool = False
+    """Leave the other spans of an anchor's own document out of its denominator, also those in the queue. With several
+    anchors a document, they are negatives otherwise, although they are about the same subject."""
 
 
 class MetricLearningConfig(Strict):
@@ -100,6 +103,11 @@ class DeclutrConfig(ObjectiveConfig):
         return self
 
     @property
+    def excludes_same_document(self) -> bool:
+        """True if the loss needs the document of each row."""
+        return isinstance(self.loss, NTXentConfig) and self.loss.exclude_same_document
+
+    @property
     def contrastive(self) -> bool:
         """True if the contrastive loss is computed."""
         return self.terms != "mlm"
@@ -157,7 +165,7 @@ class DeclutrConfig(ObjectiveConfig):
         guessing = math.log(max(2, 2 * run.batch_documents * run.spans.num_anchors - 1))
         if terms["contrastive"] >= _EASY_SHARE * guessing:
             return None
-        harder = "" if run.spans.strategy == "adjacent" else ", or set spans.strategy=adjacent"
+        harder = "" if run.spans.strategy == "distant" else ", or set spans.strategy=distant spans.num_anchors=1"
         return (
             f"the first contrastive loss is {terms['contrastive']:.3f}, and guessing gives {guessing:.2f}: this "
             "encoder already distinguishes the spans of a batch. Increase batch_documents (now "

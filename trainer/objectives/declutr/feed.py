@@ -36,6 +36,7 @@ class SpanFeed:
         vocabulary: ids of the tokenizer.
         seed: the run's seed.
         short_documents: treatment of documents with room for fewer than A anchors when the shards were prepared.
+        names_documents: give the loss the key of each row's document, as the fact `document`.
     """
 
     spans: SpanConfig
@@ -46,6 +47,7 @@ class SpanFeed:
     vocabulary: Vocabulary
     seed: int
     short_documents: ShortDocuments = "drop"
+    names_documents: bool = False
 
     def sample(self, documents: pa.Table, epochs: I64) -> Spans:
         """Spans of these shard rows in these epochs."""
@@ -64,7 +66,11 @@ class SpanFeed:
         """The spans of n documents, with a row of views for each contrasted anchor (trainer/objectives/base.py)."""
         spans = self.sample(rows, epochs)
         contrasted = int(spans.present.sum()) if self.include_positives else 0
-        return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted)
+        facts = {}
+        if self.names_documents:
+            owners = np.repeat(document_keys(rows).view(np.int64), spans.present.sum(axis=1))
+            facts = {"document": torch.from_numpy(owners)}
+        return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted, facts)
 
     def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
         """The spans of n documents, cut, masked and packed.

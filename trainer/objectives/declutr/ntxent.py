@@ -4,6 +4,7 @@ Legend: M anchors of the batch, D embedding size, Q queued embeddings.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ def ntxent(
     queue: Tensor | None = None,
     tile: int | None = None,
     share: Share | None = None,
+    documents: Tensor | None = None,
+    queue_documents: Tensor | None = None,
 ) -> Tensor:
     """Mean over the 2M terms of -log(exp(s_ij/t) / sum_k exp(s_ik/t)), k over all but i and over the queue.
+
+    With `documents`, k leaves out the rows of i's own document except its positive j.
 
     The loss and its gradient hold only a few tiles of the 2M x (2M + Q) scores at a time.
 
@@ -31,13 +36,20 @@ def ntxent(
         queue: `(Q, D)` embeddings of earlier steps, negatives for every row; no gradient.
         tile: rows and columns of a tile; None: by device. The result does not depend on it.
         share: this worker's rows of M, whose gradient is computed, while that of others is 0; None: all.
+        documents: `(M,)` integer keys of the anchors' documents; None: every other row is a negative.
+        queue_documents: `(Q,)` keys of the documents of the queue, given if `documents` and `queue` are.
     """
     with torch.autocast(embeddings.device.type, enabled=False):
         embeddings = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
         rows = F.normalize(embeddings, dim=-1)
         old = rows.new_empty(0, rows.shape[-1]) if queue is None else F.normalize(queue.to(rows.dtype), dim=-1)
         size = tile or tile_rows(rows.device)
-        value: Tensor = _TiledNTXent.apply(rows, old.detach(), temperature, size, share)  # type: ignore[no-untyped-call]
+        owners = None
+        if documents is not None:
+            empty = documents.new_empty(0)
+            owners = documents.repeat(2), empty if queue_documents is None else queue_documents
+        scores = _Scores(rows.detach(), old.detach(), temperature, size, share, owners)
+        value: Tensor = _TiledNTXent.apply(rows, scores)  # type: ignore[no-untyped-call]
         return value
 
 
@@ -50,77 +62,110 @@ class _TiledNTXent(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, queue: Tensor, temperature: float, size: int, share: Share | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, scores: "_Scores") -> Tensor:
+        share = scores.share
         if share is None:
-            log_sums = _log_sums(rows, queue, temperature, size)
+            log_sums = scores.log_sums()
         else:
-            (log_sums,) = share.complete(lambda: _log_sums(rows, queue, temperature, size, share)[None], rows)
+            (log_sums,) = share.complete(lambda: scores.log_sums()[None], rows)
         anchors, positives = rows.chunk(2)
-        positive = ((anchors * positives).sum(dim=1) / temperature).repeat(2)
-        ctx.save_for_backward(rows, queue, log_sums, positive)
-        ctx.settings = temperature, size, share
+        positive = ((anchors * positives).sum(dim=1) / scores.temperature).repeat(2)
+        ctx.save_for_backward(rows, log_sums, positive)
+        ctx.scores = scores
         return -F.logsigmoid(positive - log_sums).mean()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
-        rows, queue, log_sums, positive = ctx.saved_tensors
-        temperature, size, share = ctx.settings
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        rows, log_sums, positive = ctx.saved_tensors
+        scores: _Scores = ctx.scores
         with torch.autocast(rows.device.type, enabled=False):
-            weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * temperature))
+            weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * scores.temperature))
             pulls = weights + weights.roll(len(rows) // 2)  # p_i is also the positive of i's partner
             gradient = -pulls[:, None] * rows.roll(len(rows) // 2, dims=0)
-            for first, second, scores in _own_tiles(rows, temperature, size, share):
-                pushes = (scores - log_sums[first, None]).exp_().mul_(weights[first, None])
-                pushes += scores.sub_(log_sums[None, second]).exp_().mul_(weights[None, second])
+            for first, second, tile in scores.own():
+                pushes = (tile - log_sums[first, None]).exp_().mul_(weights[first, None])
+                pushes += tile.sub_(log_sums[None, second]).exp_().mul_(weights[None, second])
                 gradient[first].addmm_(pushes, rows[second])
-                if share is None and second != first:
+                if scores.share is None and second != first:
                     gradient[second].addmm_(pushes.T, rows[first])
-            for first, second, scores in _queue_tiles(rows, queue, temperature, size, share):
-                pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
-                gradient[first].addmm_(pushes, queue[second])
-        return gradient if share is None else share.only_own(gradient), None, None, None, None
+            for first, second, tile in scores.queued():
+                pushes = tile.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
+                gradient[first].addmm_(pushes, scores.queue[second])
+        return gradient if scores.share is None else scores.share.only_own(gradient), None
 
 
-def _log_sums(rows: Tensor, queue: Tensor, temperature: float, size: int, share: Share | None = None) -> Tensor:
-    """`(2M,)` logsumexp of each row's negatives; with a share, of its rows alone."""
-    # The lowest finite number, not -inf: a single pair has no negatives, and its gradient must be 0, not NaN.
-    log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
-    for first, second, scores in _own_tiles(rows, temperature, size, share):
-        _add_exp(log_sums[first], scores.logsumexp(dim=1))
-        if share is None and second != first:
-            _add_exp(log_sums[second], scores.logsumexp(dim=0))
-    for first, _, scores in _queue_tiles(rows, queue, temperature, size, share):
-        _add_exp(log_sums[first], scores.logsumexp(dim=1))
-    return log_sums
+@dataclass(frozen=True)
+class _Scores:
+    """Tiles of the scores of unit rows with each other and with the queue.
 
+    A score that is no negative has the lowest finite number: that of a row with itself, with its positive and, if
+    `owners` is given, with the other rows of its document.
 
-def _own_tiles(
-    rows: Tensor, temperature: float, size: int, share: Share | None
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Tiles on and above the diagonal of the scores; a row's score with itself and its positive is the lowest number.
-
-    On the diagonal a tile holds both (i, k) and (k, i). With a share: all columns for this worker's rows.
+    Attributes:
+        rows: `(2M, D)`, anchors first.
+        queue: `(Q, D)`.
+        temperature: divisor of the scores.
+        size: rows and columns of a tile.
+        share: this worker's rows; None: all.
+        owners: `(2M,)` and `(Q,)` keys of the documents of rows and queue; None: rows of one document are negatives.
     """
-    apart = len(rows) // 2
-    parts = tiles_of(0, len(rows), size)
-    for number, first in enumerate(parts if share is None else share.tiles(len(rows), size)):
-        for second in parts[number:] if share is None else parts:
-            scores = (rows[first] @ rows[second].T).div_(temperature)
-            for distance in (0, apart, -apart):  # column - row
-                # Outside the tile there is nothing to exclude, and torch would raise an error.
-                if -scores.shape[0] < (offset := distance + first.start - second.start) < scores.shape[1]:
-                    scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
-            yield first, second, scores
 
+    rows: Tensor
+    queue: Tensor
+    temperature: float
+    size: int
+    share: Share | None
+    owners: tuple[Tensor, Tensor] | None
 
-def _queue_tiles(
-    rows: Tensor, queue: Tensor, temperature: float, size: int, share: Share | None
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Tiles of the scores of rows with queued embeddings."""
-    for first in tiles_of(0, len(rows), size) if share is None else share.tiles(len(rows), size):
-        for second in tiles_of(0, len(queue), size):
-            yield first, second, (rows[first] @ queue[second].T).div_(temperature)
+    def log_sums(self) -> Tensor:
+        """`(2M,)` logsumexp of each row's negatives; with a share, of its rows alone."""
+        # The lowest finite number, not -inf: a row without negatives must have the gradient 0, not NaN.
+        log_sums = self.rows.new_full((len(self.rows),), torch.finfo(self.rows.dtype).min)
+        for first, second, scores in self.own():
+            _add_exp(log_sums[first], scores.logsumexp(dim=1))
+            if self.share is None and second != first:
+                _add_exp(log_sums[second], scores.logsumexp(dim=0))
+        for first, _, scores in self.queued():
+            _add_exp(log_sums[first], scores.logsumexp(dim=1))
+        return log_sums
+
+    def own(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Tiles on and above the diagonal of the scores of rows with each other.
+
+        On the diagonal a tile holds both (i, k) and (k, i). With a share: all columns for this worker's rows.
+        """
+        apart = len(self.rows) // 2
+        parts = tiles_of(0, len(self.rows), self.size)
+        for number, first in enumerate(self._row_tiles()):
+            for second in parts[number:] if self.share is None else parts:
+                scores = (self.rows[first] @ self.rows[second].T).div_(self.temperature)
+                for distance in (0, apart, -apart):  # column - row
+                    # Outside the tile there is nothing to exclude, and torch would raise an error.
+                    if -scores.shape[0] < (offset := distance + first.start - second.start) < scores.shape[1]:
+                        scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
+                if self.owners is not None:
+                    self._exclude(scores, self.owners[0][first], self.owners[0][second])
+                yield first, second, scores
+
+    def queued(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Tiles of the scores of rows with queued embeddings."""
+        for first in self._row_tiles():
+            for second in tiles_of(0, len(self.queue), self.size):
+                scores = (self.rows[first] @ self.queue[second].T).div_(self.temperature)
+                if self.owners is not None:
+                    self._exclude(scores, self.owners[0][first], self.owners[1][second])
+                yield first, second, scores
+
+    def _row_tiles(self) -> list[slice]:
+        if self.share is None:
+            return tiles_of(0, len(self.rows), self.size)
+        return self.share.tiles(len(self.rows), self.size)
+
+    @staticmethod
+    def _exclude(scores: Tensor, first: Tensor, second: Tensor) -> None:
+        """Excludes the scores between rows of the same document."""
+        scores.masked_fill_(first[:, None] == second[None], torch.finfo(scores.dtype).min)
 
 
 def _add_exp(log_sums: Tensor, more: Tensor) -> None:

@@ -31,6 +31,7 @@ class Declutr(Objective[DeclutrConfig]):
     def __init__(self, config: DeclutrConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
         self.queue: Tensor | None = None
+        self.queue_documents: Tensor | None = None
         self.remembers = config.queue_size > 0
         self._metric_loss = None
         if isinstance(config.loss, MetricLearningConfig):
@@ -48,6 +49,7 @@ class Declutr(Objective[DeclutrConfig]):
             vocabulary=vocabulary,
             seed=self.run.seed,
             short_documents=self.run.short_documents,
+            names_documents=self.config.contrastive and self.config.excludes_same_document,
         )
 
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
@@ -71,16 +73,26 @@ class Declutr(Objective[DeclutrConfig]):
             value = self._metric_loss(embeddings)
         else:
             assert isinstance(self.config.loss, NTXentConfig)
-            value = ntxent(embeddings, self.config.loss.temperature, self.queue, share=batch.share)
+            value = ntxent(
+                embeddings,
+                self.config.loss.temperature,
+                self.queue,
+                share=batch.share,
+                documents=batch.facts.get("document"),
+                queue_documents=self.queue_documents,
+            )
         if self.config.released_rank_scaling:
             value = value / batch.world_size + (value - value / batch.world_size).detach()
         return {"contrastive": value}
 
     def remember(self, batch: Gathered) -> None:
         """Appends a finished step's `(2M, D)` embeddings to the queue, and drops the oldest ones."""
-        embeddings = _anchors_first(batch.views)
-        kept = embeddings if self.queue is None else torch.cat([self.queue, embeddings])
-        self.queue = kept[-self.config.queue_size :].clone()
+        self.queue = self._appended(self.queue, _anchors_first(batch.views))
+        if "document" in batch.facts:
+            self.queue_documents = self._appended(self.queue_documents, batch.facts["document"].repeat(2))
+
+    def _appended(self, queue: Tensor | None, values: Tensor) -> Tensor:
+        return (values if queue is None else torch.cat([queue, values]))[-self.config.queue_size :].clone()
 
     def validator(
         self,
@@ -117,19 +129,25 @@ class Declutr(Objective[DeclutrConfig]):
         return SpanValidator(feed, held_out, rows, world, device)
 
     def state(self) -> dict[str, Tensor]:
-        """The queue, once it exists."""
-        return {} if self.queue is None else {"queue": self.queue}
+        """The queue, once it exists, and its documents if the loss needs them."""
+        found = {"queue": self.queue, "queue_documents": self.queue_documents}
+        return {name: values for name, values in found.items() if values is not None}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Loads the queue unless it is longer than `queue_size`: a fork may shorten or drop it.
+        """Loads the queue unless it is longer than `queue_size`, or its documents are unknown and needed.
+
+        A fork may shorten or drop the queue, or begin to leave out spans of the same document.
 
         Raises:
             RuntimeError: the state has other tensors, so it is of another objective.
         """
-        if others := sorted(state.keys() - {"queue"}):
+        if others := sorted(state.keys() - {"queue", "queue_documents"}):
             raise RuntimeError(f"unexpected {', '.join(others[:3])}")
-        queue = state.get("queue")
-        self.queue = queue if queue is not None and len(queue) <= self.config.queue_size else None
+        queue, documents = state.get("queue"), state.get("queue_documents")
+        needed = self.config.excludes_same_document
+        fits = queue is not None and len(queue) <= self.config.queue_size and not (needed and documents is None)
+        self.queue = queue if fits else None
+        self.queue_documents = documents if fits and needed else None
 
 
 def _anchors_first(views: Tensor) -> Tensor:
