@@ -15,6 +15,7 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import collect, load
 from trainer.data.plan import Plan
+from trainer.model.freezing import frozen_parameters
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
@@ -46,6 +47,7 @@ CASES = {
     "checkpointed, at once": {"encoder": {**DROPOUT, "activation_checkpointing": True}},
     "a frozen head": {"tokens": 60, "objective": OBJECTIVES["contrastive"], "frozen": "model.lm_head"},
     "a frozen projection": {"tokens": 60, "objective": OBJECTIVES["mlm"], "frozen": "projection"},
+    "frozen layers": {"tokens": 60, "encoder": {**DROPOUT, "num_trainable_layers": 1}},
     "padded": {"tokens": 60, "encoder": {**DROPOUT, "attention_dropout": 0.0, "layout": "padded"}},
     "bert": {"tokens": 60, "family": "bert"},
     "modernbert": {"tokens": 60, "family": "modernbert", "encoder": {"dropout": 0.2}},
@@ -61,6 +63,8 @@ def setup(world, objective=BOTH, lengths=LENGTHS, tokens=None, encoder=DROPOUT, 
     frozen = given.pop("frozen", None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen is None or not name.startswith(frozen))
+    for parameter in frozen_parameters(model.model, model.config.num_trainable_layers):
+        parameter.requires_grad_(False)
     made = {"world": world, "microbatch_tokens": tokens, "optim": optim, "sharded": world.size > 1, **given}
     stepper = tiny_stepper(model, config, **made)
     start, end = Plan(0, len(lengths), len(lengths)).slice(world.rank, world.size)

@@ -14,6 +14,7 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.data.tokenrates import limit
 from trainer.model.encoder import Encoder
+from trainer.model.freezing import frozen_parameters
 from trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.layouts import drops_by_key
 from trainer.model.sentences import left_out
@@ -71,6 +72,7 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
         if config.objective.mlm:
             mlm_head(model)
+        frozen_parameters(model, encoder.num_trainable_layers)
     except ConfigError as error:
         return [*found, *(f"encoder: {problem}" for problem in error.problems)]
     except _UNLOADABLE as error:

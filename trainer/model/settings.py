@@ -77,6 +77,9 @@ class EncoderConfig(Strict):
     a CPU computes attention weights explicitly, which is slow and needs memory. A GPU does so in float32, in padded
     layouts, and without Triton."""
 
+    num_trainable_layers: int | None = Field(default=None, ge=1)
+    """Train only this many of the last layers and what follows them; embeddings and lower layers keep their weights.
+    null: train everything."""
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward and recompute the rest. Less memory, a third more time."""
     compile: bool | None = None

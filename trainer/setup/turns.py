@@ -9,6 +9,7 @@ from torch import nn
 from pipeline.shards.content import AnyContent, AudioContent, ImagesContent
 from pipeline.shards.manifest import Manifest
 from trainer.model.encoder import Encoder
+from trainer.model.freezing import frozen_parameters
 from trainer.model.frontend import Frontend, embedding_width, load_vit
 from trainer.model.settings import FrontendConfig
 from trainer.parallel.fixedpoint import FixedPointSums
@@ -126,14 +127,14 @@ def _reads_late(branches: Sequence[Branch]) -> bool:
 
 
 def freeze_unused(encoder: Encoder, branches: Sequence[Branch]) -> None:
-    """Freezes parameters that no objective uses, so that weight decay does not change them either."""
+    """Freezes parameters that no objective trains, so that weight decay does not change them either."""
     used = used_parameters(encoder, branches)
     for parameter in encoder.parameters():
         parameter.requires_grad_(id(parameter) in used)
 
 
 def used_parameters(encoder: Encoder, branches: Sequence[Branch]) -> set[int]:
-    """Ids of the encoder's parameters that the branches use; branches with a frontend skip its embeddings."""
+    """Ids of the encoder's parameters that the branches train; branches with a frontend skip its embeddings."""
     embeddings = getattr(encoder.model.base_model, "embeddings", None)
     skipped = {id(p) for p in embeddings.parameters()} if embeddings is not None else set()
     used: set[int] = set()
@@ -144,7 +145,7 @@ def used_parameters(encoder: Encoder, branches: Sequence[Branch]) -> set[int]:
             used |= {id(p) for p in encoder.projection.parameters()}
         if branch.objective.config.mlm:
             used |= {id(p) for p in encoder.model.parameters()}
-    return used
+    return used - {id(p) for p in frozen_parameters(encoder.model, encoder.config.num_trainable_layers)}
 
 
 def build_frontend(config: TrainConfig, encoder: Encoder, content: AnyContent) -> Frontend | None:
