@@ -122,12 +122,12 @@ def place(
         positive = np.where(go_left, start_ - positive_length, end_)
     elif config.strategy == "distant":
         positive_length = _scale(draws.positive_lengths, shortest, longest_)
-        left, right = start_ - positive_length, total - end_ - positive_length  # largest distances on the two sides
+        before, behind = start_ - positive_length, total - end_ - positive_length  # largest distances on the two sides
         # Another whole window lies on one side of the anchor's, so one of the two is not negative.
-        distance = np.minimum(config.min_distance_tokens, np.maximum(left, right))
-        left_places, right_places = (np.maximum(0, side - distance + 1) for side in (left, right))
-        place_ = _pick(draws.positive_starts, left_places + right_places)
-        positive = np.where(place_ < left_places, place_, end_ + distance + place_ - left_places)
+        distance = np.minimum(config.min_distance_tokens, np.maximum(before, behind))
+        num_before, num_behind = (np.maximum(0, side - distance + 1) for side in (before, behind))
+        drawn = _pick(draws.positive_starts, num_before + num_behind)
+        positive = np.where(drawn < num_before, drawn, end_ + distance + drawn - num_before)
     else:
         positive_length = _scale(draws.positive_lengths, shortest, longest_)
         low, high = np.maximum(0, start_ - positive_length), np.minimum(end_, total - positive_length)
