@@ -1,5 +1,7 @@
 """Follower of a run: scores each new checkpoint on SentEval's tasks while the workers continue to train.
 
+A checkpoint is chosen by its scores on dev data; those on test data are shown next to them and decide nothing.
+
 The trainer does not know the follower; it reads the scores from `scores.jsonl` (`common/scores.py`).
 """
 
@@ -14,6 +16,7 @@ from common.session import SessionConfig
 from common.storage import hash_json
 from evaluation.encoders.loading import EncoderError, load_encoder
 from evaluation.senteval.data.findings import Inspection
+from evaluation.senteval.data.tasks import TASKS
 from evaluation.senteval.runner.harness import evaluate
 from evaluation.senteval.runner.plan import ScoringChoice
 from trainer.checkpoints import checkpoint
@@ -48,6 +51,13 @@ class Follower:
         if unusable:
             told = "; ".join(f"{inspection.task.label}: {inspection.reason}" for inspection in unusable)
             raise FollowError(f"--follow needs usable data for every task; choose others with --tasks: {told}")
+        if unfit := [found.task.label for found in self.inspections if not found.task.has_dev]:
+            fit = ", ".join(task.label for task in TASKS if task.has_dev)
+            raise FollowError(
+                f"--follow scores checkpoints so that one can be chosen, and {', '.join(unfit)} would choose on test "
+                f"data: these tasks have no dev data. Name others with --tasks ({fit}); to look at test scores alone, "
+                "use `declutr evaluate RUN/checkpoints/STEP`"
+            )
         if len(self.choice.protocols) != 1 or not self.inspections:
             raise FollowError("--follow needs tasks of one protocol: --protocol senteval or simcse, --tasks ...")
 
@@ -55,7 +65,7 @@ class Follower:
     def identity(self) -> str:
         """Hash of tasks, data and settings."""
         files = {found.task.name: dict(found.data.files) for found in self.inspections if found.data}
-        return hash_json([self.choice.model_dump(mode="json"), files])
+        return hash_json([self.choice.model_dump(mode="json"), files, "dev"])
 
     def follow(self, wait_seconds: float = 10.0, once: bool = False) -> int:
         """Score checkpoints until the run is finished, or `once` those that exist; return the number of new scores."""
@@ -94,7 +104,9 @@ class Follower:
             self.say(f"step {step}: not scored: {error}")
             return False
         (report,) = found.reports.values()
-        tasks = {name: report.results[name].headline for name in self.choice.tasks if name in report.results}
+        results = {name: report.results[name] for name in self.choice.tasks if name in report.results}
+        tasks = {name: result.dev_headline for name, result in results.items()}
+        test = {name: result.headline for name, result in results.items()}
         whole = len(tasks) == len(self.choice.tasks)
         warnings = [*found.warnings, *(text for result in report.results.values() for text in result.warnings)]
         line = ScoreLine(
@@ -103,11 +115,13 @@ class Follower:
             choice=self.identity,
             score=sum(tasks.values()) / len(tasks) if whole else None,
             tasks=tasks,
+            test=test,
             warnings=tuple(dict.fromkeys(warnings)),
             seconds=round(time.monotonic() - begun, 3),
             time=round(time.time(), 3),
         )
         append_score(self.run, line)
         shown = "no score" if line.score is None else f"{line.score:.2f}"
-        self.say(f"step {step}: {shown} ({', '.join(f'{name} {value:.2f}' for name, value in tasks.items())})")
+        told = ", ".join(f"{name} {value:.2f}, test {test[name]:.2f}" for name, value in tasks.items())
+        self.say(f"step {step}: dev {shown} ({told})")
         return True

@@ -6,7 +6,8 @@ from common.scores import SCORES, ScoreLine, append_score, comparable, read_scor
 
 
 def line(step, **changes):
-    values = {"step": step, "checkpoint": f"c{step}", "choice": "x", "score": 50.0 + step, "tasks": {"STS12": 50.0}}
+    values = {"step": step, "checkpoint": f"c{step}", "choice": "x", "score": 50.0 + step, "tasks": {"MR": 50.0}}
+    values["test"] = {"MR": 49.0}
     return ScoreLine(**values | changes)
 
 
@@ -36,6 +37,10 @@ def test_scores_of_the_newest_choice_are_comparable():
     assert comparable(lines) == {(4, "c4"): 54.0, (8, "c8"): 58.0}
     assert comparable(lines[:1]) == {(2, "c2"): 52.0}
     assert comparable([]) == {}
+
+
+def test_scores_on_test_data_of_an_older_version_do_not_count():
+    assert comparable([line(2, test=None), line(4)]) == {(4, "c4"): 54.0}
 
 
 def test_a_name_that_is_not_known_is_no_setting():

@@ -81,7 +81,7 @@ def test_what_a_follower_gave_decides_where_the_run_goes_by_it(run, capsys):
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
     for step, score in ((2, 50.0), (6, 60.0)):
         state = checkpoint.read_state(checkpoint.checkpoint_path(run / "checkpoints", step))
-        append_score(run, ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={}))
+        append_score(run, ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={}, test={}))
     with scoring(run, 2):
         assert main(["checkpoints", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -18,7 +18,7 @@ from evaluation.senteval.runner.plan import ScoringChoice
 from evaluation.watch import Follower, FollowError
 from trainer.driver.export import export
 
-TASKS = ("STSBenchmark", "STS12")
+TASKS = ("STSBenchmark", "SICKRelatedness")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def test_a_finished_run_is_scored_once_and_exports_the_best(data, copied, sets, 
     assert len({line.score for line in lines}) == len(kept)
     for line in lines:
         assert line.score == pytest.approx(sum(line.tasks.values()) / 2)
-        assert line.tasks.keys() == set(TASKS)
+        assert line.tasks.keys() == line.test.keys() == set(TASKS)
+        assert line.tasks != line.test, "dev scores decide, and test scores are shown"
         assert any("published" in warning for warning in line.warnings)  # the data are our own
     assert main(given) == 0
     assert read_scores(copied) == lines
@@ -91,6 +92,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(copied, sets):
 
 
 def test_tasks_without_data_are_refused_before_anything_is_scored(copied, sets):
-    with pytest.raises(FollowError, match="STS16"):
-        follower(copied, sets, [], ("STS12", "STS16"))
+    with pytest.raises(FollowError, match="SUBJ: "):
+        follower(copied, sets, [], ("MR", "SUBJ"))
     assert not (copied / SCORES).exists()
+
+
+def test_tasks_with_test_data_alone_may_not_choose_a_checkpoint(copied, sets):
+    with pytest.raises(FollowError, match=r"STS12 would choose on test data.*--tasks \(CR, .*SICK-R, STS-B"):
+        follower(copied, sets, [], ("STSBenchmark", "STS12"))

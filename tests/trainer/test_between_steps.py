@@ -294,7 +294,7 @@ def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):
 
     def follow(step, score):
         state = checkpoint.read_state(checkpoint.checkpoint_path(tmp_path / "checkpoints", step))
-        line = ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={})
+        line = ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={}, test={})
         append_score(tmp_path, line)
 
     settings = {"score": "followed", "every_steps": 0}

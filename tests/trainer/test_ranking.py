@@ -44,7 +44,7 @@ def write(run, step, value=0.0):
 
 
 def follow(run, state, score, choice="x"):
-    line = ScoreLine(step=state.step, checkpoint=state.identity, choice=choice, score=score, tasks={})
+    line = ScoreLine(step=state.step, checkpoint=state.identity, choice=choice, score=score, tasks={}, test={})
     append_score(run, line)
 
 

@@ -42,6 +42,11 @@ class Task:
         """Return whether a row has two sentences."""
         return self.procedure in ("similarity", "cosine") or self.features != "single"
 
+    @property
+    def has_dev(self) -> bool:
+        """Return whether scores on dev data exist, by split or by cross-validation; if not, all its data are test."""
+        return self.procedure != "similarity"
+
 
 def _downstream(name: str, procedure: Procedure, folder: str = "", features: Features = "single") -> Task:
     return Task(name, name, "downstream", procedure, features, f"downstream/{folder or name}")

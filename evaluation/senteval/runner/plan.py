@@ -16,8 +16,8 @@ from evaluation.senteval.data.tasks import ALL_TASKS, DOWNSTREAM, PROBING, STS, 
 from evaluation.senteval.scores.results import Protocol
 from evaluation.senteval.scores.scoring import Method, cost, method_for
 
-_VERSION = 1
-"""Version of the scoring procedures; a new version invalidates stored scores."""
+_VERSIONS: Mapping[Method, int] = {"procedure": 1, "cosine": 2, "geometry": 1}
+"""Version of each scoring method; a new version invalidates stored scores."""
 
 SETS: Mapping[str, tuple[str, ...]] = {
     "all": tuple(task.name for task in TASKS),
@@ -112,7 +112,7 @@ def plan_units(
         if not inspection.usable or data is None:
             continue
         for method in methods(inspection.task.name, choice.protocols):
-            made_of: list[Any] = [_VERSION, fingerprint, inspection.task.name, method, dict(data.files)]
+            made_of: list[Any] = [_VERSIONS[method], fingerprint, inspection.task.name, method, dict(data.files)]
             made_of += [inspection.standing, choice.classifier.model_dump(mode="json")]
             end = "" if method == "procedure" else f".{method}"
             path = folder / f"{inspection.task.name}{end}.json"

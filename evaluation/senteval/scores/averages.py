@@ -28,7 +28,7 @@ class Average:
     value: float | None
     """Average in percent; None if a task is missing."""
     dev: float | None = None
-    """Average of the dev scores; None also if the set has none."""
+    """Average of the dev scores, as DeCLUTR prints it (with STS12-16's test scores); None also if the set has none."""
     missing: tuple[str, ...] = ()
     """Tasks of the set without a score."""
     marked: tuple[str, ...] = ()
@@ -53,15 +53,21 @@ def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] 
     return scores["acc"]
 
 
+class NoDevScoreError(ValueError):
+    """A task without dev data has no dev score."""
+
+
 def dev_headline(task: str, scores: Scores) -> float:
-    """DeCLUTR's number on dev, in percent; an STS task has no dev split and uses its test number."""
+    """Number on dev data, in percent: the one by which a choice may be made.
+
+    Raises:
+        NoDevScoreError: the task has test data alone.
+    """
     procedure = find(task).procedure
     if procedure == "similarity":
-        return headline(task, scores)
-    if procedure == "relatedness":
-        return 100 * scores["devpearson"]
-    if procedure == "cosine":
-        return 100 * scores["devspearman"]
+        raise NoDevScoreError(f"{task} has no dev score, because it has test data alone")
+    if procedure in ("relatedness", "cosine"):  # a regression has no Spearman on dev
+        return 100 * (scores["devspearman"] if "devspearman" in scores else scores["devpearson"])
     return scores["devacc"] / (len(RECALLS) if procedure == "retrieval" else 1)
 
 
@@ -109,11 +115,15 @@ def _average(
         return Average(name, sum(values) / len(values), None, missing, told)
     value = sum(headline(task, results[task]) for task in tasks) / len(tasks)
     has_dev = all(
-        find(task).procedure == "similarity" or {"devacc", "devpearson", "devspearman"} & set(results[task])
-        for task in tasks
+        not find(task).has_dev or {"devacc", "devpearson", "devspearman"} & set(results[task]) for task in tasks
     )
-    dev = sum(dev_headline(task, results[task]) for task in tasks) / len(tasks) if has_dev else None
+    dev = sum(_declutrs_dev(task, results[task]) for task in tasks) / len(tasks) if has_dev else None
     return Average(name, value, dev, missing, told)
+
+
+def _declutrs_dev(task: str, scores: Scores) -> float:
+    """Number in DeCLUTR's averages of dev scores, which take the test number of a task without dev data."""
+    return dev_headline(task, scores) if find(task).has_dev else headline(task, scores)
 
 
 def _mean_of(name: str, one: Average, two: Average) -> Average:

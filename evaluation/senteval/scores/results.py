@@ -2,7 +2,7 @@
 
 Scores of a result, by procedure (units as in SentEval: accuracies, F1 and recalls in percent, correlations -1..1):
 - inner_kfold, kfold, split: `acc`, `devacc`, and for MRPC `f1`;
-- relatedness: `spearman`, `pearson`, `devpearson`, `mse`; by cosine (simcse): `spearman`, `pearson`;
+- relatedness: `spearman`, `pearson`, `devpearson`, `mse`; by cosine (simcse): as `cosine` below;
 - retrieval: `i2t_r1`, `i2t_r5`, `i2t_r10`, `t2i_r1`, `t2i_r5`, `t2i_r10`, and `devacc`, the sum of the six on dev;
 - cosine: `spearman`, `pearson`, `devspearman`, `devpearson`;
 - similarity: `spearman.mean`, `.wmean`, `.all`, of each subset, and the same with `pearson`.
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from evaluation.senteval.data.findings import Inspection, Standing
-from evaluation.senteval.scores.averages import Average, averages, headline
+from evaluation.senteval.scores.averages import Average, averages, dev_headline, headline
 
 Protocol = Literal["senteval", "simcse"]
 
@@ -35,6 +35,15 @@ class TaskResult:
     def headline(self) -> float:
         """Number shown in a table, in percent."""
         return headline(self.task, self.scores, self.protocol)
+
+    @property
+    def dev_headline(self) -> float:
+        """The same number on dev data.
+
+        Raises:
+            NoDevScoreError: the task has none.
+        """
+        return dev_headline(self.task, self.scores)
 
     @property
     def comparable(self) -> bool:

@@ -24,8 +24,8 @@ from evaluation.senteval.scores.retrieval import RetrievalConfig, gallery, retri
 from evaluation.senteval.scores.similarity import gold, score_sts
 
 Method = Literal["procedure", "cosine", "geometry"]
-"""procedure: the task's own in SentEval; cosine: of test pairs, for tasks where SentEval trains a regression; geometry:
-alignment and uniformity (STS-B)."""
+"""procedure: the task's own in SentEval; cosine: of dev and test pairs, for tasks where SentEval trains a regression;
+geometry: alignment and uniformity (STS-B)."""
 
 Embeddings = NDArray[np.float32]
 
@@ -81,13 +81,11 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         return Scored(score_geometry(data, rows, embeddings))
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
         found = score_sts(data, rows, embeddings)
-        if task.procedure == "cosine":
+        if task.procedure in ("cosine", "relatedness"):
             of_test, of_dev = found.subsets["test"], found.subsets["dev"]
             scores = {"spearman": of_test.spearman, "pearson": of_test.pearson}
             scores |= {"devspearman": of_dev.spearman, "devpearson": of_dev.pearson}
             return Scored(scores, found.warnings)
-        if task.procedure == "relatedness":  # one split, so that the three aggregates are equal
-            return Scored({"spearman": found.all.spearman, "pearson": found.all.pearson}, found.warnings)
         return Scored(found.flat(), found.warnings)
     if task.procedure == "relatedness":
         train, dev, test = (Pairs(_features(split, rows, embeddings, task), gold(split)) for _, split in _three(data))

@@ -102,13 +102,11 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
 
 
 def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> StsScore:
-    """Scores of an STS task; for SICK-R and STS-B on their test split, as in SimCSE's protocol.
-
-    For STS-B in other languages the subsets are its dev and its test split.
+    """Scores of an STS task; the subsets of SICK-R, and of STS-B in any language, are its dev and its test split.
 
     `rows` has the row of each sentence in the `(N, D)` embeddings.
     """
-    splits = {"test": data.splits["test"]} if data.task.procedure == "relatedness" else data.splits
+    splits = {name: split for name, split in data.splits.items() if name != "train"}
     return aggregate({name: (_pair_cosines(split, rows, embeddings), gold(split)) for name, split in splits.items()})
 
 

@@ -7,7 +7,7 @@ from sentevaldata import write_rest
 
 from evaluation.senteval.checks.checking import inspect
 from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
-from evaluation.senteval.scores.averages import averages, dev_headline, headline
+from evaluation.senteval.scores.averages import NoDevScoreError, averages, dev_headline, headline
 from evaluation.senteval.scores.results import Report, TaskResult, result_of
 
 
@@ -35,6 +35,9 @@ def test_the_number_of_a_table():
     assert headline("ImageCaptionRetrieval", scores_of("ImageCaptionRetrieval", 50)) == pytest.approx(50 + 16 / 3)
     assert dev_headline("ImageCaptionRetrieval", scores_of("ImageCaptionRetrieval", 50)) == pytest.approx(50)
     assert dev_headline("STSBenchmark", scores_of("STSBenchmark", 50)) == pytest.approx(52)
+    assert dev_headline("STSBenchmark", {"spearman": 0.5, "devspearman": 0.6}) == pytest.approx(60)
+    with pytest.raises(NoDevScoreError, match="STS12 has no dev score"):
+        dev_headline("STS12", scores_of("STS12", 50))
 
 
 def test_all_averages_of_a_complete_set():

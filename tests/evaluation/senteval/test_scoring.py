@@ -49,10 +49,11 @@ def test_what_the_words_tell_is_learned(folder):
     assert score(data, "procedure", embedded(data), longer).scores["acc"] > 65
 
 
-def test_cosine_takes_the_test_pairs_alone(folder):
+def test_cosine_takes_the_dev_and_the_test_pairs(folder):
     data = load(find("STSBenchmark"), folder)
     found = score(data, "cosine", embedded(data), CONFIG).scores
-    assert found.keys() == {"spearman", "pearson"}
+    assert found.keys() == {"spearman", "pearson", "devspearman", "devpearson"}
+    assert found["spearman"] != found["devspearman"]
     assert 0.4 < found["spearman"] < 1
     geometry = score(data, "geometry", embedded(data), CONFIG).scores
     assert geometry["num_pairs"] == sum(int((split.labels > 4).sum()) for split in data.splits.values())

@@ -52,7 +52,7 @@ def test_a_collapsed_encoder_gets_zero_and_a_warning_not_nan():
         correlate(np.array([1.0]), np.array([1.0]))
 
 
-def test_a_task_is_scored_on_its_subsets_and_sts_b_on_its_test_split(tmp_path):
+def test_a_task_is_scored_on_its_subsets_and_sick_r_on_dev_and_test(tmp_path):
     write_rest(tmp_path)
     write_sts(tmp_path, {16: find("STS16").subsets})
     data = load(find("STS16"), tmp_path)
@@ -65,8 +65,15 @@ def test_a_task_is_scored_on_its_subsets_and_sts_b_on_its_test_split(tmp_path):
     assert score.subsets["headlines"] == correlate(np.array(pair), split.labels)
     benchmark = load(find("SICK-R"), tmp_path)
     score = score_sts(benchmark, *embedded(benchmark))
-    assert list(score.subsets) == ["test"]
-    assert score.all.spearman == score.mean.spearman == score.wmean.spearman
+    assert sorted(score.subsets) == ["dev", "test"]
+    assert score.subsets["test"] == score_split(benchmark, "test")
+    assert score.subsets["dev"] == score_split(benchmark, "dev")
+
+
+def score_split(data, name):
+    split, (rows, vectors) = data.splits[name], embedded(data)
+    first, second = (vectors[[rows[text] for text in side]] for side in (split.first, split.second))
+    return correlate(cosines(first, second), split.labels)
 
 
 def test_uniformity_in_blocks_is_uniformity(monkeypatch):
