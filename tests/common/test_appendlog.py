@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from diskcalls import disk_calls
 from volumes import small_volume
 
 from common.appendlog import AppendLog
@@ -92,3 +93,34 @@ def test_threads(tmp_path):
         thread.join()
     log.flush()
     assert path.read_bytes() == b"".join(expected)
+
+
+SYNCED = """
+from common.appendlog import AppendLog
+def prepare(here): (here / "it").touch()
+def act(here):
+    log = AppendLog(here / "it")
+    log.add(b"one")
+    log.flush(to_disk=True)
+"""
+
+
+def test_a_flush_to_disk_survives_a_power_failure(tmp_path):
+    assert disk_calls(SYNCED, tmp_path) == [["fsync", "it"]]
+
+
+def test_what_a_failed_fsync_may_have_lost_is_written_again(tmp_path):
+    """/dev/null takes every byte and refuses to sync: a disk that lost its cache."""
+    disk, path = tmp_path / "disk", tmp_path / "it"
+    disk.touch()
+    path.symlink_to("/dev/null")
+    log = AppendLog(path)
+    log.add(b"one\n")
+    log.flush()
+    with pytest.raises(OSError, match="Invalid argument"):
+        log.flush(to_disk=True)
+    path.unlink()
+    path.symlink_to(disk)
+    log.add(b"two\n")
+    log.flush(to_disk=True)
+    assert disk.read_bytes() == b"one\ntwo\n"

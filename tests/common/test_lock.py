@@ -1,17 +1,20 @@
 """One command a run folder, also after a kill -9 and over hosts."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from subprocess import PIPE
 
+import msgspec
 import pytest
 from damagedjson import DAMAGED
 from waiting import until
 
-from common.lock import LOCK, RunLock, RunLockedError
+from common.lock import LOCK, RunLock, RunLockedError, this_process
 
 HOLD = "import sys; from pathlib import Path; from common.lock import RunLock\n"
 HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
@@ -149,3 +152,25 @@ def test_of_many_commands_at_once_exactly_one_gets_a_stale_lock(tmp_path):
         if command is not holder:
             assert "RunLockedError" in command.communicate()[1]
     assert not (tmp_path / LOCK).exists()
+
+
+MEET = "import sys; from pathlib import Path; from common.lock import RunLock\n"
+MEET += "print('ready', flush=True)\nwith RunLock(Path(sys.argv[1]), print): print('held', flush=True)"
+
+
+@pytest.mark.parametrize("unlinked", [False, True])
+def test_a_command_that_looks_while_another_takes_the_lock_waits_and_is_refused(tmp_path, unlinked):
+    """This process holds the flock as a command does that enters, or as one that leaves and is followed by another."""
+    path = tmp_path / LOCK
+    with path.open("a+") as entering:
+        fcntl.flock(entering, fcntl.LOCK_EX)
+        other = subprocess.Popen([sys.executable, "-c", MEET, tmp_path], stdout=PIPE, stderr=PIPE, text=True)
+        assert other.stdout.readline() == "ready\n"
+        time.sleep(0.3)  # the time in which it would take a lock that it does not wait for
+        if unlinked:
+            path.unlink()
+        path.write_bytes(msgspec.json.encode(this_process("mine")))
+    out, error = other.communicate(timeout=60)
+    assert out == ""
+    assert f"pid {os.getpid()}" in error
+    assert json.loads(path.read_text())["token"] == "mine"

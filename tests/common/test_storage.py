@@ -1,6 +1,7 @@
 """Whole or absent, and nothing left beside."""
 
 import pytest
+from diskcalls import disk_calls, killed_before_each
 
 from common import storage
 
@@ -89,3 +90,47 @@ def test_json_round_trip_and_hashes(tmp_path):
     assert storage.hash_json(value) != storage.hash_json(value | {"a": "e"})
     (tmp_path / "abc").write_bytes(b"abc")
     assert storage.hash_file(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+FOLDER = """
+from common import storage
+def prepare(here):
+    (here / "run").mkdir()
+    (here / "run" / "a").write_text("old")
+def act(here):
+    with storage.folder_aside(here / "run", replace=True) as aside:
+        (aside / "sub").mkdir()
+        (aside / "sub" / "b").write_text("new")
+"""
+FILE = """
+from common import storage
+def prepare(here): pass
+def act(here): storage.write_text(here / "a", "new")
+"""
+
+
+def test_a_power_failure_after_the_rename_finds_the_file_on_disk(tmp_path):
+    """The file is on disk before it has its name, and its name before the call returns."""
+    sync, rename, named = disk_calls(FILE, tmp_path)
+    assert rename[1:] == [sync[1], "a"]
+    assert [sync[0], named] == ["fsync", ["fsync", "."]]
+
+
+def test_a_power_failure_after_the_rename_finds_the_folder_on_disk(tmp_path):
+    calls = disk_calls(FOLDER, tmp_path)
+    rename = next(call for call in calls if call[0] == "rename" and call[2] == "run")
+    aside = rename[1]
+    before = [call[1] for call in calls[: calls.index(rename)] if call[0] == "fsync"]
+    assert {aside, f"{aside}/sub", f"{aside}/sub/b"} <= set(before)
+    after = calls[calls.index(rename) + 1 :]
+    assert after[0] == ["fsync", "."], "the old folder is deleted once the new one's name is on disk"
+
+
+def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path):
+    found = []
+    for here in killed_before_each(FOLDER, tmp_path):
+        storage.put_back(here / "run")
+        found.append(sorted(str(path.relative_to(here / "run")) for path in (here / "run").rglob("*")))
+    assert len(found) > 5
+    assert all(names in (["a"], ["sub", "sub/b"]) for names in found), found
+    assert found == sorted(found), "once the new one is there, it stays"

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from diskcalls import killed_before_each
 from states import state_of
 from volumes import small_volume
 from waiting import until
@@ -187,3 +188,21 @@ def test_closing_finishes_what_was_given(tmp_path):
     give(one, 1)
     one.close()
     assert checkpoint.find_latest(tmp_path)[1].step == 1
+
+
+DISCARD = """
+from trainer.checkpoints.checkpoint import checkpoint_path, discard
+def prepare(here):
+    path = checkpoint_path(here, 7)
+    path.mkdir()
+    for name in ("encoder.safetensors", "state.json"):
+        (path / name).write_text("whole")
+def act(here): discard(checkpoint_path(here, 7))
+"""
+
+
+def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(tmp_path):
+    found = [
+        sorted(path.name for path in here.glob("step-*/*")) for here in killed_before_each(DISCARD, tmp_path)
+    ]
+    assert found == [["encoder.safetensors", "state.json"], [], [], []]

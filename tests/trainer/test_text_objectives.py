@@ -311,3 +311,26 @@ def test_views_with_one_dropout_key_are_refused(name):
     first = batch.spans.keys[torch.arange(len(batch.spans.keys)) // 2 * 2]
     with pytest.raises(ObjectiveError, match="same dropout key"):
         stepper.step(replace(batch, spans=replace(batch.spans, keys=first)), 1)
+
+
+def test_scd_drops_each_view_at_its_own_rates():
+    """The first of each pair of rates is for the first view; hidden states and attention weights have separate pairs."""
+    objective = objective_of("scd", rates=(0.1, 0.2), attention_rates=(0.3, 0.4))
+    batch = objective.feed(VOCABULARY, 30).feed(SENTENCES, np.zeros(7, np.int64))
+    assert batch.spans.rates.tolist() == [[0.1, 0.3], [0.2, 0.4]] * 7
+    hidden_only = objective_of("scd", rates=(0.0, 0.5), attention_rates=(0.0, 0.0))
+    spans = hidden_only.feed(VOCABULARY, 30).feed(SENTENCES, np.zeros(7, np.int64)).spans
+    encoder = tiny_encoder(dropout=0.2, attention_dropout=0.2)
+    with torch.no_grad():
+        views, whole_views = encoder(spans)[0].view(7, 2, -1), encoder.eval()(spans)[0].view(7, 2, -1)
+    torch.testing.assert_close(views[:, 0], whole_views[:, 0])
+    assert not torch.isclose(views[:, 1], whole_views[:, 1]).all(1).any()
+
+
+@pytest.mark.parametrize("name", ["simcse", "scd", "simcse supervised"])
+def test_each_epoch_drops_anew(name):
+    rows = CASES[name][2]
+    feed = objective_of(name).feed(VOCABULARY, 30)
+    keys = [feed.feed(rows, np.full(len(rows), epoch)).spans.keys for epoch in (0, 1, 0)]
+    assert (keys[0] != keys[1]).all()
+    assert torch.equal(keys[0], keys[2])
