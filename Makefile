@@ -11,7 +11,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak gpu check markers format golden settings lock clean
+.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak mutants gpu check markers format golden settings lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -48,6 +48,9 @@ chaos-short: setup ## nine of the faults, several to a run: at most 5 minutes on
 
 soak: setup ## training for half an hour with a random fault every minute
 	$(BIN)/python -m benchmarks.chaos.soak --patience 3 --json runs/soak.json
+
+mutants: setup ## plant 250 bugs one by one, and see that the fast tests notice: results in runs/mutants.json, hours
+	$(BIN)/python -m benchmarks.mutants
 
 gpu: setup ## on a machine with a GPU: check kernels and host syncs, profile, benchmark; figures and MFU in runs/gpu.json
 	$(BIN)/python -m benchmarks.gpu --json runs/gpu.json

@@ -17,11 +17,13 @@ def test_pieces_follow_what_is_there(tmp_path):
     log.add(b"one\n")
     assert path.read_bytes() == b"before\n"
     log.flush()
+    log.add(b"and\n")
+    log.flush()
     log.flush(to_disk=True)
     log.add(b"two\n")
     log.flush(to_disk=True)
     log.flush(to_disk=True)
-    assert path.read_bytes() == b"before\none\ntwo\n"
+    assert path.read_bytes() == b"before\none\nand\ntwo\n"
 
 
 def test_a_file_that_is_gone_is_not_made_anew(tmp_path):
@@ -86,8 +88,10 @@ def test_threads(tmp_path):
     for thread in threads:
         thread.start()
     expected = [f"{number}\n".encode() for number in range(2000)]
-    for piece in expected:
+    for number, piece in enumerate(expected):
         log.add(piece)
+        if number % 10 == 0:
+            time.sleep(1e-4)  # while the others write
     done.set()
     for thread in threads:
         thread.join()

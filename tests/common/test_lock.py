@@ -12,6 +12,7 @@ from subprocess import PIPE
 import msgspec
 import pytest
 from damagedjson import DAMAGED
+from diskcalls import disk_calls
 from waiting import until
 
 from common.lock import LOCK, RunLock, RunLockedError, this_process
@@ -52,6 +53,12 @@ def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder):
     assert (tmp_path / LOCK).exists()
     take(tmp_path)
     assert not (tmp_path / LOCK).exists()
+
+
+def test_the_lock_of_a_killed_command_whose_parent_has_not_noticed_is_taken_over(tmp_path, holder):
+    holder.kill()
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # the process is a zombie
+    take(tmp_path)
 
 
 def test_a_stopped_command_still_holds_its_lock(tmp_path, holder):
@@ -174,3 +181,16 @@ def test_a_command_that_looks_while_another_takes_the_lock_waits_and_is_refused(
     assert out == ""
     assert f"pid {os.getpid()}" in error
     assert json.loads(path.read_text())["token"] == "mine"
+
+
+HOLDS = """
+from common.lock import RunLock
+def prepare(here): pass
+def act(here):
+    with RunLock(here, print):
+        pass
+"""
+
+
+def test_the_holder_is_on_disk_before_its_block_runs(tmp_path):
+    assert disk_calls(HOLDS, tmp_path) == [["fsync", LOCK], ["unlink", LOCK]]

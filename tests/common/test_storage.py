@@ -104,7 +104,7 @@ def act(here):
 """
 FILE = """
 from common import storage
-def prepare(here): pass
+def prepare(here): storage.write_text(here / "a", "old")
 def act(here): storage.write_text(here / "a", "new")
 """
 
@@ -126,6 +126,10 @@ def test_a_power_failure_after_the_rename_finds_the_folder_on_disk(tmp_path):
     assert after[0] == ["fsync", "."], "the old folder is deleted once the new one's name is on disk"
 
 
+def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
+    assert [(here / "a").read_text() for here in killed_before_each(FILE, tmp_path)] == ["old", "old", "new"]
+
+
 def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path):
     found = []
     for here in killed_before_each(FOLDER, tmp_path):
@@ -134,3 +138,10 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path):
     assert len(found) > 5
     assert all(names in (["a"], ["sub", "sub/b"]) for names in found), found
     assert found == sorted(found), "once the new one is there, it stays"
+
+
+def test_what_is_set_aside_takes_the_next_free_name(tmp_path):
+    for number in (1, 2):
+        (tmp_path / "run").mkdir()
+        assert storage.set_aside(tmp_path / "run").name == f"run.kept-{number}"
+    assert names(tmp_path) == ["run.kept-1", "run.kept-2"]

@@ -202,7 +202,5 @@ def act(here): discard(checkpoint_path(here, 7))
 
 
 def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(tmp_path):
-    found = [
-        sorted(path.name for path in here.glob("step-*/*")) for here in killed_before_each(DISCARD, tmp_path)
-    ]
+    found = [sorted(path.name for path in here.glob("step-*/*")) for here in killed_before_each(DISCARD, tmp_path)]
     assert found == [["encoder.safetensors", "state.json"], [], [], []]

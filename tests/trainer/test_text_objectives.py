@@ -314,7 +314,7 @@ def test_views_with_one_dropout_key_are_refused(name):
 
 
 def test_scd_drops_each_view_at_its_own_rates():
-    """The first of each pair of rates is for the first view; hidden states and attention weights have separate pairs."""
+    """The first rate of a pair is that of the first view; hidden states and attention weights have separate pairs."""
     objective = objective_of("scd", rates=(0.1, 0.2), attention_rates=(0.3, 0.4))
     batch = objective.feed(VOCABULARY, 30).feed(SENTENCES, np.zeros(7, np.int64))
     assert batch.spans.rates.tolist() == [[0.1, 0.3], [0.2, 0.4]] * 7

@@ -1,0 +1,1 @@
+"""Mutation testing: bugs that were made by hand, and the tests that must notice them."""

@@ -1,0 +1,178 @@
+"""Plant each mutant in a copy of the project and run its tests: `python -m benchmarks.mutants`, or `make mutants`.
+
+One process imports the libraries and forks for each mutant, so that a mutant costs its tests alone. Tests that need
+Ray, process groups or more than ten seconds are left out. A run that was stopped continues with the mutants that are
+left.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mutants.mutant import Mutant, read_mutants
+from common.storage import write_json
+
+_ROOT = Path(__file__).resolve().parents[2]
+_COPIED = ("common", "pipeline", "trainer", "evaluation", "doctor", "inspection", "cli", "benchmarks", "tests")
+_LIBRARIES = ("pytest", "torch", "transformers", "pyarrow.parquet", "pydantic", "ray.data", "ray.train")
+_FAST = "not ray and not dist and not slow and not gpu and not cluster"
+_OPTIONS = ("-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+_LEAST_SECONDS = 30.0  # a mutant may take three times as long as the tests do without it, and at least this long
+_RESULTS = {0: "survived", 1: "killed", 2: "killed"}  # by pytest's status; 2: a file of tests cannot be imported
+
+
+def copy_project(folder: Path) -> None:
+    """Copies the project's code and tests."""
+    for name in (*_COPIED, "configs", "docs"):
+        shutil.copytree(_ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("pyproject.toml", "README.md", "Makefile", "CHANGELOG.md"):
+        shutil.copy(_ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, tests: Iterable[str], seconds: float, writes: bool) -> int | None:
+    """Runs tests in a forked process; returns pytest's status, or None if they took longer than `seconds`.
+
+    `writes` keeps the compiled files; those of a mutant must not stay.
+    """
+    child = os.fork()
+    if child == 0:
+        _run_tests(folder, list(tests), writes)
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # also processes that its tests started
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def _run_tests(folder: Path, tests: list[str], writes: bool) -> None:
+    """Runs pytest in this process and ends it."""
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    for name in [name for name in sys.modules if name.split(".")[0] in _COPIED]:
+        del sys.modules[name]
+    sys.dont_write_bytecode = not writes
+    os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"} | (
+        {} if writes else {"PYTHONDONTWRITEBYTECODE": "1"}
+    )
+    with (folder / "output").open("w") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    import pytest
+
+    status = 3
+    try:
+        status = int(pytest.main([*tests, "-x", "-q", "-m", _FAST, *_OPTIONS]))
+    except BaseException:  # noqa: BLE001 - a forked process must not continue as its parent
+        traceback.print_exc(file=sys.stdout)
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+class Laboratory:
+    """A copy of the project in which mutants are planted one after the other.
+
+    Args:
+        folder: the copy.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._seconds: dict[tuple[str, ...], float] = {}
+
+    def result(self, mutant: Mutant) -> str:
+        """`killed`, `survived`, or `slow` if the tests took longer than they may, which also counts as killed.
+
+        Raises:
+            ValueError: the tests fail without a mutant, or the mutant does not fit its file.
+        """
+        limit = max(_LEAST_SECONDS, 3 * self._healthy_seconds(mutant.tests))
+        path = self.folder / mutant.file
+        original, times = path.read_text(), path.stat()
+        path.write_text(mutant.planted(self.folder))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**12))  # or the compiled original would be taken
+        try:
+            status = run_tests(self.folder, mutant.tests, limit, writes=False)
+        finally:
+            path.write_text(original)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return "slow" if status is None else _RESULTS.get(status, "killed")
+
+    def _healthy_seconds(self, tests: tuple[str, ...]) -> float:
+        """Time of the tests without a mutant."""
+        if tests not in self._seconds:
+            began = time.monotonic()
+            status = run_tests(self.folder, tests, 900, writes=True)
+            if status != 0:
+                raise ValueError(f"{' '.join(tests)}: status {status} without a mutant\n{self.output()}")
+            self._seconds[tests] = time.monotonic() - began
+        return self._seconds[tests]
+
+    def output(self) -> str:
+        """The end of what the last tests printed."""
+        return "\n".join((self.folder / "output").read_text().splitlines()[-25:])
+
+
+def table(results: Iterable[dict[str, Any]]) -> str:
+    """The number of mutants by package and result."""
+    found = Counter((one["package"], "killed" if one["result"] == "slow" else one["result"]) for one in results)
+    lines = [f"{'package':12}{'killed':>8}{'survived':>10}{'equivalent':>12}"]
+    for package in (*sorted({package for package, _ in found}), "all"):
+        of = [sum(n for (p, r), n in found.items() if package in (p, "all") and r == result) for result in _ENDS]
+        lines.append(f"{package:12}{of[0]:8}{of[1]:10}{of[2]:12}")
+    return "\n".join(lines)
+
+
+_ENDS = ("killed", "survived", "equivalent")
+
+
+def main() -> int:
+    """Runs the mutants that have no result yet; the status is 1 if any survived."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
+    parser.add_argument("--json", type=Path, default=Path("runs/mutants.json"), help="results, also of earlier runs")
+    parser.add_argument("--list", type=Path, default=Path(__file__).with_name("mutants.yaml"), help="the mutants")
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants of files whose path contains this")
+    options = parser.parse_args()
+    known = {one["key"]: one for one in json.loads(options.json.read_text())} if options.json.exists() else {}
+    mutants = [mutant for mutant in read_mutants(options.list) if options.only in mutant.file]
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy_project(Path(folder))
+        laboratory = Laboratory(Path(folder))
+        for mutant in sorted(mutants, key=lambda one: one.tests):
+            key = mutant.key(_ROOT)
+            if key not in known:
+                result = "equivalent" if mutant.equivalent else laboratory.result(mutant)
+                known[key] = {"key": key, "package": mutant.package, "result": result, **vars(mutant)}
+                write_json(options.json, list(known.values()))
+                print(f"{result:10} {mutant.file}: {mutant.old!r} -> {mutant.new!r}", flush=True)
+            results.append(known[key])
+    print(table(results))
+    return int(any(one["result"] == "survived" for one in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
