@@ -2,19 +2,19 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.credentials import redact, refused_settings
+from common.credentials import redact, refused_settings, shown_value
+from common.overrides import apply_overrides
 from common.suggestions import choices_of, meant, misread, unknown_key
-from common.yamlfile import YamlError, read_yaml, read_yaml_file
+from common.yamlfile import YamlError, read_yaml_file
 
 SECTIONS = ("prepare", "train")
-_SHOWN_CHARACTERS = 200
 
 
 class Strict(BaseModel):
@@ -73,10 +73,12 @@ def load_config(
     Raises:
         ConfigError: with every problem of the file, the overrides and the values.
     """
-    values = _read_section(name, section, model)
+    tree = _read_sections(name, section, model)
+    values = tree.pop(section)
+    others: dict[str, Any] = {key: {} for key in SECTIONS} | tree
+    del others[section]
     withdrawn = _withdraw_trust(values)
-    problems = _twice(overrides)
-    problems += [problem for text in overrides if (problem := _override(values, text))]
+    problems = apply_overrides(values, overrides)
     decided = flat_keys(values)
     problems += [
         f"{key} = true: a file cannot grant trust. Remove the key from the file; if you trust the code of that model, "
@@ -89,7 +91,7 @@ def load_config(
     try:
         config = model.model_validate(values)
     except ValidationError as error:
-        problems += describe(error, model, values, section)
+        problems += describe(error, model, values, section, others)
     problems += [
         line for line in misread(values, model) if not any(p.startswith(line.partition(":")[0]) for p in problems)
     ]
@@ -98,7 +100,8 @@ def load_config(
     return config
 
 
-def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, Any]:
+def _read_sections(name: str, section: str, model: type[BaseModel]) -> dict[str, Any]:
+    """The sections of a file, of which `section` is a tree of settings."""
     try:
         tree = read_yaml_file(find_config(name))
     except YamlError as error:
@@ -115,22 +118,10 @@ def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, 
         raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {found}{hint}"])
     if section not in tree:
         raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])
-    values = tree[section] if tree[section] is not None else {}
-    if not isinstance(values, dict):
-        raise ConfigError(name, [f"{section} = {_shown(values)} must be a section with keys"])
-    return values
-
-
-def _twice(overrides: Sequence[str]) -> list[str]:
-    """Problems of overrides that would silently undo an earlier one."""
-    found = []
-    for number, text in enumerate(overrides):
-        key, equals, _ = text.partition("=")
-        for before in overrides[:number]:
-            earlier = before.partition("=")[0]
-            if equals and (earlier == key or earlier.startswith(f"{key}.")):
-                found.append(f"override {key}: {before!r} and then {text!r}, which undoes it; give one of them")
-    return found
+    tree[section] = {} if tree[section] is None else tree[section]
+    if not isinstance(tree[section], dict):
+        raise ConfigError(name, [f"{section} = {shown_value(tree[section])} must be a section with keys"])
+    return tree
 
 
 def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
@@ -145,27 +136,6 @@ def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def _override(tree: dict[str, Any], text: str) -> str | None:
-    """Apply one `a.b=value` in place; return its problem, if it has one."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        return f"override {text!r} is not of the form key=value"
-    try:
-        parsed = read_yaml(value)
-    except YamlError as error:
-        quote = "; put a value that begins with * into quotes" if "*" in value else ""
-        return f"override {key}: {value!r} is not YAML that can be used: {error}{quote}"
-    *parents, last = key.split(".")
-    for parent in parents:
-        if tree.get(parent) is None:  # absent, or a key without a value
-            tree[parent] = {}
-        if not isinstance(tree[parent], dict):
-            return f"override {key}: `{parent}` holds {_shown(tree[parent])}, not a branch with keys"
-        tree = tree[parent]
-    tree[last] = parsed
-    return None
-
-
 def first_problem(error: ValueError, model: type[BaseModel]) -> str:
     """The first problem of a validated file, in one line; the message of any other error."""
     if not isinstance(error, ValidationError):
@@ -174,8 +144,17 @@ def first_problem(error: ValueError, model: type[BaseModel]) -> str:
     return found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
 
 
-def describe(error: ValidationError, model: type[BaseModel], values: Any = None, section: str = "") -> list[str]:
-    """One line per problem: dotted key, value, problem. With `values`, keys are named as they were written."""
+def describe(
+    error: ValidationError,
+    model: type[BaseModel],
+    values: Any = None,
+    section: str = "",
+    others: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """One line per problem: dotted key, value, problem. With `values`, keys are named as they were written.
+
+    `others` has the settings of the file's other sections, to which an unknown key may belong.
+    """
     lines: dict[str, list[str]] = {}
     for item in error.errors():
         path = _written(item["loc"], values)
@@ -184,7 +163,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
             inside = flat_keys(item["input"]) if isinstance(item["input"], dict) else {}
             for rest in inside or [""]:
                 full = [*path, *rest.split(".")] if rest else path
-                hint = unknown_key(full, model, section)
+                hint = unknown_key(full, model, section, others or {})
                 if "known here" in hint and [f"unknown key{hint}"] in lines.values():  # said once
                     hint = ""
                 lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]
@@ -195,13 +174,13 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None,
             kind = item["ctx"]["discriminator"].strip("'")
             given = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
             choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", "")) or choices_of([*path, kind], model)
-            said = f"{key}.{kind} = {_shown(given)}: "
+            said = f"{key}.{kind} = {shown_value(given)}: "
             message = f"must be one of {', '.join(choices)}{meant(str(given), choices)}" if choices else "missing"
         elif not item["loc"]:
             lines |= {line: [] for line in item["msg"].removeprefix("Value error, ").splitlines()}
             continue
         else:
-            said, message = f"{key} = {_shown(item['input'])}: ", item["msg"].removeprefix("Value error, ")
+            said, message = f"{key} = {shown_value(item['input'])}: ", item["msg"].removeprefix("Value error, ")
             if item["input"] is None:
                 message = f"is empty. {message}"
             elif item["type"] == "literal_error":
@@ -229,12 +208,6 @@ def _written(loc: Sequence[int | str], values: Any) -> list[str]:
         if inside or (last and isinstance(values, dict)):
             path.append(str(part))
     return path
-
-
-def _shown(value: Any) -> str:
-    """A value for a message, shortened if long."""
-    text = redact(repr(value))  # before it is cut, because a piece of an address is not recognised
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def config_yaml(config: Strict) -> str:

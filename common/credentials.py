@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 _HIDDEN = "***"
+_SHOWN_CHARACTERS = 200
 # A bucket has no port, and AWS's secrets hold slashes that people forget to escape: all up to the last "@".
 _BUCKET_USER = re.compile(r"(?<=://)[^@\s'\"?]*:[^\s'\"?]*(?=@)")
 _STORE = re.compile(r"\b(?:s3a?|gs|gcs|abfss?|az)(?=://)", re.IGNORECASE)
@@ -37,6 +38,12 @@ def redact(text: str) -> str:
         text = _BUCKET_USER.sub(_HIDDEN, text)
     text = _WEB_USER.sub(_HIDDEN, _PASSWORD.sub(_HIDDEN, text))
     return _OPTION.sub(_hide, text)
+
+
+def shown_value(value: Any) -> str:
+    """A value for a message: without credentials, shortened if long."""
+    text = redact(repr(value))  # before it is cut, because a piece of an address is not recognised
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def refusal(address: str) -> str | None:

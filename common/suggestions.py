@@ -2,37 +2,84 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
+
+_OTHER_WORDS = {
+    "batch_size": "batch_documents",
+    "bfloat16": "bf16",
+    "dataset": "corpus",
+    "dtype": "precision",
+    "eval_steps": "validation.every_steps",
+    "float32": "fp32",
+    "fsdp": "shard_parameters",
+    "gpu": "cuda",
+    "gradient_accumulation_steps": "microbatch_tokens",
+    "inputs": "paths",
+    "learning_rate": "lr",
+    "max_length": "max_tokens",
+    "max_seq_length": "max_tokens",
+    "max_steps": "steps",
+    "mlm_probability": "select_share",
+    "model": "pretrained",
+    "model_name": "pretrained",
+    "model_name_or_path": "pretrained",
+    "num_epochs": "epochs",
+    "num_gpus": "workers",
+    "num_train_epochs": "epochs",
+    "num_workers": "workers",
+    "save_steps": "checkpoint.every_steps",
+    "test_size": "held_out_share",
+    "text_column": "text_field",
+    "validation_fraction": "held_out_share",
+    "warmup_ratio": "warmup_fraction",
+    "warmup_steps": "warmup_fraction",
+}
+"""The names that other libraries have for settings and values, and ours."""
 
 
 def meant(word: str, choices: Sequence[str]) -> str:
     """`; did you mean ...?` with the choice nearest to a word; empty if none is near."""
     lower = {choice.lower(): choice for choice in choices}
+    if (ours := _OTHER_WORDS.get(word.lower())) in choices:
+        return f"; did you mean `{ours}`?"
     near = difflib.get_close_matches(word.lower(), list(lower), n=1)
     return f"; did you mean `{lower[near[0]]}`?" if near else ""
 
 
-def unknown_key(path: Sequence[str], model: type[BaseModel], section: str = "") -> str:
+def unknown_key(
+    path: Sequence[str], model: type[BaseModel], section: str = "", others: Mapping[str, Any] | None = None
+) -> str:
     """Advice on an unknown key: the nearest key of its branch, one of its name elsewhere, or all keys of its branch.
 
     Args:
         path: the key and the branches above it.
         model: model of the whole section.
         section: name of the section, with which a key may start by mistake.
+        others: settings of the file's other sections, by the section's name.
     """
     *parents, last = path
-    everywhere = [".".join(key) for key in _keys((model,))]
+    everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
     if path[0] == section and len(path) > 1:
         rest = ".".join(path[1:])
         known = f": write `{rest}`" if rest in everywhere else meant(rest, everywhere)
         return f"; settings of the section `{section}` are named without it{known}"
-    same = [key for key in everywhere if key.rpartition(".")[2] == last]
+    for other, settings in (others or {}).items():
+        theirs = isinstance(settings, dict) and path[0] in settings and path[0] not in model.model_fields
+        if theirs or path[0] == other:
+            return f"; it is a setting of the section `{other}`, which only `declutr {other}` reads"
+    beside = {name: ".".join([*parents, name]) for branch in _below((model,), parents) for name in branch.model_fields}
+    ours = _OTHER_WORDS.get(last, last)
+    if ours in beside:
+        return f"; did you mean `{beside[ours]}`?"
+    same = [key for key in everywhere if key.rpartition(".")[2] == last] or [
+        key for key in everywhere if f".{key}".endswith(f".{ours}")
+    ]
+    same = [key for key in same if ".NAME." not in key] or same
     if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
-    beside = {name: ".".join([*parents, name]) for branch in _below((model,), parents) for name in branch.model_fields}
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
     for word, choices in ((last, beside), (".".join(path), {key: key for key in everywhere}), (last, elsewhere)):
         if near := difflib.get_close_matches(word, choices, n=1):

@@ -81,7 +81,7 @@ def test_a_key_left_empty_takes_branch_overrides(load):
 
 def test_every_problem_at_once(load):
     found = problems(load, "train: {inner: {size: 0, raet: 1}, inputs: 3}", "high", "low.x=1")
-    assert found[:1] == ["override 'high' is not of the form key=value"]
+    assert found[0].startswith("override 'high' is not of the form key=value")
     assert any(line.startswith("inner.size = 0: ") and "greater than or equal to 1" in line for line in found)
     assert "inner.raet: unknown key; did you mean `inner.rate`?" in found
     assert any(line.startswith("inputs = 3: ") for line in found)
@@ -97,7 +97,34 @@ def test_override_through_a_value(load):
 
 @pytest.mark.parametrize("text", ["=3", "inner.size", ""])
 def test_override_without_key_or_value(load, text):
-    assert problems(load, "train: {name: a}", text) == [f"override {text!r} is not of the form key=value"]
+    (found,) = problems(load, "train: {name: a}", text)
+    assert found.startswith(f"override {text!r} is not of the form key=value")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["inputs=[", "a", "]"],
+            "override inputs: the shell cuts it at its spaces; put it into quotes: 'inputs=[ a ]'",
+        ),
+        (["inputs=[a,", "b]", "low=2"], "put it into quotes: 'inputs=[a, b]'"),
+        (["animal={kind:", "sheep}"], "put it into quotes: 'animal={kind: sheep}'"),
+        (["low", "=", "2"], "override low: write low=2 without spaces"),
+        (["low=", "2", "high=9"], "override low: write low=2 without spaces"),
+        (["low", "=2"], "override low: write low=2 without spaces"),
+        (["name=my", "folder"], "override 'folder' is not of the form key=value (a value with spaces needs quotes)"),
+    ],
+)
+def test_overrides_that_a_shell_cut_at_spaces_are_one_problem(load, words, told):
+    (found,) = problems(load, "train: {name: a}", *words)
+    assert told in found
+
+
+def test_a_bracket_that_is_never_closed_leaves_the_other_overrides(load):
+    found = problems(load, "train: {name: a}", "inputs=[a", "lwo=2")
+    assert found[0].startswith("override inputs: '[a' is not YAML")
+    assert found[1:] == ["lwo: unknown key; did you mean `low`?"]
 
 
 def test_override_that_is_not_yaml(load):
@@ -114,6 +141,11 @@ def test_unknown_key_without_a_near_one(load):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        (
+            "prepare.output=x",
+            "prepare.output: unknown key; it is a setting of the section `prepare`, which only `declutr",
+        ),
+        ("unit_mib=8", "unit_mib: unknown key; it is a setting of the section `prepare`, which only `declutr prepare`"),
         ("nmae=b", "nmae: unknown key; did you mean `name`?"),
         ("inner.sise=1", "inner.sise: unknown key; did you mean `inner.size`?"),
         ("size=1", "size: unknown key; did you mean `inner.size`?"),
@@ -138,7 +170,7 @@ def test_unknown_key_without_a_near_one(load):
     ],
 )
 def test_what_was_meant(load, override, told):
-    found = problems(load, "train: {name: a}", override)
+    found = problems(load, "{train: {name: a}, prepare: {unit_mib: 2, name: b}}", override)
     assert told in "\n".join(found)
 
 
