@@ -23,6 +23,7 @@ from trainer.setup.branches import data_hash_of
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE
+from trainer.worker.ray_internals import unsupported_ray
 
 
 def problems(config: TrainConfig) -> list[str]:
@@ -100,12 +101,15 @@ def refuse(found: list[str]) -> None:
 
 
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
-    """Problems with Ray for this run: a cluster that does not answer, or too few GPUs on this machine.
+    """Problems with Ray for this run: its version, a cluster that does not answer, too few GPUs on this machine.
 
     A finished run needs no Ray. Without `own_session`, another session of this process may use any cluster.
     """
-    others = "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session
-    if others or (run / "summary.json").is_file():
+    if (run / "summary.json").is_file():
+        return []
+    if problem := unsupported_ray():
+        return [problem]
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
         return []
     scaling = config.scaling
     name, address = named_cluster(scaling.address)

@@ -10,12 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.exceptions import GetTimeoutError, RaySystemError, RpcError
-from ray.experimental import internal_kv
 
 from common.watcher import Watcher
+from trainer.worker.ray_internals import draining_nodes, head
 
 EVERY_SECONDS = 0.5
 _NAMESPACE = b"declutr"
@@ -41,8 +39,8 @@ class ControlChannel:
 
     def heartbeats(self) -> list[dict[str, Any]]:
         """The newest heartbeat of every rank that has written one."""
-        keys = _head().internal_kv_keys(self._key("heartbeat/"), _NAMESPACE, timeout=_CALL_SECONDS)
-        found = _head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
+        keys = head().internal_kv_keys(self._key("heartbeat/"), _NAMESPACE, timeout=_CALL_SECONDS)
+        found = head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
         return [json.loads(raw) for raw in found.values()]
 
     def request_stop(self, reason: str) -> None:
@@ -51,26 +49,18 @@ class ControlChannel:
 
     def stop_reason(self) -> str | None:
         """Reason for the workers to save and stop, or None."""
-        raw = _head().internal_kv_get(self._key("stop"), _NAMESPACE, timeout=_CALL_SECONDS)
+        raw = head().internal_kv_get(self._key("stop"), _NAMESPACE, timeout=_CALL_SECONDS)
         return None if raw is None else str(json.loads(raw)["reason"])
 
     def clear(self) -> None:
         """Deletes all entries."""
-        _head().internal_kv_del(self._key(""), True, _NAMESPACE, timeout=_CALL_SECONDS)
+        head().internal_kv_del(self._key(""), True, _NAMESPACE, timeout=_CALL_SECONDS)
 
     def _put(self, key: str, value: dict[str, Any]) -> None:
-        _head().internal_kv_put(self._key(key), json.dumps(value).encode(), True, _NAMESPACE, timeout=_CALL_SECONDS)
+        head().internal_kv_put(self._key(key), json.dumps(value).encode(), True, _NAMESPACE, timeout=_CALL_SECONDS)
 
     def _key(self, key: str) -> bytes:
         return f"{self.name}/{key}".encode()
-
-
-def _head() -> Any:
-    """Connection of this process to Ray's head."""
-    client = internal_kv.internal_kv_get_gcs_client()
-    if client is None:  # between two sessions
-        raise TimeoutError("no Ray session is connected")
-    return client
 
 
 class ChannelReader(Watcher):
@@ -111,23 +101,10 @@ class ChannelReader(Watcher):
 
 
 def draining(nodes: set[str]) -> str | None:
-    """A message if one of these nodes is about to be removed, with the remaining time.
-
-    Ray's public call, `ray.train.get_preemption_info`, is an exchange between all workers; this reads the same source.
-    """
-    found = {node: at for node, at in ray._private.state.state.get_draining_nodes().items() if node in nodes}
+    """A message if one of these nodes is about to be removed, with the remaining time."""
+    found = {node: at for node, at in draining_nodes().items() if node in nodes}
     if not found:
         return None
     node, deadline_ms = min(found.items(), key=lambda item: item[1] or float("inf"))
     left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
     return f"node {node[:8]} is about to be removed{left}"
-
-
-def drain(node: str, reason: str, end: float) -> str | None:
-    """Tells Ray that a node ends at a Unix time, so that nothing new is started there.
-
-    Returns:
-        None, or why Ray refuses.
-    """
-    accepted, why = _head().drain_node(node, DRAIN_NODE_REASON_PREEMPTION, reason, int(end * 1000))
-    return None if accepted else str(why)

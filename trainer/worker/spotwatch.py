@@ -5,8 +5,9 @@ from typing import Literal
 
 from common.console.logs import get_logger
 from common.watcher import Watcher
-from trainer.worker.channel import UNREACHABLE, drain
+from trainer.worker.channel import UNREACHABLE
 from trainer.worker.metadata import CLOUDS
+from trainer.worker.ray_internals import drain_node
 
 _EVERY_SECONDS = 5.0  # as AWS recommends; GCP gives 30 s
 _MOST_FAILURES = 3
@@ -50,7 +51,7 @@ class SpotWatch(Watcher):
             return True
         message = f"{self._cloud} announces the end of this spot host ({notice.action})"
         try:
-            refused = drain(self._node, message, notice.at)
+            refused = drain_node(self._node, message, notice.at)
         except UNREACHABLE as error:
             refused = str(error)
         if refused is not None:
