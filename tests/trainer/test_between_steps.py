@@ -210,6 +210,39 @@ def test_a_notice_ends_after_a_whole_checkpoint(tmp_path):
     assert checkpoint.find_latest(folder)[1].step == 2
 
 
+class Reports(list):
+    """What one worker reports, in place of the thread that passes it to Ray Train."""
+
+    def report(self, metrics, name=None):
+        self.append((metrics.get("step"), name))
+
+    def close(self):
+        self.append("closed")
+
+
+def test_a_written_checkpoint_is_reported_once_and_the_last_before_the_end(tmp_path):
+    one = worker(tmp_path, checkpoint={"every_steps": 2})
+    one.checkpointing._reporter = reports = Reports()
+    with one.checkpointing.writing(nothing):
+        for step in range(1, 7):
+            one.checkpointing.after_step(step, {}, stop=False)
+            one.checkpointing.saver.wait()
+    assert reports == [*((step, f"step-{step:08}") for step in (2, 4, 6)), "closed"]
+
+
+def test_every_worker_reports_equally_often_also_if_the_last_checkpoint_cannot_be_written(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file, not a folder")
+    one = worker(tmp_path, checkpoint={"patience_seconds": 0})
+    one.checkpointing._reporter = reports = Reports()
+    with one.checkpointing.writing(nothing), pytest.raises(SaveError, match="checkpoints"):
+        one.checkpointing.after_step(6, {}, stop=False)
+    assert reports == [(None, None)]
+    other = worker(tmp_path)  # as a worker without a saver
+    other.checkpointing._reporter = others = Reports()
+    other.checkpointing._finish()
+    assert others == [*reports, "closed"]
+
+
 def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
     """While the writer has not begun, training goes on: what is written are the weights of the step that was saved."""
     one = worker(tmp_path)

@@ -14,7 +14,7 @@ CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}}
     [
         "import trainer.train, trainer.driver.run",
         "import cli.inspect, inspection.describe",
-        "import trainer.worker.launch, trainer.worker.backend",
+        "import trainer.worker.launch, trainer.driver.group",
     ],
 )
 def test_no_torch_before_it_is_needed(imports):

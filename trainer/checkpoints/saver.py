@@ -41,6 +41,9 @@ class Saver:
         after: called with the step of each written checkpoint, and again after an OSError, which counts as a failure of
             the checkpoint.
         clock: monotonic clock, in seconds.
+
+    Attributes:
+        written: step of the newest checkpoint that is written, also to the run's store; None before the first.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Saver:
         self.folder = folder
         self.config = config
         self.score = score
+        self.written: int | None = None
         self._before, self._after = before, after
         self._clock = clock
         self._saved_at = clock()
@@ -187,6 +191,7 @@ class Saver:
     def _done(self, job: Job) -> None:
         with self._changed:
             self._writing_since = None
+            self.written = job.state.step
             if self._job is job:
                 self._job = None
             self._changed.notify_all()

@@ -56,7 +56,7 @@ class GroupFailure:
 
 
 def describe(error: BaseException) -> GroupFailure:
-    """Converts an error of `DataParallelTrainer.fit` to a failure."""
+    """Converts an error of `TorchTrainer.fit` to a failure."""
     account = "".join(traceback.format_exception(error))
     if isinstance(error, ray.train.WorkerGroupError):
         return _of_workers(error.worker_failures, account)

@@ -1,7 +1,4 @@
-"""One start of the worker group on Ray: its trainer and the thread that runs it.
-
-The package of Ray's TorchTrainer imports torch, which this process does not need before the export.
-"""
+"""One start of the worker group on Ray: its TorchTrainer and the thread that runs it."""
 
 import contextlib
 import os
@@ -24,13 +21,10 @@ import ray.train
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from common.cluster import named_cluster
 from common.console.logs import get_logger
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.device import Device
-from trainer.driver.ray_trainer import RayTrainer
 from trainer.setup.scaling import ScalingConfig
-from trainer.worker.backend import GroupConfig
 from trainer.worker.launch import train_loop
 
 _BACKEND_SECONDS = 1800
@@ -38,8 +32,8 @@ _BACKEND_SECONDS = 1800
 
 def build_group(
     scaling: ScalingConfig, device: Device, settings: dict[str, Any], run: Path, channel: str, marks: dict[str, float]
-) -> RayTrainer:
-    """The trainer of one start of a run; trainer/driver/supervisor.py restarts it.
+) -> Any:
+    """The TorchTrainer of one start of a run; trainer/driver/supervisor.py restarts it.
 
     Args:
         scaling: settings of the workers' number.
@@ -49,6 +43,10 @@ def build_group(
         channel: name of the control channel the workers write to.
         marks: end times of the parts of the start so far (trainer/worker/heartbeat.py, Stopwatch).
     """
+    from ray.train.torch import TorchTrainer  # loads torch, which no refused run waits for
+
+    from trainer.worker.backend import GroupConfig
+
     resources = ray.cluster_resources()
     needed = scaling.least_workers * scaling.cpus_per_worker + 1
     if resources.get("CPU", 0) < needed:
@@ -57,25 +55,32 @@ def build_group(
     if use_gpu and gpus < scaling.least_workers:
         message = "this run trains on GPUs: the cluster has %g, it needs %d: waiting"
         get_logger().warning(message, gpus, scaling.least_workers)
-    # Older versions registered checkpoints with Ray, which would load them. Ours are found by listing the folder.
+    # Ray's list of reported checkpoints of an earlier start. Ray would load it, and fail because of deleted ones.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
+    backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"  # through NCCL, numbers of the host would wait for the GPU
+    timeout = int(max(_BACKEND_SECONDS, 2 * scaling.hang_seconds))
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
-    return RayTrainer(
-        local=not named_cluster(scaling.address)[1],
-        train_loop_per_worker=train_loop,
-        train_loop_config={"config": settings, "device": device, "channel": channel, "marks": marks},
+    return TorchTrainer(
+        train_loop,
+        train_loop_config={
+            "config": settings,
+            "device": device,
+            "channel": channel,
+            "marks": marks,
+            "checkpoints": str(run / CHECKPOINTS),
+        },
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=use_gpu,
             resources_per_worker=per_worker,
             elastic_resize_monitor_interval_s=scaling.resize_seconds,
         ),
-        backend_config=GroupConfig("nccl" if use_gpu else "gloo", max(_BACKEND_SECONDS, 2 * scaling.hang_seconds)),
+        torch_config=GroupConfig(backend=backend, timeout_s=timeout),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,
             storage_path=str(run),
             failure_config=ray.train.FailureConfig(max_failures=0),
-            callbacks=_tune_callbacks() if scaling.report_minutes else None,
+            callbacks=_tune_callbacks(),
         ),
     )
 
@@ -92,7 +97,7 @@ def _tune_callbacks() -> list[Any]:
 
 
 class Fit(threading.Thread):
-    """`DataParallelTrainer.fit` in a thread; the main thread handles signals and supervises.
+    """`TorchTrainer.fit` in a thread; the main thread handles signals and supervises.
 
     Attributes:
         value: return value of the first worker after a successful end.

@@ -76,6 +76,8 @@ def run_training(
         refuse([*problems(config), *ray_problems(config, run, wait_for_ray is not None)])
         marks["checks"] = time.time()
         if wait_for_ray:
+            import ray.train.torch  # noqa: F401 - loads torch while Ray starts
+
             wait_for_ray()
         stack.enter_context(signals)
         if not is_remote(config.run):

@@ -15,4 +15,4 @@ class Request(enum.IntFlag):
     EARLY = 8
     """Save and end the run, because its scores no longer improve."""
     REPORT = 16
-    """Report metrics to Ray Train."""
+    """Report a written checkpoint to Ray Train."""

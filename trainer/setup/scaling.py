@@ -1,7 +1,7 @@
 """Settings of workers, devices and failures. Few imports, so that Ray can start before the rest is loaded."""
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -54,11 +54,16 @@ class ScalingConfig(Strict):
     spot_notices: Literal["aws", "gcp"] | None = None
     """Cloud whose metadata server announces the end of a spot host. One worker of each host asks it every 5 seconds; a
     notice drains the node, so that the workers save and the group starts on other nodes. null: it is not asked."""
-    report_minutes: float | None = Field(default=None, gt=0)
-    """Pass the newest metrics to Ray Train every so many minutes, without a checkpoint, so that Ray's dashboard, Tune
-    and Anyscale show them. A report takes some 0.2 s, in which all workers wait. null: never."""
     storage_threads: int = Field(default=2, ge=1)
     """CPUs for the tasks that read shards, in a session on this machine."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, values: Any) -> Any:
+        """Leaves out `report_minutes: null`, which the `config.yaml` of earlier runs has."""
+        if isinstance(values, dict) and values.get("report_minutes", 0) is None:
+            return {name: value for name, value in values.items() if name != "report_minutes"}
+        return values
 
     @property
     def num_cpus(self) -> int:

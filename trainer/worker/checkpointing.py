@@ -3,8 +3,10 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from common.console.logs import get_logger
+from common.stores.address import child
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.ranking import EarlyStopping
@@ -36,13 +38,15 @@ class Checkpointing:
         data_hash: str,
         turns: Turns,
         heartbeat: Heartbeat,
+        reporter: Reporter | None = None,
     ) -> None:
         self.early = False
         self.early_stopping = EarlyStopping(run, config.validation.score, config.validation.patience)
         self.saver: Saver | None = None
         self._config, self._run, self._turns, self._stepper = config, run, turns, turns.main.stepper
         self._heartbeat = heartbeat
-        self._reporter = Reporter(config.scaling.report_minutes)
+        self._reporter = reporter
+        self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
         self._identity = {"config_hash": config.hash(), "data_hash": data_hash}
 
     def resume(self) -> int:
@@ -118,24 +122,46 @@ class Checkpointing:
         if self.saver is not None:
             request |= Request.SAVE if self.saver.due(step) else Request(0)
             request |= Request.FAIL if self.saver.failed() else Request(0)
-            request |= Request.REPORT if self._reporter.due() else Request(0)
+            request |= Request.REPORT if self.saver.written in self._metrics else Request(0)
         request = self._stepper.world.agree(request)
         if Request.FAIL in request:
             if self.saver is not None:
                 self.saver.check()
             raise SaveError("the first worker can no longer write checkpoints")
         if Request.REPORT in request:
-            with self._heartbeat.exchange("reporting"):
-                self._reporter.report(step, self._heartbeat.line)
+            self._report()
         self.early = Request.EARLY in request
         end = step == self._stepper.total_steps or Request.STOP in request or self.early
         if end or Request.SAVE in request:
             before_save()
             with self._heartbeat.doing("saving"):
                 self.save(step, scores)
-                if end and self.saver is not None:
-                    self.saver.wait()
+            if end:
+                self._finish()
         return end
+
+    def _finish(self) -> None:
+        """Waits until the last checkpoint is written and reported."""
+        try:
+            if self.saver is not None:
+                with self._heartbeat.doing("saving"):
+                    self.saver.wait()
+        finally:
+            self._report()  # also after a failure, because the other workers report too
+        if self._reporter is not None:
+            with self._heartbeat.doing("reporting"):
+                self._reporter.close()
+
+    def _report(self) -> None:
+        """Reports the newest written checkpoint, on the first worker; all workers call it."""
+        if self._reporter is None:
+            return
+        step = None if self.saver is None else self.saver.written
+        if step is None or step not in self._metrics:
+            self._reporter.report({})
+            return
+        self._reporter.report(self._metrics[step], checkpoint.checkpoint_path(Path(), step).name)
+        self._metrics = {later: metrics for later, metrics in self._metrics.items() if later > step}
 
     def save(self, step: int, scores: dict[str, float]) -> None:
         """Copies a checkpoint for the first worker's saver; every worker takes part."""
@@ -144,6 +170,10 @@ class Checkpointing:
         parts = stepper.encoder, stepper.optimizer, stepper.objective
         contents = collect(*parts, keep=saver is not None, memory=memory, turns=self._turns.steppers)
         if saver is not None:
+            if self._reporter is not None:
+                line = {name: value for name, value in (self._heartbeat.line or {}).items() if name != "kind"}
+                place = child(child(self._config.run, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
+                self._metrics[step] = {**line, **scores, "step": step, "checkpoint": place}
             *others, (_, main) = [(turn.stepper.name, turn.bad_losses) for turn in self._turns.turns]
             state = RunState(
                 step=step,

@@ -35,6 +35,7 @@ from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler
 from trainer.worker.listener import Listener
 from trainer.worker.loop import TrainingLoop
+from trainer.worker.reporter import Reporter
 from trainer.worker.spotwatch import SpotWatch
 from trainer.worker.stopwatch import Stopwatch
 from trainer.worker.turns import Turn, Turns
@@ -44,8 +45,8 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, and again after each failure.
 
     Args:
-        settings: `config` (the TrainConfig as JSON), `device` (of the run), `channel` (name of the control channel) and
-            `marks` (the driver's part of the Stopwatch).
+        settings: `config` (the TrainConfig as JSON), `device` (of the run), `channel` (name of the control channel),
+            `marks` (the driver's part of the Stopwatch) and `checkpoints` (their folder as Ray Train knows it).
 
     Returns:
         None after the last step. Otherwise `given_up` with the reason; or the saved `step` with `stopped`, the notice,
@@ -78,7 +79,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     heartbeat.follow(device)
     channel, still_seconds = ControlChannel(settings["channel"]), config.scaling.hang_seconds / 2
     with Listener(channel, heartbeat, still_seconds) as listener, spot_watch:
-        return _train(config, device, heartbeat, stopwatch, listener)
+        return _train(config, device, heartbeat, stopwatch, listener, Reporter(settings["checkpoints"]))
 
 
 def _device(kind: Literal["cpu", "cuda"]) -> torch.device:
@@ -97,7 +98,12 @@ def _spot_watch(cloud: Literal["aws", "gcp"] | None, local_rank: int, node: str)
 
 
 def _train(
-    config: TrainConfig, device: torch.device, heartbeat: Heartbeat, stopwatch: Stopwatch, listener: Listener
+    config: TrainConfig,
+    device: torch.device,
+    heartbeat: Heartbeat,
+    stopwatch: Stopwatch,
+    listener: Listener,
+    reporter: Reporter,
 ) -> dict[str, Any] | None:
     world = CountedWorld(heartbeat.rank, heartbeat.size, config.scaling.bitwise, heartbeat)
     if device.type == "cuda" and autocast_type(config.precision, device) is not None:
@@ -147,7 +153,7 @@ def _train(
 
     skips = config.on_bad_loss == "skip"
     turns = Turns([Turn(stepper, BadLosses(skips, config.max_skipped_steps)) for stepper in steppers])
-    checkpointing = Checkpointing(config, run, hashed, turns, heartbeat)
+    checkpointing = Checkpointing(config, run, hashed, turns, heartbeat, reporter)
     loop = TrainingLoop(
         config,
         run,
