@@ -21,6 +21,10 @@ _COMMANDS = {
         "cli.verify_gradients:run",
     ),
     "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "cli.embed:run"),
+    "whiten": (
+        "ENCODER SHARDS --output DIR: fit an encoder to documents by a closed form, without training",
+        "cli.whiten:run",
+    ),
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "cli.index:run"),
     "search": ("INDEX QUERY: the nearest texts of an index", "cli.search:run"),
     "explore": ("INDEX: search and map an index in a browser", "cli.explore:run"),

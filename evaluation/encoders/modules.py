@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file
@@ -18,6 +17,7 @@ from common.hub import hub_problem, looks_like_a_path
 from common.storage import read_json
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE
+from trainer.model.behind import Normalize
 
 Pooling = Literal["mean", "cls", "max", "mean_without_cls"]
 _FLAGS = {
@@ -37,14 +37,6 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 _MOST_FEATURES = 2**31
 _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
-
-
-class Normalize(nn.Module):
-    """e / |e|; a null vector stays null."""
-
-    def forward(self, embeddings: Tensor) -> Tensor:
-        """Map `(n, size)` to `(n, size)`."""
-        return F.normalize(embeddings, dim=-1)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe 
     if not (layers := objective.exported()):
         return None
     load_objective(path, objective)
-    steps = [module for layer in layers for module in (layer.linear, layer.activation)]
+    steps = [nn.Sequential(layer.linear, layer.activation) for layer in layers]
     return Recipe(
         subfolder="",
         pooling=config.encoder.pooling,

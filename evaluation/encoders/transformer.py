@@ -19,8 +19,8 @@ from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from common.storage import hash_json
-from evaluation.encoders.modules import Normalize
 from trainer.data.batches import SpanBatch
+from trainer.model.behind import Normalize
 from trainer.model.encoder import Encoder
 
 LongTexts = Literal["cut", "windows"]
@@ -127,26 +127,26 @@ class TransformerEncoder:
     def _of_rows(self, rows: list[Encoding], batch_tokens: int | None) -> NDArray[np.float32]:
         """Embeddings of tokenized texts, `(len(rows), size)`."""
         if self.long_texts == "cut" or not any(row.overflowing for row in rows):
-            return self._embed([row.ids for row in rows], batch_tokens)
+            return self.embed_ids([row.ids for row in rows], batch_tokens)
         windows = [[row, *row.overflowing] for row in rows]
         owners = np.repeat(np.arange(len(rows)), [len(group) for group in windows])
         flat = [window for group in windows for window in group]
         weights = np.array([len(window.ids) - sum(window.special_tokens_mask) for window in flat], np.float64)
         weights = np.maximum(weights, np.bincount(owners)[owners] == 1)  # an empty text has one window without tokens
         totals = np.zeros((len(rows), self.size), np.float64)
-        np.add.at(totals, owners, self._embed([row.ids for row in flat], batch_tokens) * weights[:, None])
+        np.add.at(totals, owners, self.embed_ids([row.ids for row in flat], batch_tokens) * weights[:, None])
         means = totals / np.bincount(owners, weights)[:, None]
         if len(self.after) and isinstance(self.after[-1], Normalize):
             means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
         return means.astype(np.float32)
 
-    def _embed(self, rows: list[list[int]], batch_tokens: int | None) -> NDArray[np.float32]:
-        """Embeddings of token rows, in their order; 0 for a row without tokens."""
+    def embed_ids(self, rows: list[list[int]], batch_tokens: int | None = None) -> NDArray[np.float32]:
+        """Embeddings `(len(rows), size)` of rows of token ids, special ones included; 0 for a row without tokens."""
         if not all(rows):
             embeddings = np.zeros((len(rows), self.size), np.float32)
             filled = [place for place, row in enumerate(rows) if row]
             if filled:
-                embeddings[filled] = self._embed([rows[place] for place in filled], batch_tokens)
+                embeddings[filled] = self.embed_ids([rows[place] for place in filled], batch_tokens)
             return embeddings
         device = self.device
         budget = batch_tokens or (_CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS)

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from evaluation.encoders.loading import load_encoder
-from trainer.driver.dense import write_dense
+from trainer.driver.dense import write_steps
 from trainer.driver.export import write_encoder
-from trainer.objectives.base import Dense
+from trainer.model.behind import Dense
 from trainer.setup.build import build_encoder
 
 TEXTS = ["some words", "others", "some words and others"]
@@ -29,7 +29,7 @@ def test_everyone_loads_the_layers(tmp_path, activation, bias):
     write_encoder(encoder, tokenizer, folder)
     plain = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     layers = [Dense(nn.Linear(size, 7, bias=bias), activation), Dense(nn.Linear(7, 5), nn.Tanh())]
-    write_dense(folder, layers)
+    write_steps(folder, layers)
     expected = torch.from_numpy(plain)
     with torch.no_grad():
         for layer in layers:

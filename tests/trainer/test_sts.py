@@ -8,7 +8,7 @@ from tiny import VOCAB_SIZE, tiny_encoder
 from torch import nn
 
 from trainer.metrics.sts import StsError, StsPairs, StsValidator, read_pairs
-from trainer.objectives.base import Dense
+from trainer.model.behind import Dense
 from trainer.parallel.world import World
 
 LINE = "main\tnews\t2012\t1\t{score}\t{first}\t{second}"

@@ -13,7 +13,7 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import load_objective, load_parameters
 from trainer.driver.card import model_card
-from trainer.driver.dense import write_dense
+from trainer.driver.dense import write_steps
 from trainer.driver.exported import EXPORT, SETTINGS, read_settings
 from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
@@ -52,7 +52,7 @@ def export(config: TrainConfig, run: Path) -> Path:
         objective = build_objective(config, encoder, load_manifest(data_folder(config.data, config.cache)))
         if layers := objective.exported():
             load_objective(path, objective)
-            write_dense(aside, layers)
+            write_steps(aside, layers)
         write_text(aside / "README.md", model_card(config, state))
         settings = {
             "step": state.step,

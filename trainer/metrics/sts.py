@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from trainer.data.batches import SpanBatch
 from trainer.metrics.settings import STSB
+from trainer.model.behind import Dense
 from trainer.model.encoder import Encoder
-from trainer.objectives.base import Dense, Validator
+from trainer.objectives.base import Validator
 from trainer.objectives.held_out import embed_together
 from trainer.parallel.world import World
 

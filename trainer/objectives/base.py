@@ -20,6 +20,7 @@ from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
 from trainer.data.feed import Feed
 from trainer.data.vocabulary import Vocabulary
+from trainer.model.behind import Dense
 from trainer.model.encoder import Encoder
 from trainer.objectives.config import ObjectiveConfig, RunContext
 from trainer.objectives.config import ObjectiveError as ObjectiveError
@@ -52,14 +53,6 @@ class Gathered:
     def detach(self) -> "Gathered":
         """The same batch without gradient."""
         return Gathered(self.views.detach(), self.facts, self.seed, self.step, self.world_size)
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A linear layer with its activation, such as `nn.Tanh()` or `nn.Identity()`."""
-
-    linear: nn.Linear
-    activation: nn.Module
 
 
 class Validator(Protocol):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from trainer.data.batches import SpanBatch
 from trainer.data.plan import permute
+from trainer.model.behind import Dense
 from trainer.model.encoder import Encoder
-from trainer.objectives.base import Dense
 from trainer.parallel.world import World
 
 _CHUNK = 256  # spans in one forward

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from pipeline.shards.content import ENTAILMENT
 from pipeline.shards.shards import ShardSet
+from trainer.model.behind import Dense
 from trainer.model.encoder import Encoder
-from trainer.objectives.base import Dense
 from trainer.objectives.held_out import embed_together
 from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
 from trainer.objectives.texts import TextPacker, Texts

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipeline.shards.content import CONTRADICTION, ENTAILMENT
 from trainer.data.batches import RankBatch
 from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.base import Dense, Gathered
+from trainer.model.behind import Dense
+from trainer.objectives.base import Gathered
 from trainer.objectives.config import RunContext
 from trainer.objectives.simcse.config import SimcseConfig
 from trainer.objectives.simcse.infonce import infonce

@@ -1,0 +1,1 @@
+"""Adaptation of an encoder to documents: the closed form, training, comparison, and the verdict."""

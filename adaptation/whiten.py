@@ -1,0 +1,169 @@
+"""`declutr whiten`: an encoder whose embeddings are whitened by the covariance within prepared documents."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+
+from adaptation.passages import passages
+from adaptation.whitening import WhiteningError, WithinSums, whitening
+from common.config import Strict
+from common.console.bars import bar
+from common.storage import folder_aside, write_json, write_text
+from evaluation.encoders.loading import load_encoder
+from evaluation.encoders.transformer import TransformerEncoder
+from evaluation.encoders.written import write_transformer
+from pipeline.shards.manifest import data_hash, load_manifest
+from pipeline.shards.shards import ShardSet
+from pipeline.tokenizer.tokenization import fingerprint
+from trainer.model.behind import Dense, Normalize
+from trainer.model.language_model import vocabulary_of
+
+SETTINGS = "whitening.json"
+"""The file of a whitened encoder with the settings and the documents from which it was computed."""
+_BLOCK_DOCUMENTS = 256
+
+
+class WhitenConfig(Strict):
+    """Settings of the closed form."""
+
+    encoder: str
+    """Folder or name of the encoder, as `load_encoder` takes it."""
+    shards: str
+    """Folder of documents that `prepare` made with the encoder's tokenizer."""
+    power: float = Field(default=0.25, gt=0, le=1)
+    """Power of the covariance; 0.5 whitens completely."""
+    shrinkage: float = Field(default=0.1, ge=0.001, le=1000)
+    """Weight of the identity beside the covariance."""
+    center: bool = False
+    """Subtract the mean of the embeddings first. It costs similarity of sentences in general."""
+    passages: int = Field(default=4, ge=2, le=64)
+    """Passages of a document that are embedded, spread evenly over it."""
+    passage_tokens: int = Field(default=62, ge=1)
+    """Longest passage, in tokens without special ones; at most the windows of the shards."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the encoder. Only for encoders you trust."""
+
+
+def whiten(config: WhitenConfig, output: Path, address: str | None = None) -> WithinSums:
+    """Writes the whitened encoder to `output`; return the sums from which it was computed.
+
+    Raises:
+        WhiteningError: the encoder has another tokenizer than the shards or is no transformer, or no covariance within
+            documents exists.
+        EncoderError: the encoder cannot be loaded.
+        FileExistsError: `output` exists.
+        ShardError: the shards cannot be read.
+    """
+    if output.exists():
+        raise FileExistsError(f"--output {output} exists already; name another folder, or delete it")
+    encoder = load(config)
+    sums = within_sums(config, address)
+    with folder_aside(output) as aside:
+        write_whitened(config, encoder, sums, aside)
+    return sums
+
+
+def load(config: WhitenConfig) -> TransformerEncoder:
+    """The encoder of the settings.
+
+    Raises:
+        WhiteningError: it has another tokenizer than the shards, or is no transformer.
+    """
+    encoder = load_encoder(config.encoder, trust_remote_code=config.trust_remote_code)
+    if not isinstance(encoder, TransformerEncoder):
+        raise WhiteningError(f"{config.encoder}: only a transformer can be whitened; word vectors have no layers")
+    manifest = load_manifest(Path(config.shards))
+    if manifest.content.kind != "documents":
+        raise WhiteningError(f"{config.shards}: holds {manifest.content.kind}; the closed form needs documents")
+    if fingerprint(encoder.tokenizer) != manifest.text_tokenizer.fingerprint:
+        raise WhiteningError(
+            f"{config.shards}: was prepared with another tokenizer than that of {config.encoder}; prepare the corpus "
+            f"with tokenizer.name={config.encoder}"
+        )
+    return encoder
+
+
+def within_sums(config: WhitenConfig, address: str | None = None) -> WithinSums:
+    """The sums over all training documents of the shards, by one pass of Ray Data, in blocks of documents.
+
+    Raises:
+        SessionError: no Ray session can be started.
+    """
+    from common.session import start_ray
+
+    start_ray(address=address)
+    import ray  # after the session, which keeps it quiet
+
+    num_documents = ShardSet(Path(config.shards), "train").num_documents
+    starts = range(0, num_documents, _BLOCK_DOCUMENTS)
+    resources = ray.cluster_resources()
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    share: dict[str, Any] = {"num_gpus": 1, "concurrency": gpus} if gpus else {"num_cpus": 1, "concurrency": cpus}
+    share["concurrency"] = max(1, min(share["concurrency"], len(starts)))
+    rows = ray.data.from_items([{"start": start} for start in starts], override_num_blocks=len(starts)).map(
+        SumsOfBlock, fn_constructor_kwargs={"config": config}, **share
+    )
+    found: dict[int, WithinSums] = {}
+    with bar(total=num_documents, desc="covariance", unit="documents") as shown:
+        for row in rows.iter_rows():
+            sums = WithinSums(row["scatter"], row["total"], row["spans"], row["documents"])
+            found[row["start"]] = sums
+            shown.update(sums.documents)
+    first, *others = [found[start] for start in starts]  # added in their order, whatever finished first
+    return sum(others, first)
+
+
+class SumsOfBlock:
+    """Ray worker with an encoder: from the first document of a block to the block's sums."""
+
+    def __init__(self, config: WhitenConfig) -> None:
+        self._config = config
+        self._encoder = load(config)
+        self._shards = ShardSet(Path(config.shards), "train", look=False)
+
+    def __call__(self, row: dict[str, int]) -> dict[str, Any]:
+        """Embed the passages of documents [start, start + block); return the fields of `WithinSums` and `start`."""
+        end = min(row["start"] + _BLOCK_DOCUMENTS, self._shards.num_documents)
+        documents = self._shards.take(np.arange(row["start"], end))
+        encoder, config = self._encoder, self._config
+        vocabulary = vocabulary_of(encoder.tokenizer)
+        room = min(config.passage_tokens, encoder.max_tokens - vocabulary.num_specials)
+        rows, owners = passages(documents, config.passages, room, vocabulary)
+        return {"start": row["start"], **asdict(WithinSums.of(encoder.embed_ids(rows), owners))}
+
+
+def write_whitened(config: WhitenConfig, encoder: TransformerEncoder, sums: WithinSums, folder: Path) -> None:
+    """Writes the encoder with the whitening behind its own steps: scale to length 1, dense layer, scale to length 1."""
+    matrix = whitening(sums, config.power, config.shrinkage)
+    layer = nn.Linear(len(matrix), len(matrix), bias=config.center)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(matrix))
+        if config.center:
+            layer.bias.copy_(torch.from_numpy(-matrix @ (sums.total / sums.spans)))
+    write_transformer(encoder, [Normalize(), Dense(layer, nn.Identity()), Normalize()], folder)
+    settings = config.model_dump(mode="json") | {
+        "documents": sums.documents,
+        "spans": sums.spans,
+        "data_hash": data_hash(load_manifest(Path(config.shards))),
+        "encoder_fingerprint": encoder.fingerprint,
+    }
+    write_json(folder / SETTINGS, settings)
+    write_text(folder / "README.md", "\n".join(_card(config, sums)) + "\n")
+
+
+def _card(config: WhitenConfig, sums: WithinSums) -> Iterator[str]:
+    yield "---\nlibrary_name: sentence-transformers\npipeline_tag: sentence-similarity\n---"
+    yield f"# {Path(config.encoder).name}, whitened\n"
+    yield (
+        f"A dense layer behind the pooling of {config.encoder} whitens its embeddings by the covariance within "
+        f"{sums.documents:,} documents ({sums.spans:,} passages). Nothing was trained. Indexes made with the start "
+        "must be made again."
+    )
+    yield f"\nSettings: {json.dumps(config.model_dump(mode='json'))}"

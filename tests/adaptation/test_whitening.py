@@ -1,0 +1,139 @@
+"""The closed form: its matrix against a plain writing, and the encoder that it makes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from madeup import config_of, shards
+from sentence_transformers import SentenceTransformer
+from tiny import VOCABULARY, documents
+from torch import nn
+from transformers import AutoTokenizer
+
+from adaptation.passages import passages
+from adaptation.whiten import WhitenConfig, load, whiten, write_whitened
+from adaptation.whitening import WhiteningError, WithinSums, whitening
+from evaluation.encoders.loading import load_encoder
+from trainer.driver.dense import write_steps
+from trainer.driver.export import write_encoder
+from trainer.model.behind import Dense, Normalize
+from trainer.setup.build import build_encoder
+
+TEXTS = ["some words", "others", "some words and others"]
+
+
+def drawn(counts, size=6, seed=0):
+    """Embeddings of documents with these numbers of spans, around a point of each document."""
+    rng = np.random.default_rng(seed)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return rng.normal(size=(len(counts), size))[owners] + rng.normal(size=(len(owners), size)), owners
+
+
+def plain(embeddings, owners, power, shrinkage):
+    """The definition, document by document."""
+    unit = [row / np.sqrt(row @ row) for row in embeddings]
+    size = len(unit[0])
+    scatter, degrees = np.zeros((size, size)), 0
+    for document in set(owners.tolist()):
+        mine = [row for row, owner in zip(unit, owners, strict=True) if owner == document]
+        center = sum(mine) / len(mine)
+        scatter += sum(np.outer(row - center, row - center) for row in mine)
+        degrees += len(mine) - 1
+    covariance = scatter / degrees
+    covariance = (covariance / (np.trace(covariance) / size) + shrinkage * np.eye(size)) / (1 + shrinkage)
+    values, vectors = np.linalg.eigh(covariance)
+    return vectors @ np.diag(values**-power) @ vectors.T
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize(("power", "shrinkage"), [(0.25, 0.1), (0.5, 0.001), (1.0, 10.0)])
+def test_whitening_of_any_number_of_blocks_equals_a_plain_writing(blocks, power, shrinkage):
+    counts = [4, 2, 1, 3, 4, 4, 2, 5, 1, 4]
+    embeddings, owners = drawn(counts)
+    parts = np.array_split(np.arange(len(counts)), blocks)
+    sums = [WithinSums.of(embeddings[mine], owners[mine]) for part in parts for mine in [np.isin(owners, part)]]
+    found = whitening(sum(sums[1:], sums[0]), power, shrinkage)
+    assert np.abs(found - plain(embeddings, owners, power, shrinkage)).max() < 1e-10
+
+
+def test_whitening_from_fewer_documents_than_dimensions_is_finite():
+    matrix = whitening(WithinSums.of(*drawn([2, 2], size=64)), 0.25, 0.1)
+    assert np.isfinite(matrix).all()
+    assert np.linalg.eigvalsh(matrix).min() > 0
+
+
+def test_whitening_without_two_spans_of_a_document_is_refused():
+    with pytest.raises(WhiteningError, match="5 documents with one span each: .* needs two spans of a document"):
+        whitening(WithinSums.of(*drawn([1] * 5)), 0.25, 0.1)
+
+
+def test_whitening_of_repeated_text_is_refused():
+    same = np.repeat(drawn([1] * 3)[0], 4, axis=0)
+    with pytest.raises(WhiteningError, match="the 12 spans of 3 documents have the same embedding as the others"):
+        whitening(WithinSums.of(same, np.repeat(np.arange(3), 4)), 0.25, 0.1)
+
+
+def test_passages_are_spread_over_the_document_and_do_not_overlap():
+    table = documents([24, 100, 47], 12)
+    rows, owners = passages(table, 4, 10, VOCABULARY)
+    assert owners.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2]
+    tokens = table["tokens"].to_pylist()
+    starts = [0, 12, 0, 24, 60, 84, 0, 12, 24]
+    for row, owner, start in zip(rows, owners, starts, strict=True):
+        assert row == [VOCABULARY.bos, *tokens[owner][start : start + 10], VOCABULARY.eos]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A folder of shards, and an encoder with a dense layer of its own made for them."""
+    root = tmp_path_factory.mktemp("start")
+    data = shards(root / "data")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    encoder = build_encoder(config_of(data, "unused"), tokenizer).eval()
+    folder = root / "encoder"
+    folder.mkdir()
+    write_encoder(encoder, tokenizer, folder)
+    torch.manual_seed(1)
+    write_steps(folder, [Normalize(), Dense(nn.Linear(encoder.hidden_size, 5), nn.Tanh()), Normalize(), Normalize()])
+    limits = json.loads((folder / "sentence_bert_config.json").read_text())
+    (folder / "sentence_bert_config.json").write_text(json.dumps(limits | {"max_seq_length": 8}))
+    return folder, data
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path, center):
+    folder, data = start
+    config = WhitenConfig(encoder=str(folder), shards=str(data), center=center)
+    encoder = load(config)
+    sums = WithinSums.of(*drawn([3] * 9, size=5))
+    (tmp_path / "white").mkdir()
+    write_whitened(config, encoder, sums, tmp_path / "white")
+    before = encoder.encode(TEXTS).astype(np.float64)
+    expected = (before - center * sums.total / sums.spans) @ whitening(sums, 0.25, 0.1)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    ours = load_encoder(str(tmp_path / "white"))
+    assert ours.max_tokens == 8
+    assert np.abs(ours.encode(TEXTS) - expected).max() < 1e-5
+    theirs = SentenceTransformer(str(tmp_path / "white"), device="cpu")
+    assert theirs.max_seq_length == 8
+    assert np.abs(theirs.encode(TEXTS) - expected).max() < 1e-5
+    assert [type(module).__name__ for module in theirs] == [
+        "Transformer", "Pooling", "Normalize", "Dense", "Normalize", "Dense", "Normalize"
+    ]  # fmt: skip
+
+
+@pytest.mark.ray
+def test_whiten_embeds_every_training_document_once(start, tmp_path, session):
+    folder, data = start
+    config = WhitenConfig(encoder=str(folder), shards=str(data), passages=2)
+    sums = whiten(config, tmp_path / "white")
+    assert sums.spans == 2 * sums.documents
+    assert (tmp_path / "white" / "whitening.json").is_file()
+    with pytest.raises(FileExistsError, match="white exists already"):
+        whiten(config, tmp_path / "white")
+
+
+def test_whiten_with_another_tokenizer_is_refused(start):
+    with pytest.raises(WhiteningError, match="only a transformer can be whitened"):
+        load(WhitenConfig(encoder="hashed-words:8", shards=str(start[1])))
