@@ -64,7 +64,7 @@ def test_whitening_from_fewer_documents_than_dimensions_is_finite():
 
 
 def test_whitening_without_two_spans_of_a_document_is_refused():
-    with pytest.raises(WhiteningError, match="5 documents with one span each: .* needs two spans of a document"):
+    with pytest.raises(WhiteningError, match=r"5 documents with one span each: .* needs two spans of a document"):
         whitening(WithinSums.of(*drawn([1] * 5)), 0.25, 0.1)
 
 
@@ -124,7 +124,8 @@ def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path, center):
 
 
 @pytest.mark.ray
-def test_whiten_embeds_every_training_document_once(start, tmp_path, session):
+@pytest.mark.usefixtures("session")
+def test_whiten_embeds_every_training_document_once(start, tmp_path):
     folder, data = start
     config = WhitenConfig(encoder=str(folder), shards=str(data), passages=2)
     sums = whiten(config, tmp_path / "white")
