@@ -10,17 +10,19 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.credentials import redact, refused_settings, shown_value
+from common.numbers import number_problems
 from common.overrides import apply_overrides
-from common.suggestions import choices_of, meant, misread, unknown_key
+from common.suggestions import choices_of, meant, unknown_key
 from common.yamlfile import YamlError, read_yaml_file
 
 SECTIONS = ("prepare", "train")
+_MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
 
 
 class Strict(BaseModel):
-    """Base of every configuration branch: unknown keys are errors, values are frozen, docstrings describe fields."""
+    """Base of every configuration branch: unknown keys and infinite numbers are errors, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ConfigError(ValueError):
@@ -93,7 +95,9 @@ def load_config(
     except ValidationError as error:
         problems += describe(error, model, values, section, others)
     problems += [
-        line for line in misread(values, model) if not any(p.startswith(line.partition(":")[0]) for p in problems)
+        line
+        for line in number_problems(values, model)
+        if not any(p.startswith(line.partition(":")[0].removesuffix("...")) for p in problems)
     ]
     if problems or config is None:
         raise ConfigError(f"{name} ({section})", problems + (look(values) if look else []))
@@ -163,7 +167,7 @@ def describe(
             inside = flat_keys(item["input"]) if isinstance(item["input"], dict) else {}
             for rest in inside or [""]:
                 full = [*path, *rest.split(".")] if rest else path
-                hint = unknown_key(full, model, section, others or {})
+                hint = unknown_key(full, model, section, others or {}) if len(lines) < _MOST_HINTS else ""
                 if "known here" in hint and [f"unknown key{hint}"] in lines.values():  # said once
                     hint = ""
                 lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.credentials import shown_value
-from common.yamlfile import YamlError, read_yaml
+from common.yamlfile import MAX_DEPTH, YamlError, read_yaml
 
 _MOST_WORDS = 50
 """Most words that are read as one override."""
@@ -75,8 +75,10 @@ def _apply(tree: dict[str, Any], text: str) -> str | None:
         parsed = read_yaml(value)
     except YamlError as error:
         quote = "; put a value that begins with * into quotes" if "*" in value else ""
-        return f"override {key}: {value!r} is not YAML that can be used: {error}{quote}"
+        return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
+    if len(parents) >= MAX_DEPTH:
+        return f"override {shown_value(key)}: has {len(parents) + 1:,} parts; a key has at most {MAX_DEPTH}"
     for parent in parents:
         if tree.get(parent) is None:  # absent, or a key without a value
             tree[parent] = {}

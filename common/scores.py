@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from common.config import Strict
 from common.records import DamagedError, read_record
@@ -23,6 +23,8 @@ SCORING = "scoring.json"
 
 class ScoreLine(Strict):
     """One checkpoint's scores."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # a measured value may be infinite
 
     step: int
     """Step of the checkpoint."""

@@ -1,12 +1,12 @@
 """Suggestions for mistyped settings: the known key nearest to an unknown one."""
 
 import difflib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+_LONGEST_WORD = 100  # of a name that may be mistyped; difflib's time grows with the square
 _OTHER_WORDS = {
     "batch_size": "batch_documents",
     "bfloat16": "bf16",
@@ -45,7 +45,7 @@ def meant(word: str, choices: Sequence[str]) -> str:
     lower = {choice.lower(): choice for choice in choices}
     if (ours := _OTHER_WORDS.get(word.lower())) in choices:
         return f"; did you mean `{ours}`?"
-    near = difflib.get_close_matches(word.lower(), list(lower), n=1)
+    near = difflib.get_close_matches(word.lower(), list(lower), n=1) if len(word) <= _LONGEST_WORD else []
     return f"; did you mean `{lower[near[0]]}`?" if near else ""
 
 
@@ -70,45 +70,39 @@ def unknown_key(
         theirs = isinstance(settings, dict) and path[0] in settings and path[0] not in model.model_fields
         if theirs or path[0] == other:
             return f"; it is a setting of the section `{other}`, which only `declutr {other}` reads"
-    beside = {name: ".".join([*parents, name]) for branch in _below((model,), parents) for name in branch.model_fields}
+    owners = [branch for branch in below((model,), parents) if last in branch.model_fields]
+    needed = [
+        str(kind)
+        for one in owners
+        if "kind" in one.model_fields
+        for kind in get_args(one.model_fields["kind"].annotation)
+    ]
+    beside = {name: ".".join([*parents, name]) for branch in below((model,), parents) for name in branch.model_fields}
     ours = _OTHER_WORDS.get(last, last)
-    if ours in beside:
+    if ours in beside and ours != last:
         return f"; did you mean `{beside[ours]}`?"
-    same = [key for key in everywhere if key.rpartition(".")[2] == last] or [
-        key for key in everywhere if f".{key}".endswith(f".{ours}")
+    elsewhere_known = [key for key in everywhere if key != ".".join(path)]
+    same = [key for key in elsewhere_known if key.rpartition(".")[2] == last] or [
+        key for key in elsewhere_known if f".{key}".endswith(f".{ours}")
     ]
     same = [key for key in same if ".NAME." not in key] or same
+    if needed:
+        better = f", or use `{same[0]}`" if same else ""
+        kind = ".".join([*parents, "kind"])
+        return f"; it needs {kind} = {' or '.join(dict.fromkeys(needed))}; set that or remove the key{better}"
     if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
     for word, choices in ((last, beside), (".".join(path), {key: key for key in everywhere}), (last, elsewhere)):
-        if near := difflib.get_close_matches(word, choices, n=1):
+        if len(word) <= _LONGEST_WORD and (near := difflib.get_close_matches(word, choices, n=1)):
             return f"; did you mean `{choices[near[0]]}`?"
     return f"; known here: {', '.join(beside)}" if beside else ""
 
 
 def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
     """The names that a key such as `kind` may hold, over all branches that have it; arguments as for `unknown_key`."""
-    fields = [branch.model_fields.get(path[-1]) for branch in _below((model,), path[:-1])]
+    fields = [branch.model_fields.get(path[-1]) for branch in below((model,), path[:-1])]
     return [str(choice) for field in fields if field for choice in get_args(field.annotation)]
-
-
-def misread(values: Any, model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Reports yes, no or .nan given for a number, because validation takes them for 1, 0 and a number."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from misread(value, model, (*path, str(key)))
-    elif isinstance(values, list):
-        for value in values:
-            yield from misread(value, model, path)
-    elif isinstance(values, float) and math.isnan(values):
-        yield f"{'.'.join(path)} = {values!r}: not a number"
-    elif isinstance(values, bool):
-        branches = _below((model,), path[:-1])
-        fields = [branch.model_fields[path[-1]] for branch in branches if path[-1] in branch.model_fields]
-        kinds = {kind for field in fields for kind in kinds_of(field.annotation)}
-        if kinds & {int, float} and bool not in kinds:
-            yield f"{'.'.join(path)} = {values!r}: a number is needed (YAML takes yes, no, on, off for true and false)"
 
 
 def kinds_of(annotation: Any) -> Iterator[Any]:
@@ -125,7 +119,7 @@ def branches_of(annotation: Any) -> Iterator[type[BaseModel]]:
             yield kind
 
 
-def _below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[BaseModel]]:
+def below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[BaseModel]]:
     """The branches at a place of a configuration, as far down as it goes."""
     if not path:
         return list(models)
@@ -133,7 +127,7 @@ def _below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[
     for field in (model.model_fields[path[0]] for model in models if path[0] in model.model_fields):
         named = _is_named(field.annotation)
         if not named or len(path) > 1:
-            found += _below(list(branches_of(field.annotation)), path[2 if named else 1 :])
+            found += below(list(branches_of(field.annotation)), path[2 if named else 1 :])
     return found
 
 

@@ -13,6 +13,9 @@ import yaml
 MAX_BYTES = 2**20
 MAX_VALUES = 20_000
 """Largest number of keys and values in a document, aliases expanded."""
+MAX_DEPTH = 64
+"""Largest number of mappings and lists in each other."""
+_MAX_BITS = 1024  # more than a float has; Python refuses to print numbers of 4,300 digits
 
 
 class YamlError(ValueError):
@@ -22,19 +25,33 @@ class YamlError(ValueError):
 class _Strict(yaml.SafeLoader):
     """The safe loader without surprises: dates stay text; tags, ambiguous numbers and repeated keys are errors."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = self._depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Composes a node and refuses explicit tags."""
+        """Composes a node; refuses explicit tags, and too many or too deep nodes before the rest is read."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             message = f"the tag {event.tag} is refused: plain values only"
             raise yaml.composer.ComposerError(None, None, message, event.start_mark)
-        return super().compose_node(parent, index)
+        self._values += 1
+        self._depth += 1
+        if self._values > MAX_VALUES:
+            raise YamlError(f"holds more than {MAX_VALUES:,} values")
+        if self._depth > MAX_DEPTH + 1:  # a value is in at most that many
+            raise YamlError(f"is nested too deeply: at most {MAX_DEPTH} mappings and lists in each other")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
         """A number in base 10 unless it starts with 0x, 0o or 0b, and never in base 60."""
         text = str(self.construct_scalar(node))
         whole = node.tag.endswith(":int")
-        value: float = self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+        value: int | float = self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise ValueError(f"it has more than {_MAX_BITS:,} bits")
         digits = text.replace("_", "").lstrip("+-")
         if ":" in digits or (digits[:1] == "0" and digits.isdigit() and len(digits) > 1):
             message = f"{text} is ambiguous, YAML reads it as {value}; write that, or quote it"
@@ -87,8 +104,6 @@ def read_yaml(text: str) -> Any:
         raise
     except ValueError as error:  # raised by Python for numbers such as `0x_` or of 5,000 digits
         raise YamlError(f"holds a number that cannot be read: {str(error).partition(';')[0]}") from error
-    except RecursionError:
-        raise YamlError("is nested too deeply") from None
 
 
 def read_yaml_file(path: Path) -> Any:

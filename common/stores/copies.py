@@ -18,6 +18,8 @@ from common.stores.files import fetch_file
 from common.stores.listing import FileRecord, decoded, encoded, records, tree
 from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
 
+PLAN = "plan.json"
+"""The first file of a preparation's output."""
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
 
 
@@ -30,7 +32,8 @@ def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> N
     Raises:
         FileNotFoundError: nothing exists at that address.
         AlteredError: a remote file is missing, altered, or has a name that is not allowed here.
-        RemoteError: `local` holds other files, the store refuses, or it did not answer in time.
+        RemoteError: a preparation into that address is unfinished, `local` holds other files, the store refuses, or it
+            did not answer in time.
     """
     local = Path(os.path.realpath(local))
     if local.is_mount():
@@ -38,6 +41,10 @@ def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> N
     wanted = tree(url, retries)
     if not wanted:
         raise FileNotFoundError(f"{url}: nothing found; check the address")
+    if wanted.get(PLAN, wanted) is None:  # there, and in no list; the list of a finished output names it
+        raise RemoteError(
+            f"{url} holds an unfinished preparation, so nothing was fetched; repeat its `declutr prepare`, or delete it"
+        )
     local.parent.mkdir(parents=True, exist_ok=True)
     mark = local.with_name(f".{local.name}.pulled")
     with local.with_name(f".{local.name}.lock").open("w") as lock:

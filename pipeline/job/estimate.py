@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from common.config import Strict
 from common.console.logs import get_logger
@@ -46,6 +46,8 @@ _TEXT_BYTES = 5
 
 class Estimate(Strict):
     """Totals estimated from a sample. Duplicates and failures of whole files are not included."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # a measured value may be infinite
 
     sampled_bytes: int
     """Input bytes that were read."""

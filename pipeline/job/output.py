@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from common.config import Strict
 from common.lock import LOCK
 from common.storage import hash_json, write_text
+from common.stores.copies import PLAN
 from pipeline.choosing.config import fingerprints
 from pipeline.choosing.evaluation_sets import INDEX
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
@@ -22,8 +23,6 @@ from pipeline.readers.skipped import Skip
 from pipeline.readers.stamp import Stamp
 from pipeline.shards.ledger import LEDGERS, REJECTED
 from pipeline.shards.manifest import MANIFEST, TOKENIZER
-
-PLAN = "plan.json"
 
 
 class PreparePlan(Strict):

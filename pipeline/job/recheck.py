@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from common.console.logs import get_logger
 from common.stores.address import is_remote
+from common.stores.copies import PLAN
 from pipeline.config import PipelineConfig
-from pipeline.job.output import PLAN, PreparePlan
+from pipeline.job.output import PreparePlan
 from pipeline.job.unit_writer import load_sidecar, sidecar_path
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES

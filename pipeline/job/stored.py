@@ -12,6 +12,7 @@ from common.lease import Lease
 from common.lock import LOCK
 from common.session_config import SessionConfig
 from common.storage import hash_file
+from common.stores.copies import PLAN
 from common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
 from common.stores.listing import LISTING, FileRecord, encoded, read_listing
 from common.stores.retry import RetryPolicy
@@ -21,7 +22,7 @@ from pipeline.duplicates.search import find_duplicates
 from pipeline.duplicates.table import DUPLICATES
 from pipeline.job.estimate import ESTIMATE
 from pipeline.job.opened import Output
-from pipeline.job.output import PLAN, PreparePlan
+from pipeline.job.output import PreparePlan
 from pipeline.job.output_store import SENT, Files, OutputStore, holds
 from pipeline.job.progress import PROGRESS
 from pipeline.job.unit_writer import matching_sidecar

@@ -1,6 +1,7 @@
 """The loader: every problem at once, in words that name key, value and limit."""
 
-from typing import Annotated, Literal
+import time
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, model_validator
@@ -15,6 +16,7 @@ class Inner(Strict):
 
 class Sheep(Strict):
     kind: Literal["sheep"]
+    wool: float = 1.0
 
 
 class Horse(Strict):
@@ -30,6 +32,8 @@ class Outer(Strict):
     inner: Inner = Inner()
     inputs: tuple[str, ...] = ()
     name: str
+    seed: int = 0
+    extra: dict[str, Any] | None = None
     low: int = 0
     high: int = 10
     named: dict[str, Part] = Field(default_factory=dict)
@@ -133,7 +137,7 @@ def test_override_that_is_not_yaml(load):
 
 
 def test_unknown_key_without_a_near_one(load):
-    known = "known here: animal, inner, inputs, name, low, high, named"
+    known = "known here: animal, inner, inputs, name, seed, extra, low, high, named"
     found = problems(load, "train: {name: a, zzzzz: 1, yyyyy: 2}")
     assert found == [f"zzzzz: unknown key; {known}", "yyyyy: unknown key"]
 
@@ -158,7 +162,17 @@ def test_unknown_key_without_a_near_one(load):
         ("train.inner.sise=1", "train.inner.sise: unknown key; settings of the section `train` are named without it"),
         ("low=on", "low = True: a number is needed (YAML takes yes, no, on, off for true and false)"),
         ("inner.rate=no", "inner.rate = False: a number is needed"),
-        ("inner.rate=.nan", "inner.rate = nan: not a number"),
+        ("inner.rate=.nan", "inner.rate = nan: Input should be a finite number"),
+        ("inner.rate=.inf", "inner.rate = inf: Input should be a finite number"),
+        ("inner.rate=1e308", "inner.rate = '1e308': must be at most 1,000,000,000,000"),
+        ("inner.rate=-1.0e+200", "inner.rate = -1e+200: must be at least -1,000,000,000,000"),
+        ("inner.rate=1e-300", "inner.rate = '1e-300': must be 0 or at least 1e-37"),
+        ("high=1" + "0" * 60, "high = 1000000000000000000000000000000000000000...: must be at most 1,000,000,000,000"),
+        ("seed=1" + "0" * 40, "must be at most 9,223,372,036,854,775,807"),
+        ("extra.deep=[{x: .inf}]", "extra.deep.0.x = inf: must be a finite number"),
+        ("animal={kind: horse, wool: .nan}", "animal.wool = nan: must be a finite number"),
+        ("animal={kind: horse, wool: 1}", "unknown key; it needs animal.kind = sheep; set that or remove the key"),
+        ("a." * 10_000 + "b=1", "has 10,001 parts; a key has at most 64"),
         ("low=010", "override low: '010' is not YAML that can be used: 010 is ambiguous"),
         ("inputs=[*.txt]", "put a value that begins with * into quotes"),
         ("inputs=a.txt", "write [a.txt]"),
@@ -241,3 +255,18 @@ def test_printed_configuration_reads_back(load):
 def test_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Inner().size = 3
+
+
+def test_numbers_within_the_bounds(load):
+    text = "train: {name: a, seed: 9223372036854775807, high: 1000000000000, inner: {rate: 1.0e-30}, extra: {x: 0x10}}"
+    config = load(text)
+    assert (config.seed, config.high, config.inner.rate) == (2**63 - 1, 10**12, 1e-30)
+
+
+def test_thousands_of_unknown_keys_are_reported_in_seconds(load):
+    """A comparison with every known key takes milliseconds, so only the first ones get advice."""
+    began = time.process_time()
+    found = problems(load, "train: {name: a, " + ", ".join(f"inner{n}: 1" for n in range(9_000)) + "}")
+    assert len(found) == 9_000
+    assert time.process_time() - began < 5
+    assert "did you mean `inner`?" in found[0]

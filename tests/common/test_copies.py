@@ -270,3 +270,17 @@ def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
     writer.join()
     assert (copy / "thesis.txt").read_text() == "mine"
     assert (copy / "a.bin").read_bytes() == b"a" * 100
+
+
+def test_an_unfinished_preparation_is_not_fetched(tmp_path, capsys):
+    """Its first file is plan.json; the list of a finished output, which names all files, is the last."""
+    folder = tmp_path / "remote/out"
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    (folder / "train-0.arrow").write_bytes(b"x")
+    assert main(["pull", f"file://{folder}", str(tmp_path / "copy")]) == 1
+    assert "holds an unfinished preparation, so nothing was fetched" in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists()
+    push_folder(folder, f"file://{tmp_path}/remote/whole")
+    assert main(["pull", f"file://{tmp_path}/remote/whole", str(tmp_path / "copy")]) == 0
+    assert (tmp_path / "copy/plan.json").is_file()

@@ -1,5 +1,7 @@
 """YAML that is refused: what would be read otherwise than a person reads it, and what would do harm."""
 
+import time
+
 import pytest
 
 from common.yamlfile import MAX_BYTES, YamlError, read_yaml, read_yaml_file
@@ -35,6 +37,8 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("? [a]\n: 1", "unhashable"),
         ("a: [1", "expected ',' or ']'"),
         ("x" * (MAX_BYTES + 1), "is longer than"),
+        ("{a: " * 65 + "1" + "}" * 65, "nested too deeply: at most 64"),
+        ("a: 0x" + "f" * 300, "more than 1,024 bits"),
     ],
     ids=lambda value: value[:12],
 )
@@ -79,3 +83,13 @@ def test_files_that_are_no_text(tmp_path, raw, message):
 def test_a_byte_order_mark_is_passed_over(tmp_path):
     (tmp_path / "x.yaml").write_bytes("a: é\n".encode("utf-8-sig"))
     assert read_yaml_file(tmp_path / "x.yaml") == {"a": "é"}
+
+
+def test_reading_ends_at_the_bounds():
+    """A mebibyte of list took 13 s: it was read whole before its values were counted."""
+    began = time.process_time()
+    with pytest.raises(YamlError, match="more than 20,000 values"):
+        read_yaml("- a\n" * (MAX_BYTES // 4))
+    assert time.process_time() - began < 3
+    assert read_yaml("[" * 64 + "]" * 64)
+    assert len(read_yaml("- a\n" * 19_999)) == 19_999

@@ -16,6 +16,7 @@ from evaluation.encoders.loading import load_encoder
 from pipeline.config import PipelineConfig
 from pipeline.prepare import prepare
 from pipeline.shards.shards import ShardSet
+from trainer.checkpoints.checkpoint import find_latest
 from trainer.data.plan import Plan
 from trainer.driver.checks import problems
 from trainer.driver.fork import fork
@@ -138,6 +139,8 @@ def test_the_export_has_the_encoder_alone(prepared, tmp_path):
     line = runs.steps_of(tmp_path / "run")[6]
     assert {"image_supcon", "audio_supcon", "image_lr", "audio_grad_norm", "contrastive"} <= set(line)
     assert np.isfinite(line["loss"])
+    _, state = find_latest(tmp_path / "run" / "checkpoints")
+    assert set(state.branch_hashes) == {"", "image", "audio"}
 
 
 @pytest.mark.dist

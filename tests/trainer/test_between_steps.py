@@ -64,8 +64,8 @@ def loop_of(config, run, stepper, data):
     """The loop of a worker, without batches and validation."""
     turns = Turns([Turn(stepper, BadLosses(config.on_bad_loss == "skip", config.max_skipped_steps))])
     heartbeat = Heartbeat(stepper.world.rank, stepper.world.size)
-    identity = data_hash(load_manifest(data))
-    checkpointing = Checkpointing(config, run, identity, turns, heartbeat)
+    hashes = {"": data_hash(load_manifest(data))}
+    checkpointing = Checkpointing(config, run, hashes, turns, heartbeat)
     return TrainingLoop(
         config,
         run,

@@ -1,12 +1,16 @@
 """Objectives of installed packages that cannot be used: the message names the package and what is wrong."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 import tinyruns as runs
 from madeup import shards
 
-from common.config import ConfigError
 from trainer.driver.checks import problems
 from trainer.driver.places import place_problems
 from trainer.objectives.config import ObjectiveConfig
@@ -39,6 +43,7 @@ def install(folder, monkeypatch, package, module, source, kind="spoilt"):
     [
         ("spoilt_absent", None, "ModuleNotFoundError: No module named 'spoilt_absent'"),
         ("spoilt_raises", "raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("spoilt_exits", "import sys; sys.exit(0)", "SystemExit: 0"),
         ("spoilt_empty", "", "AttributeError: module 'spoilt_empty' has no attribute 'Config'"),
         ("spoilt_other", "Config = dict", "must name a subclass of ObjectiveConfig"),
         ("spoilt_kind", CLASS.replace('    kind: Literal["spoilt"] = "spoilt"', ""), "its class must define `kind: "),
@@ -50,27 +55,45 @@ def install(folder, monkeypatch, package, module, source, kind="spoilt"):
 )
 def test_the_message_names_package_entry_point_and_cause(tmp_path, monkeypatch, module, source, said):
     install(tmp_path, monkeypatch, "spoilt-objective", module, source)
-    with pytest.raises(ConfigError) as raised:
-        load_kinds()
-    (problem,) = raised.value.problems
+    kinds, problems_of = load_kinds()
+    assert "spoilt" not in kinds
+    problem = problems_of.pop("spoilt")
+    assert not problems_of
     assert f"package spoilt-objective: entry point spoilt = {module}:Config (declutr.objectives)" in problem
     assert said in problem
     assert problem.endswith("correct or uninstall the package")
 
 
+def test_a_package_that_cannot_be_used_stops_only_what_names_its_kind(tmp_path, monkeypatch):
+    """Its import ends the process with status 0; commands that do not need it ended with that, silently."""
+    install(tmp_path, monkeypatch, "spoilt-objective", "spoilt_exits", "import sys; sys.exit(0)")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd())])}
+
+    def declutr(*arguments):
+        command = [sys.executable, "-m", "cli.main", *map(str, arguments)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    found = declutr("inspect", shards(tmp_path / "data"))
+    assert (found.returncode, found.stdout[:6]) == (0, "Shards"), found.stderr
+    train = {"run": "r", "data": str(tmp_path / "data"), "encoder": {"scratch": {"model_type": "roberta"}}}
+    config = runs.write_config(tmp_path / "c.yaml", train=train | {"objective": {"kind": "spoilt"}})
+    found = declutr("train", config, "--print-config")
+    assert found.returncode == 1
+    assert "package spoilt-objective: entry point spoilt = spoilt_exits:Config" in found.stderr
+    assert declutr("train", config, "--print-config", "objective={kind: simcse}").returncode == 0
+
+
 def test_two_packages_with_the_same_kind(tmp_path, monkeypatch):
     install(tmp_path / "one", monkeypatch, "first-objective", "spoilt_first", CLASS)
-    assert "spoilt" in load_kinds()
+    assert "spoilt" in load_kinds()[0]
     install(tmp_path / "two", monkeypatch, "second-objective", "spoilt_second", CLASS)
-    with pytest.raises(ConfigError, match=r"package (first|second)-objective: .* has the kind 'spoilt' already"):
-        load_kinds()
+    assert re.match(r"package (first|second)-objective: .* has the kind 'spoilt' already", load_kinds()[1]["spoilt"])
 
 
 def test_no_package_takes_the_kind_of_this_project(tmp_path, monkeypatch):
     source = CLASS.replace("spoilt", "declutr")
     install(tmp_path, monkeypatch, "spoilt-objective", "spoilt_taken", source, kind="declutr")
-    with pytest.raises(ConfigError, match="DeclutrConfig has the kind 'declutr' already"):
-        load_kinds()
+    assert "DeclutrConfig has the kind 'declutr' already" in load_kinds()[1]["declutr"]
 
 
 # Unfit is in no entry point, so the union of kinds does not know it; pydantic dumps it all the same.
@@ -89,6 +112,7 @@ class Unfit(ObjectiveConfig):
 @pytest.mark.parametrize(
     ("implementation", "said"),
     [
+        ("spoilt_leaves:Nothing", "SystemExit: 0"),
         ("nowhere.objective:Nothing", "ModuleNotFoundError: No module named 'nowhere'"),
         ("trainer.objectives.base:Nothing", "AttributeError: "),
         ("trainer.objectives.base", "AttributeError: "),
@@ -97,6 +121,8 @@ class Unfit(ObjectiveConfig):
     ],
 )
 def test_an_implementation_that_cannot_be_used_is_found_before_ray_starts(tmp_path, monkeypatch, implementation, said):
+    (tmp_path / "spoilt_leaves.py").write_text("import sys; sys.exit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Unfit, "implementation", implementation, raising=False)
     config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
     (problem,) = [line for line in problems(config) if line.startswith("objective.kind = unfit")]

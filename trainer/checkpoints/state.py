@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import msgspec
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from common.config import Strict
 from common.records import DamagedError, read_record
@@ -16,6 +16,8 @@ FORK = "fork.json"
 class RunState(Strict):
     """State of a run after a step. The position in the data follows from `step` alone (trainer/data/plan.py)."""
 
+    model_config = ConfigDict(allow_inf_nan=True)  # a measured value may be infinite
+
     step: int = Field(ge=1)
     """Optimizer steps done."""
     documents: int = Field(ge=0)
@@ -26,6 +28,8 @@ class RunState(Strict):
     """Hash of all settings that decide the result."""
     data_hash: str
     """Hash of the shards' manifest."""
+    branch_hashes: dict[str, str] = Field(default_factory=dict, exclude_if=lambda hashes: not hashes)
+    """The same of each branch, if the run has additional ones; runs of earlier versions lack it."""
     scores: dict[str, float]
     """Held-out scores of these weights; empty when they were not validated."""
     files: dict[str, str]

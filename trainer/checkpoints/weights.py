@@ -86,15 +86,28 @@ def load(
     device = next(encoder.parameters()).device
     load_objective(path, objective, device)
     for branch in branches:
-        if not (path / f"{branch.name}.{OBJECTIVE}").is_file():  # its state lists all files: this is a fork's first one
-            get_logger().info("%s has no branch %s, which starts with new weights", path, branch.name)
-            continue
-        load_objective(path, branch.objective, device, f"{branch.name}.{OBJECTIVE}")
-        if branch.frontend is not None:
-            _copy(load_file(path / f"{branch.name}.{FRONTEND}"), dict(branch.frontend.named_parameters()), path)
+        load_branch(path, branch, device)
     for turn in turns[:-1]:
         if (path / f"{turn.name}.{OPTIMIZER}").is_file():
             _load_moments(path / f"{turn.name}.{OPTIMIZER}", turn_parameters(turn), turn.optimizer)
+
+
+def load_branch(path: Path, branch: Branch, device: torch.device | None = None) -> None:
+    """Restores the objective and the frontend of an additional branch, if the checkpoint has that branch.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    if not (path / f"{branch.name}.{OBJECTIVE}").is_file():  # its state lists all files: this is a fork's first one
+        get_logger().info("%s has no branch %s, which starts with new weights", path, branch.name)
+        return
+    load_objective(path, branch.objective, device, f"{branch.name}.{OBJECTIVE}")
+    file = path / f"{branch.name}.{FRONTEND}"
+    if file.is_file() != (branch.frontend is not None):
+        has = "has a frontend, which the branch lacks" if file.is_file() else "has no frontend for the branch"
+        raise CheckpointError(f"{path}: {has} {branch.name}")
+    if branch.frontend is not None:
+        _copy(load_file(file), dict(branch.frontend.named_parameters()), file)
 
 
 def _additional(turns: Sequence[Stepper]) -> tuple[Sequence[Branch], list[Branch]]:

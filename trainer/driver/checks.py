@@ -19,7 +19,7 @@ from trainer.driver.device import DEVICE, device_problem, kept_device
 from trainer.driver.objective_checks import data_problems, kind_problem
 from trainer.driver.places import place_problems
 from trainer.driver.validation_checks import validation_problems
-from trainer.setup.branches import data_hash_of
+from trainer.setup.branches import data_hashes, joint_hash
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE
@@ -60,7 +60,7 @@ def problems(config: TrainConfig) -> list[str]:
 
         found += branch_problems(config, {"": manifest, **manifests})
     if len(manifests) == len(config.also):
-        found += _other_shards(config, run, data_hash_of({"": manifest, **manifests}))
+        found += _other_shards(config, run, data_hashes({"": manifest, **manifests}))
     if not began_before and (remark := config.objective.remark_before(config.context(manifest.short_documents))):
         get_logger().warning("%s", remark)
     if from_scratch or any(line.startswith("encoder.pretrained = ") for line in found):
@@ -193,12 +193,15 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     ]
 
 
-def _other_shards(config: TrainConfig, run: Path, now: str) -> list[str]:
-    """A problem if the run was trained on shards of another hash; its next steps would read the wrong documents."""
+def _other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
+    """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
+    places = {name: f"{f'also.{name}.data' if name else 'data'} = {config.branches()[name].data}" for name in now}
     for _, state in checkpoint.states_in(run / CHECKPOINTS):
-        if state.data_hash != now:
+        if state.data_hash != joint_hash(now):
+            before = state.branch_hashes
+            changed = [places[name] for name in now if name in before and before[name] != now[name]] or places.values()
             return [
-                f"run = {config.run}: was trained on other shards than data = {config.data} holds now; "
-                "name another folder"
+                f"run = {config.run}: was trained on other shards than {' or '.join(changed)} holds now; "
+                "name another folder for the run, or restore the shards"
             ]
     return []

@@ -6,6 +6,7 @@ rate schedule), the metrics up to it, and the state of the objective. The old ru
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -15,21 +16,24 @@ from common.console.logs import get_logger
 from common.paths import expand
 from common.storage import folder_aside, write_json, write_text
 from common.stores.address import is_remote
-from pipeline.shards.manifest import load_manifest
+from pipeline.shards.manifest import Manifest, load_manifest
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import FORK, RunState, read_origin
-from trainer.checkpoints.weights import load_objective
+from trainer.checkpoints.weights import load_branch, load_objective
 from trainer.data.plan import Plan
 from trainer.driver.checks import changes, problems, read_decisive, refuse
 from trainer.metrics.metrics import METRICS, read_metrics
-from trainer.setup.branches import data_hash_of
+from trainer.parallel.world import World
+from trainer.setup.branches import data_hashes, joint_hash
 from trainer.setup.build import build_encoder, build_objective, load_tokenizer
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE, with_geometry
 from trainer.setup.steps import total_steps
+from trainer.setup.turns import build_branch
+from trainer.step.microbatch import Microbatch
 
 
 def fork(config: TrainConfig, new_run: str) -> TrainConfig:
@@ -68,23 +72,25 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     path, state = found
     shards = ShardSet(data_folder(config.data, config.cache), "train")
     steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
-    wrong = _misfits(config, path, shards)
+    manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}
+    wrong = _misfits(config, path, manifests)
     if state.step >= steps:
         wrong.append(
             f"--fork {new_run}: {config.run} is at step {state.step} already, the new run ends at {steps}; "
             "increase steps"
         )
     refuse(wrong)
-    manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}
     with folder_aside(new) as aside:
         folder = checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step)
         shutil.copytree(path, folder)
         files = _kept_branches(config, folder, state)
-        data = data_hash_of(manifests)
+        hashes = data_hashes(manifests)
+        data = joint_hash(hashes)
         renewed = state.model_copy(
             update={
                 "config_hash": config.hash(),
                 "data_hash": data,
+                "branch_hashes": hashes if config.also else {},
                 "documents": state.step * config.batch_documents,
                 "files": files,
                 "branches_skipped": {name: n for name, n in state.branches_skipped.items() if name in config.also},
@@ -115,9 +121,9 @@ def _kept_branches(config: TrainConfig, folder: Path, state: RunState) -> dict[s
     return kept
 
 
-def _misfits(config: TrainConfig, path: Path, shards: ShardSet) -> list[str]:
-    """Parts of the checkpoint that the new configuration's encoder and objective cannot take over."""
-    tokenizer, _ = load_tokenizer(shards.folder, shards.manifest)
+def _misfits(config: TrainConfig, path: Path, manifests: Mapping[str, Manifest]) -> list[str]:
+    """Parts of the checkpoint that the new configuration's encoder, objectives and frontends cannot take over."""
+    tokenizer, _ = load_tokenizer(data_folder(config.data, config.cache), manifests[""])
     encoder = build_encoder(config, tokenizer)
     with safe_open(path / checkpoint.ENCODER, "pt") as stream:  # reads only the header
         stored = {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118 - not a dict
@@ -131,7 +137,13 @@ def _misfits(config: TrainConfig, path: Path, shards: ShardSet) -> list[str]:
     if different:
         found.append(f"encoder: {path} has {len(different)} different shapes: {'; '.join(different[:3])}")
     try:
-        load_objective(path, build_objective(config, encoder, shards.manifest))
+        load_objective(path, build_objective(config, encoder, manifests[""]))
     except checkpoint.CheckpointError as error:
         found.append(f"objective = {config.objective.kind}: {error}; a fork keeps the objective's kind and layers")
+    for name in config.also:
+        branch = build_branch(config, name, encoder, manifests[name], World(), Microbatch())
+        try:
+            load_branch(path, branch)
+        except checkpoint.CheckpointError as error:
+            found.append(f"also.{name}: {error}; a fork keeps a branch's frontend and layers, or names the branch anew")
     return found

@@ -9,7 +9,7 @@ from common.paths import PathError, expand, folder_problem
 from common.stores.address import is_remote
 from common.suggestions import meant
 from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
-from trainer.objectives.registry import KINDS
+from trainer.objectives.registry import BROKEN, KINDS
 
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
 # Files and folders that a run writes. A folder in place of a file, or the reverse, would end it hours later.
@@ -52,7 +52,7 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
 def _objective_problem(objective: Any) -> list[str]:
     """A problem if no package defines the objective, unless its name looks mistyped, which is reported elsewhere."""
     kind = objective.get("kind") if isinstance(objective, Mapping) else None
-    if not isinstance(kind, str) or kind in KINDS or meant(kind, list(KINDS)):
+    if not isinstance(kind, str) or kind in KINDS or kind in BROKEN or meant(kind, list(KINDS)):
         return []
     return [f"objective {kind}: no package installed here defines it; install its package, on all hosts of the run"]
 

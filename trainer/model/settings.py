@@ -31,9 +31,9 @@ class FrontendConfig(Strict):
     """Height and width in pixels of the square crops of images."""
     positions: bool = True
     """Add a learned embedding for each place of a patch."""
-    mean: float | None = Field(default=None, allow_inf_nan=False)
+    mean: float | None = Field(default=None)
     """Mean that is subtracted from pixels in [0, 1], or from log-mel values; null: 0.5 for images, 0 for sounds."""
-    std: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    std: float | None = Field(default=None, gt=0)
     """Standard deviation by which the difference is divided; null: 0.5 for images, 1 for sounds."""
 
     @model_validator(mode="after")

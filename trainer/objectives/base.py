@@ -163,7 +163,7 @@ def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
     module, _, name = config.implementation.partition(":")
     try:
         found = getattr(import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         raise ObjectiveError(_not_usable(config, why)) from error
     if not (isinstance(found, type) and issubclass(found, Objective)):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args
 
 from pydantic import BeforeValidator, Field
 
-from common.config import ConfigError
 from trainer.objectives.config import ObjectiveConfig
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.scd.config import ScdConfig
@@ -33,28 +32,25 @@ DEFAULT = DeclutrConfig()
 """The objective of a configuration that does not name one."""
 
 
-def load_kinds() -> dict[str, type[ObjectiveConfig]]:
-    """Settings classes by kind; importing one must not import torch.
+def load_kinds() -> tuple[dict[str, type[ObjectiveConfig]], dict[str, str]]:
+    """Settings classes by kind, and the problem of each kind whose installed package cannot be used.
 
-    Raises:
-        ConfigError: an installed package's entry point is not an objective of that kind; it names the package.
+    Importing a class must not import torch. A package that cannot be used stops only what names its kind.
     """
     own: tuple[type[ObjectiveConfig], ...] = (DeclutrConfig, SimcseConfig, ScdConfig, SclConfig, SupconConfig)
     kinds = {config.model_fields["kind"].default: config for config in own}
-    problems = []
+    problems: dict[str, str] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         try:
             kinds[point.name] = _load(point, kinds)
-        except Exception as error:  # noqa: BLE001 - a module of the package may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a module of the package may raise anything
             package = point.dist.name if point.dist else "of unknown name"
             said = str(error) if type(error) is TypeError else f"{type(error).__name__}: {error}"
-            problems.append(
+            problems[point.name] = (
                 f"package {package}: entry point {point.name} = {point.value} ({GROUP}): {said}; correct or uninstall "
                 "the package"
             )
-    if problems:
-        raise ConfigError("objectives of installed packages", problems)
-    return kinds
+    return kinds, problems
 
 
 def _load(point: EntryPoint, kinds: Mapping[str, type[ObjectiveConfig]]) -> type[ObjectiveConfig]:
@@ -83,12 +79,17 @@ def _load(point: EntryPoint, kinds: Mapping[str, type[ObjectiveConfig]]) -> type
 
 
 def _with_kind(value: Any) -> Any:
-    """Adds the default kind to settings without one, such as `objective: {terms: mlm}`."""
-    return {"kind": DEFAULT.kind, **value} if isinstance(value, dict) else value
+    """Adds the default kind to settings without one, such as `objective: {terms: mlm}`; refuses a broken package's."""
+    if not isinstance(value, dict):
+        return value
+    value = {"kind": DEFAULT.kind, **value}
+    if isinstance(value["kind"], str) and value["kind"] in BROKEN:
+        raise ValueError(BROKEN[value["kind"]])
+    return value
 
 
-KINDS = load_kinds()
-"""The objectives that can be named."""
+KINDS, BROKEN = load_kinds()
+"""The objectives that can be named, and why others cannot."""
 if TYPE_CHECKING:
     AnyObjectiveConfig = ObjectiveConfig
 else:

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from pipeline.shards.content import ContentKind
 from trainer.objectives.config import ObjectiveConfig
@@ -17,8 +17,6 @@ class TextObjectiveConfig(ObjectiveConfig):
         "Held-out texts: uniformity (log form), effective rank; of premises also alignment and retrieval of an "
         "entailed hypothesis."
     )
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     max_tokens: int = Field(default=32, ge=3)
     """Largest number of tokens of a text, specials included; longer texts are cut at the end."""

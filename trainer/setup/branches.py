@@ -22,14 +22,18 @@ class BranchConfig(Strict):
     spans: SpanConfig = SpanConfig()
     batch_documents: int = Field(default=16, ge=1)
     """Number of its rows in one step over all workers."""
-    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, ge=0)
     """Factor of its loss. With `turns: alternating`, AdamW cancels most of it: it acts through clipping alone."""
     optim: OptimConfig | None = None
     """Its own optimizer, with `turns: alternating`; null: the same settings as the run's `optim`."""
     frontend: FrontendConfig = FrontendConfig()
 
 
-def data_hash_of(manifests: Mapping[str, Manifest]) -> str:
-    """Identity of a run's data, from the manifests of its branches by name; the main branch has the name ""."""
-    hashes = {name: data_hash(manifest) for name, manifest in manifests.items()}
+def data_hashes(manifests: Mapping[str, Manifest]) -> dict[str, str]:
+    """Identity of each branch's data by its name; the main branch has the name ""."""
+    return {name: data_hash(manifest) for name, manifest in manifests.items()}
+
+
+def joint_hash(hashes: Mapping[str, str]) -> str:
+    """Identity of a run's data, from `data_hashes`."""
     return hashes[""] if len(hashes) == 1 else hash_json(hashes)

@@ -87,7 +87,7 @@ def new_objective(config: TrainConfig, encoder: Encoder, short_documents: ShortD
         torch.manual_seed(seeding.torch_seed(config.seed, "objective"))
         try:
             objective = kind(config.objective, run, encoder.embedding_size)
-        except Exception as error:  # of any package; a restart would raise it again
+        except (Exception, SystemExit) as error:  # of any package; a restart would raise it again
             raise ObjectiveError(
                 f"objective {config.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
             ) from error

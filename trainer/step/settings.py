@@ -10,7 +10,7 @@ from common.config import Strict
 class OptimConfig(Strict):
     """AdamW and its schedule; the defaults are DeCLUTR's."""
 
-    lr: float = Field(default=5e-5, ge=0, allow_inf_nan=False)
+    lr: float = Field(default=5e-5, ge=0)
     """Highest learning rate, reached when the learning rate stops rising. 0, of a branch alone: it is measured, and
     changes nothing."""
     schedule: Literal["slanted_triangular", "linear", "cosine", "constant"] = "slanted_triangular"

@@ -16,6 +16,7 @@ from trainer.checkpoints.store import after_save
 from trainer.checkpoints.weights import collect, load
 from trainer.metrics.metrics import METRICS, read_last_step
 from trainer.parallel.world import Request
+from trainer.setup.branches import joint_hash
 from trainer.setup.config import TrainConfig
 from trainer.worker.heartbeat import Heartbeat
 from trainer.worker.reporter import Reporter
@@ -35,7 +36,7 @@ class Checkpointing:
         self,
         config: TrainConfig,
         run: Path,
-        data_hash: str,
+        hashes: dict[str, str],
         turns: Turns,
         heartbeat: Heartbeat,
         reporter: Reporter | None = None,
@@ -47,7 +48,8 @@ class Checkpointing:
         self._heartbeat = heartbeat
         self._reporter = reporter
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
-        self._identity = {"config_hash": config.hash(), "data_hash": data_hash}
+        self._identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
+        self._branch_hashes = hashes if config.also else {}
 
     def resume(self) -> int:
         """Loads the newest complete checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.
@@ -184,6 +186,7 @@ class Checkpointing:
                 skipped=main.skipped,
                 skipped_in_a_row=main.in_a_row,
                 branches_skipped={name: (one.skipped, one.in_a_row) for name, one in others if one.skipped},
+                branch_hashes=self._branch_hashes,
                 **self._identity,
             )
             saver.submit(state, contents)

@@ -20,7 +20,7 @@ from trainer.data.plan import Plan
 from trainer.data.stream import Ahead, batches, limit_resources, with_branches
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import ObjectiveError
-from trainer.setup.branches import data_hash_of
+from trainer.setup.branches import data_hashes, joint_hash
 from trainer.setup.build import build_encoder, build_feed, build_validator, load_tokenizer
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
@@ -119,9 +119,9 @@ def _train(
         folders = {name: data_folder(one.data, config.cache) for name, one in settings.items()}
         # the driver has checked the shards
         shards = {name: ShardSet(folder, "train", look=False) for name, folder in folders.items()}
-        hashed = data_hash_of({name: one.manifest for name, one in shards.items()})
+        hashes = data_hashes({name: one.manifest for name, one in shards.items()})
         if store := store_of(config.run, run):
-            fetch_run(store, {"config_hash": config.hash(), "data_hash": hashed}, world)
+            fetch_run(store, {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}, world)
     try:
         tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
         encoder = build_encoder(config, tokenizer).to(device).train()
@@ -153,7 +153,7 @@ def _train(
 
     skips = config.on_bad_loss == "skip"
     turns = Turns([Turn(stepper, BadLosses(skips, config.max_skipped_steps)) for stepper in steppers])
-    checkpointing = Checkpointing(config, run, hashed, turns, heartbeat, reporter)
+    checkpointing = Checkpointing(config, run, hashes, turns, heartbeat, reporter)
     loop = TrainingLoop(
         config,
         run,

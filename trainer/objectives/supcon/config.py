@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from common.config import Strict
 from pipeline.shards.content import ContentKind
@@ -43,8 +43,6 @@ class SupconConfig(ObjectiveConfig):
     metrics: ClassVar[tuple[str, ...]] = ("supcon",)
     reads: ClassVar[tuple[ContentKind, ...]] = ("images", "audio")
     method: ClassVar[str] = "SupCon"
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     kind: Literal["supcon"] = "supcon"
     labels: bool = True

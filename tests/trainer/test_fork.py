@@ -1,0 +1,92 @@
+"""Forks and changed shards of a run with an additional branch, found before any worker starts. No Ray."""
+
+import shutil
+
+import pytest
+from madeup import config_of, shards
+from mediafiles import png
+from mediashards import prepare_media
+
+from common.config import ConfigError
+from pipeline.shards.manifest import load_manifest
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import collect
+from trainer.driver.checks import problems
+from trainer.driver.fork import fork
+from trainer.parallel.world import World
+from trainer.setup.branches import data_hashes, joint_hash
+from trainer.setup.build import build_encoder, load_tokenizer
+from trainer.setup.turns import build_branch, build_turns
+from trainer.step.microbatch import Microbatch
+
+STEP = 2
+
+
+def pictures(folder, first):
+    folder.mkdir()
+    files = {f"{'ab'[n % 2]}/{n}.png": png(n, (20, 18)) for n in range(first, first + 12)}
+    return prepare_media(folder, {"kind": "images", "side": 18}, files)[0]
+
+
+def config(root, **frontend):
+    frontend = {"size": 16, "patch": [8, 8]} | frontend
+    image = {"data": str(root / "images/out"), "objective": {"kind": "supcon"}, "batch_documents": 4}
+    return config_of(root / "data", root / "run", also={"image": image | {"frontend": frontend}})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folder with shards of texts and images, and a run with a checkpoint of random weights."""
+    root = tmp_path_factory.mktemp("made")
+    shards(root / "data")
+    pictures(root / "images", 0)
+    settings = config(root)
+    manifests = {"": load_manifest(root / "data"), "image": load_manifest(root / "images/out")}
+    encoder = build_encoder(settings, load_tokenizer(root / "data")[0])
+    branches = [build_branch(settings, name, encoder, manifests[name], World(), Microbatch()) for name in manifests]
+    turns = build_turns(settings, branches, 6)
+    contents = collect(encoder, turns[-1].optimizer, turns[-1].objective, turns=turns)
+    hashes = data_hashes(manifests)
+    state = RunState(
+        step=STEP,
+        documents=8 * STEP,
+        world_size=1,
+        config_hash=settings.hash(),
+        data_hash=joint_hash(hashes),
+        branch_hashes=hashes,
+        scores={},
+        files={},
+    )
+    checkpoint.save(root / "run/checkpoints", state, contents)
+    return root
+
+
+def test_a_fork_keeps_the_frontends_of_its_branches(made, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        fork(config(made, patch=[4, 4]), str(tmp_path / "new"))
+    assert [line for line in error.value.problems if line.startswith("also.image: ") and "has shape" in line]
+    assert not (tmp_path / "new").exists()
+    forked = fork(config(made), str(tmp_path / "new"))
+    _, state = checkpoint.find_latest(tmp_path / "new/checkpoints")
+    assert (state.step, state.config_hash, sorted(state.branch_hashes)) == (STEP, forked.hash(), ["", "image"])
+
+
+def test_a_branch_that_is_new_starts_with_new_weights(made, tmp_path):
+    settings = config(made, patch=[4, 4])
+    settings = settings.model_copy(update={"also": {"other": settings.also["image"]}})
+    fork(settings, str(tmp_path / "new"))
+    assert not list((tmp_path / "new").rglob("image.*"))
+
+
+def test_replaced_shards_are_named_by_their_branch(made, tmp_path):
+    root = shutil.copytree(made, tmp_path / "copy")
+    shutil.rmtree(root / "images")
+    pictures(root / "images", 50)
+    (line,) = problems(config(root))
+    assert f"was trained on other shards than also.image.data = {root}/images/out holds now" in line
+    state = checkpoint.read_state(root / f"run/checkpoints/step-{STEP:08d}")
+    older = state.model_copy(update={"branch_hashes": {}})
+    checkpoint.write_json(root / f"run/checkpoints/step-{STEP:08d}/state.json", older.model_dump(mode="json"))
+    (line,) = problems(config(root))
+    assert f"other shards than data = {root}/data or also.image.data = {root}/images/out holds now" in line
