@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,6 +23,9 @@ class Strict(BaseModel):
     """Base of every configuration branch: unknown keys and infinite numbers are errors, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    alternatives: ClassVar[tuple[str, ...]] = ()
+    """Settings of which one is given; an override of one replaces the others of the file."""
 
 
 class ConfigError(ValueError):
@@ -80,7 +83,7 @@ def load_config(
     others: dict[str, Any] = {key: {} for key in SECTIONS} | tree
     del others[section]
     withdrawn = _withdraw_trust(values)
-    problems = apply_overrides(values, overrides)
+    problems = apply_overrides(values, overrides, model.alternatives)
     decided = flat_keys(values)
     problems += [
         f"{key} = true: a file cannot grant trust. Remove the key from the file; if you trust the code of that model, "

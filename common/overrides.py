@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from common.console.logs import get_logger
 from common.credentials import shown_value
 from common.yamlfile import MAX_DEPTH, YamlError, read_yaml
 
@@ -11,11 +12,27 @@ _MOST_WORDS = 50
 """Most words that are read as one override."""
 
 
-def apply_overrides(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
-    """Apply each `a.b=value` to a tree of settings, in place; return the problems, one line each."""
+def apply_overrides(tree: dict[str, Any], words: Sequence[str], alternatives: Sequence[str] = ()) -> list[str]:
+    """Apply each `a.b=value` to a tree of settings, in place; return the problems, one line each.
+
+    An override of one of the `alternatives`, of which a tree holds one, replaces the others.
+    """
     problems, overrides = _joined(words)
     problems += _twice(overrides)
-    return problems + [problem for text in overrides if (problem := _apply(tree, text))]
+    problems += [problem for text in overrides if (problem := _apply(tree, text))]
+    _replace(tree, overrides, alternatives)
+    return problems
+
+
+def _replace(tree: dict[str, Any], overrides: Sequence[str], alternatives: Sequence[str]) -> None:
+    """Remove the alternatives of overridden settings from a tree; log them."""
+    overridden = {text.partition("=")[0] for text in overrides}
+    given = [key for key in alternatives if tree.get(key) is not None]
+    chosen = [key for key in given if key in overridden]
+    for key in given:
+        if chosen and key not in overridden:
+            get_logger().info("%s = %s replaces %s = %s of the file", chosen[0], tree[chosen[0]], key, tree[key])
+            del tree[key]
 
 
 def _joined(words: Sequence[str]) -> tuple[list[str], list[str]]:

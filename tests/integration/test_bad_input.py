@@ -97,10 +97,10 @@ def test_an_unknown_score_is_reported_with_the_errors_of_other_settings(run_bad)
 
 
 def test_patience_without_scores_or_checkpoints_of_them(run_bad):
-    first, second, third = run_bad("validation.patience=2", "validation.every_steps=3", "epochs=2")
+    first, second, third = run_bad("validation.patience=2", "steps=5", "epochs=2")
     assert "validation.patience = 2 needs export = best" in first
-    assert "validation.patience = 2 needs validated checkpoints: validation.every_steps = 3 must be" in second
-    assert "give steps = 6 or epochs" in third
+    assert "validation.patience = 2 needs validation.every_steps above 0" in second
+    assert "give steps = 5 or epochs" in third
 
 
 def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, data):
@@ -122,7 +122,9 @@ def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["epochs=2"], "give steps = 6 or epochs = 2.0, not both"),
+        (["steps=6", "epochs=2"], "give steps = 6 or epochs = 2.0, not both"),
+        (["checkpoint.every_steps=0"], "every_steps = 0: must be above 0; null saves by the clock alone"),
+        (["validation.every_steps=5%"], r"every_steps = '5%': must be a number of steps, such as 200, or a share"),
         (["export=best"], "export = best needs validation.every_steps above 0"),
         (["export=best", "validation.patience=2"], "needs .*every_steps above 0, or validation.score = followed"),
         (["validation.patience=0"], "validation.patience = 0: Input should be greater than 0"),

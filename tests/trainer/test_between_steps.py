@@ -265,7 +265,8 @@ MRR = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.9, 12: 0.4, 14: 0.5, 16: 0.6, 18: 0
 
 def patient(run, patience=2, **changes):
     validation = {"every_steps": 2, "score": "mrr", "patience": patience} | changes
-    saving = {"every_steps": 2, "every_seconds": None, "keep_last": 1}
+    every_steps = 2 if "score" in changes else 18  # of our own scores every one that may be the best has a checkpoint
+    saving = {"every_steps": every_steps, "every_seconds": None, "keep_last": 1}
     return worker(run, total_steps=18, export="best", validation=validation, checkpoint=saving)
 
 

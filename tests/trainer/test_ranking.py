@@ -101,7 +101,7 @@ def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():
     saving = {"every_steps": 100}
     plain, patient = config_of(checkpoint=saving), config_of(checkpoint=saving, validation={"patience": 3})
     assert plain.hash() == patient.hash()
-    assert plain.decisive()["validation"] == {"every_steps": 1000, "max_documents": 400, "score": "distant_recall_at_1"}
+    assert plain.decisive()["validation"] == {"every_steps": 0.05, "max_documents": 400, "score": "distant_recall_at_1"}
     assert plain.hash() != config_of(validation={"score": "followed"}).hash()
 
 

@@ -172,6 +172,9 @@ def test_due_by_steps_and_by_the_clock(tmp_path, opened):
     assert found == list(range(9, 200, 9))
     by_steps = opened(tmp_path / "b", clock=lambda: now[0], every_steps=5, every_seconds=None)
     assert [step for step in range(1, 12) if by_steps.due(step)] == [5, 10]
+    assert by_steps.due(11, needed=True)
+    milestones = opened(tmp_path / "c", clock=lambda: now[0], every_steps=5, keep_every_steps=3)
+    assert [step for step in range(1, 12) if milestones.due(step)] == [3, 5, 6, 9, 10]
 
 
 def test_an_error_that_is_no_storage_is_raised_in_the_training(tmp_path, opened):

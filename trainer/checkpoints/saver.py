@@ -34,7 +34,7 @@ class Saver:
 
     Args:
         folder: folder of the run's checkpoints.
-        config: when to save, which checkpoints to keep, and the time a storage may fail.
+        config: when to save (`every_steps` is a number), which checkpoints to keep, and the time a storage may fail.
         score: score that decides the best checkpoint.
         before: called before each checkpoint is made, to write files that must not be older than a checkpoint. Its
             OSError counts as a failure of the checkpoint.
@@ -75,14 +75,14 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
         self._thread.start()
 
-    def due(self, step: int) -> bool:
-        """True if a checkpoint of this step is due and can be taken now.
+    def due(self, step: int, needed: bool = False) -> bool:
+        """True if a checkpoint of this step is due and can be taken now; one that is `needed` is always due.
 
         A checkpoint that is due by its step waits while the previous one is being written, so that the speed of the
         disk does not decide which steps have one. It is left out if the storage hangs.
         """
         config = self.config
-        by_step = config.every_steps is not None and step % config.every_steps == 0
+        by_step = needed or any(every and step % every == 0 for every in (config.every_steps, config.keep_every_steps))
         by_clock = config.every_seconds is not None and self._clock() - self._saved_at >= config.every_seconds
         if not (by_step or by_clock):
             return False

@@ -3,6 +3,7 @@
 from pydantic import Field, model_validator
 
 from common.config import Strict
+from trainer.metrics.interval import Interval, steps_between
 
 
 class CheckpointConfig(Strict):
@@ -11,15 +12,15 @@ class CheckpointConfig(Strict):
     A thread writes the files while training continues. It retries when the storage fails.
     """
 
-    every_steps: int | None = Field(default=1000, ge=1)
-    """Save after every this many steps; null: by the clock alone."""
+    every_steps: Interval | None = 0.05
+    """Save every N steps. Below 1 it is a share of the run: 0.05 is every 20th part. null: by the clock alone."""
     every_seconds: float | None = Field(default=300.0, gt=0)
     """Save when this much time has passed since the last save. A killed run loses at most this much work. null: by
     steps alone."""
     keep_last: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. With 2, an older one remains if the newest is damaged."""
     keep_every_steps: int | None = Field(default=None, ge=1)
-    """Keep the checkpoints of all multiples of this step permanently, to study how the encoder developed."""
+    """Save at all multiples of this step and keep these checkpoints permanently, to study how the encoder developed."""
     patience_seconds: float = Field(default=600.0, ge=0)
     """Time a storage may fail (full disk, missing file system) before the run ends with an error."""
 
@@ -27,13 +28,12 @@ class CheckpointConfig(Strict):
     def _some_time(self) -> "CheckpointConfig":
         if self.every_steps is None and self.every_seconds is None:
             raise ValueError("give every_steps or every_seconds: with both null nothing is saved before the end")
-        if self.keep_every_steps is not None and self.every_steps is None:
-            raise ValueError(
-                f"keep_every_steps = {self.keep_every_steps} needs every_steps: checkpoints by the clock alone seldom "
-                "fall on its multiples"
-            )
-        if self.keep_every_steps is not None and self.every_steps and self.keep_every_steps % self.every_steps:
-            raise ValueError(
-                f"keep_every_steps = {self.keep_every_steps} must be a multiple of every_steps = {self.every_steps}"
-            )
+        if self.every_steps == 0:
+            raise ValueError("every_steps = 0: must be above 0; null saves by the clock alone")
         return self
+
+    def in_steps(self, total_steps: int) -> "CheckpointConfig":
+        """These settings with `every_steps` as a number of steps, for a run of `total_steps`."""
+        if self.every_steps is None:
+            return self
+        return self.model_copy(update={"every_steps": steps_between(self.every_steps, total_steps)})

@@ -33,6 +33,7 @@ from trainer.driver.progress import ProgressBar
 from trainer.driver.signals import Signals
 from trainer.driver.summary import SECONDS, SUMMARY, add_seconds, ended_early, first_and_last_scores, read_seconds
 from trainer.driver.supervisor import Supervisor
+from trainer.driver.validation_checks import validation_remarks
 from trainer.driver.waiting import oversubscribed
 from trainer.model.settings import EncoderConfig, FrontendConfig
 from trainer.setup.cache import data_folder, run_folder
@@ -148,7 +149,8 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
             store.send(*_FILES)
             if (run / TOKENIZER).is_dir():
                 store.send_folder(TOKENIZER)
-        if sentence := oversubscribed(config.scaling):
+        warnings = [oversubscribed(config.scaling), *validation_remarks(config, shards.manifest, steps)]
+        for sentence in filter(None, warnings):
             get_logger().warning("%s", sentence)
         began = time.monotonic()
         settings = with_absolute_paths(config).model_dump(mode="json")

@@ -1,11 +1,15 @@
 """Checks the settings of the held-out scores against the shards, before Ray starts."""
 
+from common.bootstrap import MIN_ROWS
 from common.paths import expand
 from common.stores.retry import RemoteError
 from pipeline.shards.manifest import Manifest, ShardError, data_hash, load_manifest
-from trainer.metrics.settings import STSB
+from trainer.metrics.interval import steps_between
+from trainer.metrics.settings import FOLLOWED, STSB
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
+
+_MIN_VALIDATIONS = 5
 
 
 def validation_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
@@ -47,6 +51,43 @@ def validation_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
     return found
 
 
+def validation_remarks(config: TrainConfig, manifest: Manifest, total_steps: int) -> list[str]:
+    """Warnings about validations that are too few, or of too few rows, to tell an effect from chance.
+
+    Args:
+        config: configuration of a run without `validation_problems`.
+        manifest: manifest of the run's shards.
+        total_steps: number of steps of the run.
+    """
+    validation, found = config.validation, []
+    every_steps = steps_between(validation.every_steps, total_steps)
+    if not every_steps or validation.score == FOLLOWED:
+        return []
+    number = -(-total_steps // every_steps)
+    if number < _MIN_VALIDATIONS:
+        steps = "increase epochs or lower batch_documents"
+        remedy = steps if total_steps < _MIN_VALIDATIONS else "set validation.every_steps=0.1"
+        found.append(
+            f"validation.every_steps = {validation.every_steps}: {number} validations in {total_steps} steps are too "
+            f"few to show whether the encoder still improves, which needs {_MIN_VALIDATIONS}; {remedy}"
+        )
+    if validation.score == STSB:
+        return found
+    if validation.data is None:
+        available, remedy = manifest.totals["kept_held_out"], "prepare with a larger held_out_share, or more documents"
+    else:
+        available = load_manifest(data_folder(validation.data, config.cache)).totals["kept_train"]
+        remedy = "prepare more rows in validation.data"
+    if available > validation.max_documents:
+        available, remedy = validation.max_documents, "increase validation.max_documents"
+    if available < 2 * MIN_ROWS:
+        found.append(
+            f"{available} held-out {manifest.noun} are validated, and half of them report the result: an interval "
+            f"needs {2 * MIN_ROWS}; {remedy}"
+        )
+    return found
+
+
 def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manifest) -> list[str]:
     """Problems of `validation.data`."""
     named, found = f"validation.data = {config.validation.data}", []
@@ -69,9 +110,8 @@ def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manife
 def _score_problems(config: TrainConfig, scored: Manifest) -> list[str]:
     """A problem if a checkpoint is chosen by a score that these rows do not have."""
     validation, kind = config.validation, scored.content.kind
-    chooses = config.export == "best" or validation.patience is not None
     known = config.objective.scores_of(kind)
-    if not chooses or validation.score not in config.objective.scores or validation.score in known:
+    if not config.chooses or validation.score not in config.objective.scores or validation.score in known:
         return []
     return [
         f"validation.score = {validation.score}: {kind} do not have this score; set validation.stsb (score = {STSB}), "

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from common.config import Strict
+from trainer.metrics.interval import Interval
 
 FOLLOWED = "followed"
 """The score that another process gives (`declutr evaluate --follow`)."""
@@ -13,8 +14,9 @@ STSB = "stsb_spearman"
 class ValidationConfig(Strict):
     """Validation on held-out documents during training."""
 
-    every_steps: int = Field(default=1000, ge=0)
-    """Score the encoder after every this many steps, and before the first and after the last step; 0: never."""
+    every_steps: Interval = 0.05
+    """Validate every N steps, and before the first and after the last step. Below 1 it is a share of the run: 0.05 is
+    every 20th part. 0: never. With `export: best` all validated steps are saved."""
     max_documents: int = Field(default=400, ge=2)
     """Largest number of held-out documents to score."""
     data: str | None = None

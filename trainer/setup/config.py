@@ -1,6 +1,6 @@
 """The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
@@ -33,6 +33,8 @@ _LATER = (
 
 class TrainConfig(Strict):
     """One training run."""
+
+    alternatives: ClassVar = ("steps", "epochs")
 
     run: str
     """Folder of the run (checkpoints, metrics, export), or its address, such as s3://bucket/runs/mine, if the hosts
@@ -105,8 +107,8 @@ class TrainConfig(Strict):
         problems = self._best_problems()
         if self.steps is not None and self.epochs is not None:
             problems.append(
-                f"give steps = {self.steps} or epochs = {self.epochs}, not both; on a command line, epochs=null or "
-                "steps=null removes one of them"
+                f"give steps = {self.steps} or epochs = {self.epochs}, not both; on a command line, one of them "
+                "replaces the other of the file"
             )
         if self.optim.lr == 0:
             problems.append("optim.lr = 0: the run would learn nothing; set it above 0")
@@ -147,8 +149,12 @@ class TrainConfig(Strict):
 
         An objective without scores has no other score, which it needs only to choose a checkpoint.
         """
-        chooses = self.export == "best" or self.validation.patience is not None
-        return self.validation.score == FOLLOWED and (bool(self.objective.scores) or chooses)
+        return self.validation.score == FOLLOWED and (bool(self.objective.scores) or self.chooses)
+
+    @property
+    def chooses(self) -> bool:
+        """True if scores choose a checkpoint, or end the run early."""
+        return self.export == "best" or self.validation.patience is not None
 
     @property
     def unit_documents(self) -> int | None:
@@ -170,17 +176,9 @@ class TrainConfig(Strict):
             problems.append(
                 f"{patience} needs export = best: when patience runs out, the last weights are not the best"
             )
-        if (validation.patience is None and self.export == "last") or validation.score == FOLLOWED:
-            return problems
-        needing = "export = best" if self.export == "best" else patience
-        every_steps = self.checkpoint.every_steps
-        if validation.every_steps == 0:
+        if self.chooses and validation.score != FOLLOWED and validation.every_steps == 0:
+            needing = "export = best" if self.export == "best" else patience
             problems.append(f"{needing} needs validation.every_steps above 0, or validation.score = followed")
-        elif every_steps is None or validation.every_steps % every_steps:
-            problems.append(
-                f"{needing} needs validated checkpoints: validation.every_steps = {validation.every_steps} "
-                f"must be a multiple of checkpoint.every_steps = {every_steps}"
-            )
         return problems
 
     def context(self, short_documents: ShortDocuments) -> RunContext:

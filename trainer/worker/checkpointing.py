@@ -95,7 +95,8 @@ class Checkpointing:
         config = self._config
         score = config.validation.score
         after = after_save(config.run, self._run, config.checkpoint, score) or self.early_stopping.saved
-        self.saver = Saver(self._run / CHECKPOINTS, config.checkpoint, score, before=before, after=after)
+        saving = config.checkpoint.in_steps(self._stepper.total_steps)
+        self.saver = Saver(self._run / CHECKPOINTS, saving, score, before=before, after=after)
         try:
             yield
         finally:
@@ -121,8 +122,9 @@ class Checkpointing:
             SaveError: checkpoints cannot be written; on every rank.
         """
         request = self.early_stopping.request | (Request.STOP if stop else Request(0))
+        rated = self._config.chooses and self._config.validation.score in scores
         if self.saver is not None:
-            request |= Request.SAVE if self.saver.due(step) else Request(0)
+            request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
             request |= Request.FAIL if self.saver.failed() else Request(0)
             request |= Request.REPORT if self.saver.written in self._metrics else Request(0)
         request = self._stepper.world.agree(request)

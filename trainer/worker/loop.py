@@ -11,6 +11,7 @@ import torch
 
 from common.console.logs import get_logger
 from trainer.data.stream import Ahead
+from trainer.metrics.interval import steps_between
 from trainer.metrics.metrics import MetricsWriter, rates
 from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
@@ -82,7 +83,8 @@ class TrainingLoop:
 
     def take_steps(self, done: int, batches: Ahead, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
-        config, stepper, heartbeat = self.config, self.stepper, self.heartbeat
+        stepper, heartbeat = self.stepper, self.heartbeat
+        every = steps_between(self.config.validation.every_steps, stepper.total_steps)
         recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops())
         self.stopwatch.mark("model")
         heartbeat.set_phase("data")
@@ -94,7 +96,7 @@ class TrainingLoop:
             taken = self.turns.begin(batch, step)
             recorder.settle()  # the step before, which the device finishes while it has this one to compute
             recorder.pending = taken
-            due = step == stepper.total_steps or step % max(1, config.validation.every_steps) == 0
+            due = step == stepper.total_steps or (every and step % every == 0)
             if due or step == done + 1 or not self.turns.late:
                 recorder.settle()
             heartbeat.finish_step(step, time.monotonic() - started)
