@@ -9,7 +9,7 @@ from common.paths import path_argument
 
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
-    from common.config import Strict
+    from common.config import Strict, first_problem
     from common.console.logs import setup_logging
     from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
@@ -24,7 +24,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written to OUTPUT.json"
     )
-    parser.add_argument("--text-field", default="text", help="field or column with the text (text)")
+    parser.add_argument(
+        "--text-field", action="append", help="field or column with the text (text); several are joined"
+    )
     parser.add_argument("--id-field", help="field or column with an id to write next to each embedding (.parquet)")
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="format of the inputs (auto)")
     parser.add_argument("--normalise", action="store_true", help="scale embeddings to length 1")
@@ -43,6 +45,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = vars(parser.parse_args(arguments))
+    names = given.pop("text_field") or ["text"]
+    given["text_field"] = names if len(names) > 1 else names[0]
     setup_logging("embed")
     kinds: dict[str, type[Strict]] = {"choice": EncoderChoice, "shape": Shape}
     parts = {key: {name: given.pop(name) for name in kind.model_fields if name in given} for key, kind in kinds.items()}
@@ -50,7 +54,7 @@ def run(arguments: list[str]) -> int:
         config = EmbedConfig.model_validate(parts | given)
         note = embed(config)
     except (EmbedError, EncoderError, ValueError) as error:
-        return refused(error)
+        return refused(first_problem(error, EmbedConfig))
     except OSError as error:  # a full disk, or storage that is not reachable
         return refused(f"{config.output}: {error}. Finished units are kept; run the same command to continue")
     for reason, number in note.skipped.items():

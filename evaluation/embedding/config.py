@@ -7,6 +7,7 @@ from pydantic import Field
 
 from common.config import Strict
 from evaluation.encoders.loading import EncoderChoice
+from pipeline.readers.corpus import TextField
 
 Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
 
@@ -33,8 +34,8 @@ class EmbedConfig(Strict):
     """Files, folders and globs, as `prepare` takes them."""
     output: Path
     """.npy: `(texts, size)`. .parquet: columns row, id if requested, embedding."""
-    text_field: str = "text"
-    """Key or column of the text."""
+    text_field: TextField = "text"
+    """Key or column of the text, or several, as `prepare` takes them."""
     id_field: str | None = None
     """Key or column of a text that identifies each row, written next to its embedding."""
     format: Format = "auto"

@@ -40,7 +40,7 @@ class EmbeddingSidecar(Strict):
     examples: list[str]
 
 
-def corpus_of(config: EmbedConfig, field: str) -> FilesCorpus:
+def corpus_of(config: EmbedConfig, field: str | list[str]) -> FilesCorpus:
     """Inputs as a corpus for the readers."""
     settings = {"kind": "files", "paths": config.inputs, "format": config.format, "text_field": field}
     return FilesCorpus.model_validate(settings | {"max_document_mib": MAX_TEXT_MIB})

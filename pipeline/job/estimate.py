@@ -23,7 +23,7 @@ from pipeline.job.strata import Found, Stratum, bites, draw_strata
 from pipeline.job.unit_writer import Tally
 from pipeline.job.units import Unit, read_unit
 from pipeline.job.worker import judged_records
-from pipeline.readers.corpus import MIB
+from pipeline.readers.corpus import MIB, ReadFailure
 from pipeline.shards.content import MEDIA_KINDS, ContentKind, bytes_noun, noun_of, size_noun
 from pipeline.shards.manifest import SPLITS, Counts, Manifest
 from pipeline.shards.media import Clip, Image, Media
@@ -143,6 +143,7 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     judge = partial(judged_records, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
     list(judge(iter(())))  # load the tokenizer before the clock starts
     seen = Tally()
+    failures: list[ReadFailure] = []
     strata = draw_strata([part for unit in units for part in unit.parts])
     total = sum(stratum.num_bytes for stratum in strata)
     for stratum in strata:
@@ -150,13 +151,14 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
             began, started = time.perf_counter(), time.process_time()
             reading = read_unit(Unit(name="00000", parts=[one.part]), config.corpus, config.content)
             for records, num_bytes in bites(reading, one.part.num_bytes):
+                failures += [record for record in records if isinstance(record, ReadFailure)][:1]
                 found = _judge(judge(iter(records)), seen)
                 now = time.process_time()
                 one.bites.append((replace(found, cpu_seconds=now - started), num_bytes))
                 started = now
                 if time.perf_counter() - began > _SAMPLE_SECONDS * one.stands_for / total:
                     break
-    _warn(seen.counts(), config, units)
+    _warn(seen.counts(), config, units, failures)
     found = sum((stratum.estimate() for stratum in strata), Found())
     spread = sum((stratum.variance() for stratum in strata), Found())
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
@@ -180,11 +182,11 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     )
 
 
-def _warn(counts: Counts, config: PipelineConfig, units: Sequence[Unit]) -> None:
+def _warn(counts: Counts, config: PipelineConfig, units: Sequence[Unit], failures: Sequence[ReadFailure]) -> None:
     """Warns, as `prepare` would, if no document of the sample is kept or if lines should be whole files."""
     sources = (part.source for unit in units for part in unit.parts)
     hint = lines_hint(counts.read, counts.dropped, identity(config), sources)
-    for problem in filter(None, (nothing_kept(counts, config), hint)):
+    for problem in filter(None, (nothing_kept(counts, config, failures), hint)):
         get_logger().warning("in the sample: %s", problem)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.config import PipelineConfig
 from pipeline.media.labels import NO_LABEL
+from pipeline.readers.columns import NO_TEXT
 from pipeline.readers.corpus import ReadFailure
 from pipeline.readers.names import SUFFIXES, bare_suffix
 from pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, noun_of, size_noun
@@ -14,6 +15,14 @@ from pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
 from pipeline.texts.pairs import LACKS
 
 _EXAMPLES = 10
+_NOT_TEXT = "the files are not text in UTF-8; name text files in corpus.paths, or convert them"
+_REMEDIES = {
+    NO_TEXT: "set corpus.text_field to the key or column of the text, "
+    " or to several, as in corpus.text_field=[title,body]",
+    "invalid_utf8": _NOT_TEXT,
+    "nul_bytes": _NOT_TEXT,
+}
+"""Remedies by the most frequent reason of failures."""
 
 
 def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[ReadFailure] = ()) -> str | None:
@@ -28,15 +37,12 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
         return None
     if counts.read == 0:
         return "corpus: empty, the inputs hold no documents; check corpus.paths"
-    failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
-    could_not = f" ({failed})" if failed else ""
     if config.content.kind != "documents":
         return _no_row(counts, config.content, failures)
-    if counts.read == sum(counts.failed.values()):
-        return (
-            f"corpus: no document could be read, all {counts.read} failed{could_not}; check paths, format and "
-            "text_field of the corpus"
-        )
+    failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
+    could_not = f" ({failed})" if failed else ""
+    if 2 * sum(counts.failed.values()) > counts.read:
+        return _unread(counts, failed, failures)
     others = ", ".join(
         f"{number} {reason}" for reason, number in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)
     )
@@ -49,6 +55,18 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
         f"tokens, the limit is {limit_in_words(config.geometry, config.short_documents)}; lower one of them or use "
         "longer documents"
     )
+
+
+def _unread(counts: Counts, failed: str, failures: Sequence[ReadFailure]) -> str:
+    """An error message if no document was kept and most could not be read."""
+    num_failed = sum(counts.failed.values())
+    what = f"{num_failed} of {counts.read} documents could not be read ({failed}), and none of the others is kept"
+    if num_failed == counts.read:
+        what = f"no document could be read, all {counts.read} failed ({failed})"
+    most = max(counts.failed, key=lambda reason: counts.failed[reason])
+    remedy = _REMEDIES.get(most, "check corpus.paths and corpus.format")
+    example = next((failure for failure in failures if failure.reason == most), None)
+    return f"corpus: {what}; {remedy}" + (f". The first {most}: {example}" if example else "")
 
 
 def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]) -> str:

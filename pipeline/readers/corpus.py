@@ -2,9 +2,9 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from common.config import Strict
 
@@ -90,6 +90,16 @@ class Part(Strict):
     """Approximate bytes of text, by which units are cut."""
 
 
+def _distinct(names: list[str]) -> list[str]:
+    """Refuses a name that is given twice."""
+    if len(set(names)) < len(names):
+        raise ValueError("a name is given twice; name each key or column once")
+    return names
+
+
+TextField = str | Annotated[list[str], Field(min_length=1), AfterValidator(_distinct)]
+
+
 class FilesCorpus(Strict):
     """JSONL, plain text, Markdown, Parquet, Arrow, CSV, TSV; compressed (gz, xz, zst, bz2); tar archives of them."""
 
@@ -100,8 +110,9 @@ class FilesCorpus(Strict):
     format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
     """auto uses the content, then the name. text: one document a line; text_file: one document a file. A .txt is
     read as text, but as text_file if it is the member of an archive, as in OpenWebText; .md is read as text_file."""
-    text_field: str = "text"
-    """Key or column that holds the text in JSONL, Parquet, Arrow and CSV."""
+    text_field: TextField = "text"
+    """Key or column that holds the text in JSONL, Parquet, Arrow and CSV. Several, as in [title, body], are joined by
+    newlines; empty ones are left out."""
     max_document_mib: float = MAX_DOCUMENT_MIB
     """Longer documents are cut at whitespace into consecutive ones, so that no text in memory is larger, MiB."""
 
@@ -118,8 +129,8 @@ class HubCorpus(Strict):
     """Split of the dataset to read; held_out_share is drawn from it."""
     revision: str | None = None
     """Branch, tag or commit; null takes the newest commit. A branch or tag is resolved to its commit before reading."""
-    text_field: str = "text"
-    """Key or column that holds the text."""
+    text_field: TextField = "text"
+    """Key or column that holds the text; several are joined, as of files."""
     max_document_mib: float = MAX_DOCUMENT_MIB
     """Longer documents are cut at whitespace into consecutive ones, so that no text in memory is larger, MiB."""
 

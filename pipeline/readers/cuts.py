@@ -9,7 +9,9 @@ import pyarrow.parquet as pq
 
 from pipeline.readers.archives import find_members
 from pipeline.readers.blobs import blob_column_problem
+from pipeline.readers.columns import TEXT_SETTING, Names, shown_names
 from pipeline.readers.corpus import END, Input, Part
+from pipeline.readers.delimited import DELIMITERS, header_problem
 from pipeline.readers.streams import ByteStream
 from pipeline.readers.tables import TABLE_ERRORS, column_problem
 
@@ -57,51 +59,61 @@ def cut_ranges(file: Input, known: str, part_bytes: int) -> list[Part]:
     return [make_part(file, known, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
 
 
-def cut_parquet(file: Input, opened: BinaryIO, name: str, part_bytes: int, setting: str = "corpus.text_field") -> Cut:
+def cut_parquet(file: Input, opened: BinaryIO, names: Names, part_bytes: int, setting: str = TEXT_SETTING) -> Cut:
     """Parts of consecutive row groups of a Parquet file.
 
     Args:
         file: the file.
         opened: its content.
-        name: column of its texts, images or clips.
-        part_bytes: bytes of the column in a part.
-        setting: setting that names the column.
+        names: columns of its texts, or column of its images or clips.
+        part_bytes: bytes of the columns in a part.
+        setting: setting that names the columns.
     """
-    problem_of = column_problem if setting == "corpus.text_field" else blob_column_problem
     try:
         with pq.ParquetFile(opened) as table:
             metadata = table.metadata
-            problem = problem_of(table.schema_arrow, name)
+            schema = table.schema_arrow
+            problem = (
+                column_problem(schema, names) if setting == TEXT_SETTING else blob_column_problem(schema, names[0])
+            )
             paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     except TABLE_ERRORS:
         return Cut([make_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)])
     if problem:
-        return _without_text(file, "parquet", setting, name, problem)
-    columns = [paths.index(name)] if name in paths else [n for n, p in enumerate(paths) if p.startswith(f"{name}.")]
+        return _without_text(file, "parquet", setting, names, problem)
+    columns = [n for n, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     weights = [sum(max(0, group.column(n).total_uncompressed_size) for n in columns) for group in groups]
     sizes = [max(0, group.total_byte_size) for group in groups]
     return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
 
 
-def _without_text(file: Input, known: str, setting: str, name: str, problem: str) -> Cut:
-    """The part of a table without the column; it gives a failure for each row."""
+def _without_text(file: Input, known: str, setting: str, names: Names, problem: str) -> Cut:
+    """The part of a table without a column; it gives a failure for each row."""
     part = make_part(file, known, 0, END if known == "parquet" else file.num_bytes, file.num_bytes, 0)
-    return Cut([part], f"{setting} = {name!r}: {file.path}: {problem}")
+    remedy = "; name another one, or several to join" if setting == TEXT_SETTING else ""
+    return Cut([part], f"{setting} = {shown_names(names)}: {file.path}: {problem}{remedy}")
 
 
-def cut_arrow(file: Input, opened: BinaryIO, text_field: str, part_bytes: int) -> Cut:
+def cut_arrow(file: Input, opened: BinaryIO, names: Names, part_bytes: int) -> Cut:
     """Parts of consecutive record batches of an Arrow file, about the same number in each."""
     try:
         reader = pa.ipc.open_file(opened)
-        problem = column_problem(reader.schema, text_field)
+        problem = column_problem(reader.schema, names)
         count = reader.num_record_batches
     except TABLE_ERRORS:
         return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
     if problem:
-        return _without_text(file, "stream", "corpus.text_field", text_field, problem)
+        return _without_text(file, "stream", TEXT_SETTING, names, problem)
     sizes = [file.num_bytes // max(1, count)] * count
     return Cut(_grouped(file, "arrow", sizes, sizes, part_bytes))
+
+
+def cut_delimited(file: Input, head: bytes, known: str, names: Names) -> Cut:
+    """The part of a CSV or TSV file that begins with these bytes: the whole file."""
+    if problem := header_problem(head, names, DELIMITERS[known]):
+        return _without_text(file, "stream", TEXT_SETTING, names, problem)
+    return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
 
 
 def _grouped(file: Input, known: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:

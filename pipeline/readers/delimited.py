@@ -2,12 +2,17 @@
 
 import csv
 from collections.abc import Iterator
+from io import BytesIO
+from itertools import islice
 
+from pipeline.readers.columns import NO_TEXT, Names, joined, missing
 from pipeline.readers.corpus import END, MIB, ReadFailure, Record
+from pipeline.readers.encodings import as_utf8, encoding_of
 from pipeline.readers.lines import lines, unreadable
 from pipeline.readers.pieces import documents
 from pipeline.readers.streams import READ_ERRORS, ByteStream
 
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 MAX_FIELD_BYTES = 64 * MIB
 """Largest field; it is in memory with four bytes a character. A longer one is usually an unclosed quote."""
 
@@ -36,11 +41,9 @@ class _Feed:
         raise StopIteration
 
 
-def read_delimited(
-    stream: ByteStream, source: str, text_field: str, max_bytes: int, delimiter: str
-) -> Iterator[Record]:
-    """The column `text_field` of every row."""
-    column: int | None = None
+def read_delimited(stream: ByteStream, source: str, names: Names, max_bytes: int, delimiter: str) -> Iterator[Record]:
+    """The text in the columns `names` of every row."""
+    columns: list[int] | None = None
     header: list[str] | None = None
     num_rows = 0
     for row, fields in delimited_rows(stream, source, delimiter):
@@ -49,17 +52,27 @@ def read_delimited(
             yield fields
         elif header is None:
             header = fields
-            column = header.index(text_field) if text_field in header else None
-        elif column is None:
-            yield _no_column(header, text_field, source, row)
+            columns = None if missing(names, header) else [header.index(name) for name in names]
+        elif columns is None:
+            yield _no_column(header, names, source, row)
         elif not fields:  # a blank line is an empty document, so that totals close
             yield from documents(b"", source, row, max_bytes)
-        elif len(fields) <= column:
+        elif len(fields) <= max(columns):
             yield short_row(fields, header, source, row)
         else:
-            yield from documents(fields[column].encode("utf-8", "surrogateescape"), source, row, max_bytes)
-    if header is not None and column is None and not num_rows:  # most likely not a CSV file at all
-        yield _no_column(header, text_field, source, 0)
+            text = joined(fields[column].encode("utf-8", "surrogateescape") for column in columns)
+            yield from documents(text, source, row, max_bytes)
+    if header is not None and columns is None and not num_rows:  # most likely not a CSV file at all
+        yield _no_column(header, names, source, 0)
+
+
+def header_problem(head: bytes, names: Names, delimiter: str) -> str | None:
+    """The problem of a file that begins with these bytes, if its header lacks a column and ends within them."""
+    stream = ByteStream(BytesIO(head).read)
+    encoding = encoding_of(head)
+    rows = delimited_rows(as_utf8(stream, encoding) if encoding else stream, "", delimiter)
+    first = [fields for _, fields in islice(rows, 2)]
+    return missing(names, first[0]) if len(first) == 2 and not isinstance(first[0], ReadFailure) else None
 
 
 def delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator[tuple[int, list[str] | ReadFailure]]:
@@ -104,6 +117,5 @@ def short_row(fields: list[str], header: list[str], source: str, row: int) -> Re
     return ReadFailure(reason="invalid_csv", source=source, offset=row, message=message)
 
 
-def _no_column(header: list[str], text_field: str, source: str, row: int) -> ReadFailure:
-    message = f"no column {text_field!r}; found {header}"[:200]
-    return ReadFailure(reason="no_text_field", source=source, offset=row, message=message)
+def _no_column(header: list[str], names: Names, source: str, row: int) -> ReadFailure:
+    return ReadFailure(reason=NO_TEXT, source=source, offset=row, message=missing(names, header) or "")

@@ -7,8 +7,9 @@ import pyarrow as pa
 
 from pipeline.readers.archives import Member, is_tar, members
 from pipeline.readers.blobs import BlobRules, blob_format, read_blob, read_parquet_blobs, with_labels
+from pipeline.readers.columns import Names, names_of
 from pipeline.readers.corpus import END, MIB, FilesCorpus, Format, HubCorpus, ReadFailure, Record
-from pipeline.readers.delimited import read_delimited
+from pipeline.readers.delimited import DELIMITERS, read_delimited
 from pipeline.readers.encodings import as_utf8, encoding_of
 from pipeline.readers.fields import (
     FIELD_FORMATS,
@@ -44,7 +45,8 @@ class Rules:
 
     format: Format | None
     """Format of all files; None detects it for each file."""
-    text_field: str
+    text_names: Names
+    """Keys or columns of a text."""
     max_bytes: int
     """Largest document."""
     keys: Keys = field(default_factory=dict)
@@ -70,7 +72,7 @@ def rules_of(
     fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
     # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
     max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
-    return Rules(fixed, corpus.text_field, max_bytes, keys or {}, max_file_bytes, blobs)
+    return Rules(fixed, names_of(corpus.text_field), max_bytes, keys or {}, max_file_bytes, blobs)
 
 
 def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format | None:
@@ -178,22 +180,20 @@ def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: by
         case "jsonl" if rules.keys:
             yield from read_json_fields(stream, source, rules.keys, rules.max_bytes)
         case "csv" | "tsv" if rules.keys:
-            delimiter = "," if known == "csv" else "\t"
-            yield from read_delimited_fields(stream, source, rules.keys, rules.max_bytes, delimiter)
+            yield from read_delimited_fields(stream, source, rules.keys, rules.max_bytes, DELIMITERS[known])
         case "jsonl":
-            yield from read_jsonl(stream, source, rules.text_field, rules.max_bytes)
+            yield from read_jsonl(stream, source, rules.text_names, rules.max_bytes)
         case "text":
             yield from read_text(stream, source, rules.max_bytes)
         case "text_file":
             yield from read_text_file(stream, source, rules.max_bytes)
         case "csv" | "tsv":
-            delimiter = "," if known == "csv" else "\t"
-            yield from read_delimited(stream, source, rules.text_field, rules.max_bytes, delimiter)
+            yield from read_delimited(stream, source, rules.text_names, rules.max_bytes, DELIMITERS[known])
         case "arrow":
             if head.startswith(_ARROW_FILE):
                 stream.skip(len(_ARROW_FILE))
             file = pa.PythonFile(ForwardFile(stream), mode="r")
-            yield from read_arrow_stream(file, source, rules.text_field, rules.max_bytes)
+            yield from read_arrow_stream(file, source, rules.text_names, rules.max_bytes)
         case "parquet":
             yield from _read_held_parquet(stream, source, rules)
 
@@ -217,4 +217,4 @@ def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterato
         elif rules.keys:
             yield from read_parquet_fields(file, source, rules.keys, rules.max_bytes, Rows())
         else:
-            yield from read_parquet(file, source, rules.text_field, rules.max_bytes, None, Rows())
+            yield from read_parquet(file, source, rules.text_names, rules.max_bytes, None, Rows())

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from pipeline.readers.columns import NO_TEXT, Names, missing
 from pipeline.readers.corpus import END, Document, ReadFailure, Record
 from pipeline.readers.lines import lines, unreadable
 from pipeline.readers.pieces import Buffer, character_start, decode, is_wide, nul_bytes
@@ -43,45 +44,59 @@ def json_lines(stream: ByteStream, source: str, stop: int) -> Iterator[tuple[byt
         yield unreadable(error, source, offset)
 
 
-def read_jsonl(stream: ByteStream, source: str, text_field: str, max_bytes: int, stop: int = END) -> Iterator[Record]:
-    """One JSON object a line, with the text under `text_field`."""
-    text_of = _decoder(text_field, str).decode
+def read_jsonl(stream: ByteStream, source: str, names: Names, max_bytes: int, stop: int = END) -> Iterator[Record]:
+    """One JSON object a line, with the text under `names`."""
+    parse = _decoder(names, str if len(names) == 1 else str | None).decode
     for line in json_lines(stream, source, stop):
         if isinstance(line, ReadFailure):
             yield line
             continue
         raw, offset = line
         if len(raw) > max_bytes:
-            yield from _json_pieces(raw, source, offset, text_field, max_bytes)
+            yield from _json_pieces(raw, source, offset, names, max_bytes)
             continue
         try:
-            text = text_of(raw).value
+            text = _joined(msgspec.structs.astuple(parse(raw)), names)
         except (ValueError, RecursionError):
-            yield _explained(bytes(raw), source, offset, text_field)
+            yield _explained(bytes(raw), source, offset, names)
         else:
             yield nul_bytes(source, offset) if is_wide(text) else Document(text, source, offset)
 
 
+def _joined(values: Sequence[str | None], names: Names) -> str:
+    """The text of the values under these keys, empty ones and null left out.
+
+    Raises:
+        ValueError: all are null.
+    """
+    if all(value is None for value in values):
+        raise ValueError(f"no text under {' and '.join(map(repr, names))}: null")
+    return "\n".join(filter(None, values))
+
+
 @lru_cache
-def _decoder(text_field: str, kind: Any) -> Any:
-    """A decoder of JSON objects whose `.value` is the value under `text_field`; other keys are checked and ignored."""
-    struct = msgspec.defstruct("Line", [("value", kind)], rename={"value": text_field})
+def _decoder(names: Names, kind: Any) -> Any:
+    """A decoder of JSON objects to the values under `names`, in order; other keys are checked and ignored."""
+    fields = [f"value{number}" for number in range(len(names))]
+    struct = msgspec.defstruct("Line", [(name, kind) for name in fields], rename=dict(zip(fields, names, strict=True)))
     return msgspec.json.Decoder(struct)
 
 
-def _explained(line: bytes, source: str, offset: int, text_field: str) -> Record:
+def _explained(line: bytes, source: str, offset: int, names: Names) -> Record:
     """The record of a line that msgspec refused, read with Python's json, which allows NaN and explains errors.
 
     A blank line is an empty document, so that totals close.
     """
-    record, value = explained_object(line, source, offset, text_field)
+    record, value = explained_object(line, source, offset, names[0])
     if value is None:
         return record
-    if text_field not in value:
-        return _no_text(source, offset, text_field, f"found {sorted(value)}")
-    text = value[text_field]
-    if not isinstance(text, str):
-        return _no_text(source, offset, text_field, f"it is {json_kind(json.dumps(text)[:1])}")
+    if problem := missing(names, sorted(value), "key"):
+        return ReadFailure(reason=NO_TEXT, source=source, offset=offset, message=problem)
+    values = [value[name] for name in names]
+    for name, one in zip(names, values, strict=True):
+        if not isinstance(one, str) and (one is not None or not any(values)):
+            return _no_text(source, offset, name, f"it is {json_kind(json.dumps(one)[:1])}")
+    text = _joined(values, names)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # an escaped lone surrogate is valid JSON, but not Unicode text
@@ -113,28 +128,35 @@ def json_kind(start: str) -> str:
 
 def _no_text(source: str, offset: int, text_field: str, found: str) -> ReadFailure:
     message = f"no text under {text_field!r}: {found}"[:200]
-    return ReadFailure(reason="no_text_field", source=source, offset=offset, message=message)
+    return ReadFailure(reason=NO_TEXT, source=source, offset=offset, message=message)
 
 
-def _json_pieces(line: Buffer, source: str, offset: int, text_field: str, max_bytes: int) -> Iterator[Record]:
-    """The document of a long line, unescaped piece by piece, so that memory holds the line once, as bytes."""
+def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes: int) -> Iterator[Record]:
+    """The document of a long line, unescaped piece by piece, so that memory holds the line once, as bytes.
+
+    The offset of a piece is its place in the file; that of a later piece of joined texts only lies within the line.
+    """
     if offset == 0 and line[:3] == _BOM:
         line = memoryview(line)[3:]
     try:
-        raw = _decoder(text_field, msgspec.Raw).decode(line).value
+        raws = msgspec.structs.astuple(_decoder(names, msgspec.Raw).decode(line))
     except msgspec.ValidationError as error:
-        yield _no_text(source, offset, text_field, str(error))
+        yield _no_text(source, offset, " and ".join(names), str(error))
         return
     except (ValueError, RecursionError) as error:
         reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"
         yield ReadFailure(reason=reason, source=source, offset=offset, message=str(error))
         return
-    string = memoryview(raw)
-    if string[:1].tobytes() != b'"':
-        yield _no_text(source, offset, text_field, f"it is {json_kind(string[:1].tobytes().decode('latin-1'))}")
-        return
-    string = string[1:-1]
-    first = _address(string) - _address(line)
+    strings = []
+    for name, string in zip(names, [memoryview(raw) for raw in raws], strict=True):
+        quote = string[:1].tobytes()
+        if quote == b'"':
+            strings.append(string[1:-1])
+        elif quote != b"n" or len(names) == 1 or (name == names[-1] and not strings):
+            yield _no_text(source, offset, name, f"it is {json_kind(quote.decode('latin-1'))}")
+            return
+    string = strings[0] if len(names) == 1 else memoryview(b"\\n".join(one for one in strings if len(one)))
+    first = _address(string) - _address(line) if len(names) == 1 else 0
     start = 0
     while start < len(string) or start == 0:
         window = bytes(string[start : start + max_bytes + 1])

@@ -75,9 +75,9 @@ def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
         yield from read_parquet_fields(file, part.source, rules.keys, rules.max_bytes, rows)
     elif part.format == "parquet":
         groups = None if part.stop == END else pieces
-        yield from read_parquet(file, part.source, rules.text_field, rules.max_bytes, groups, rows)
+        yield from read_parquet(file, part.source, rules.text_names, rules.max_bytes, groups, rows)
     elif is_remote(part.path):
-        yield from read_arrow_batches(file, part.source, rules.text_field, rules.max_bytes, pieces, rows)
+        yield from read_arrow_batches(file, part.source, rules.text_names, rules.max_bytes, pieces, rows)
     else:
         try:
             mapped = pa.memory_map(part.path)
@@ -85,7 +85,7 @@ def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
             yield unreadable(error, part.source, part.start)
             return
         with mapped:
-            yield from read_arrow_batches(mapped, part.source, rules.text_field, rules.max_bytes, pieces, rows)
+            yield from read_arrow_batches(mapped, part.source, rules.text_names, rules.max_bytes, pieces, rows)
 
 
 def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Iterator[Record]:
@@ -119,7 +119,7 @@ def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
     if part.format == "jsonl" and rules.keys:
         records = read_json_fields(stream, part.source, rules.keys, rules.max_bytes, part.stop)
     elif part.format == "jsonl":
-        records = read_jsonl(stream, part.source, rules.text_field, rules.max_bytes, part.stop)
+        records = read_jsonl(stream, part.source, rules.text_names, rules.max_bytes, part.stop)
     else:
         records = read_text(stream, part.source, rules.max_bytes, part.stop)
     record: Record | None = None

@@ -14,7 +14,8 @@ from common.stores.address import is_remote
 from pipeline.readers.archives import is_tar
 from pipeline.readers.blobs import member_key
 from pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
-from pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_parquet, cut_ranges, make_part
+from pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_delimited, cut_parquet, cut_ranges, make_part
+from pipeline.readers.delimited import DELIMITERS
 from pipeline.readers.encodings import encoding_of
 from pipeline.readers.fields import FIELD_FORMATS, fields_problem
 from pipeline.readers.files import Rules, format_of, rules_of
@@ -158,15 +159,17 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             if known is None or (file.searched and rules.format is None and bare_suffix(file.source) == JSON_SUFFIX):
                 return _unknown(file, rules)
             if rules.blobs and known == "parquet":
-                return cut_parquet(file, opened, rules.blobs.column, part_bytes, rules.blobs.setting)
+                return cut_parquet(file, opened, (rules.blobs.column,), part_bytes, rules.blobs.setting)
             if rules.keys:
                 return _cut_fields(file, opened, head, known, rules, part_bytes)
             if known in ("jsonl", "text") and encoding_of(head) is None:
                 return Cut(cut_ranges(file, known, part_bytes))
             if known == "parquet":
-                return cut_parquet(file, opened, rules.text_field, part_bytes)
+                return cut_parquet(file, opened, rules.text_names, part_bytes)
             if known == "arrow" and head.startswith(b"ARROW1"):
-                return cut_arrow(file, opened, rules.text_field, part_bytes)
+                return cut_arrow(file, opened, rules.text_names, part_bytes)
+            if known in DELIMITERS:
+                return cut_delimited(file, head, known, rules.text_names)
             return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
     except OSError as error:
         if file.searched and not is_remote(file.path):

@@ -6,6 +6,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.readers.columns import NO_TEXT, Names, joined, missing
 from pipeline.readers.corpus import MIB, ReadFailure, Record
 from pipeline.readers.lines import unreadable
 from pipeline.readers.pieces import documents
@@ -36,7 +37,7 @@ class Rows:
 
 
 def read_parquet(
-    file: str | BinaryIO | pa.NativeFile, source: str, text_field: str, max_bytes: int, groups: range | None, rows: Rows
+    file: str | BinaryIO | pa.NativeFile, source: str, names: Names, max_bytes: int, groups: range | None, rows: Rows
 ) -> Iterator[Record]:
     """Reads these row groups, or all. If a group cannot be read to its end, each remaining row gives a failure.
 
@@ -53,17 +54,17 @@ def read_parquet(
                 raise EOFError(f"the file has {len(sizes)} row groups, not {groups.stop}: it was changed")
             first = sum(sizes[: groups.start])
             rows.total = sum(sizes[groups.start : groups.stop])
-            if problem := column_problem(table.schema_arrow, text_field):
-                yield from lost_rows("no_text_field", source, first, rows.total, problem)
+            if problem := column_problem(table.schema_arrow, names):
+                yield from lost_rows(NO_TEXT, source, first, rows.total, problem)
                 return
-            is_dictionary = pa.types.is_dictionary(table.schema_arrow.field(text_field).type)
+            is_dictionary = any(pa.types.is_dictionary(table.schema_arrow.field(name).type) for name in names)
             for group in groups:
                 row, end = first, first + sizes[group]
                 try:
                     for batch in table.iter_batches(
-                        _DICTIONARY_ROWS if is_dictionary else 1, [group], [text_field], use_threads=False
+                        _DICTIONARY_ROWS if is_dictionary else 1, [group], list(names), use_threads=False
                     ):
-                        yield from column_records(batch.column(0), source, row, max_bytes)
+                        yield from text_records(_columns(batch, names), source, row, max_bytes)
                         row += batch.num_rows
                         rows.done += batch.num_rows
                     if row < end:
@@ -77,7 +78,7 @@ def read_parquet(
 
 
 def read_arrow_batches(
-    file: Any, source: str, text_field: str, max_bytes: int, batches: range, rows: Rows
+    file: Any, source: str, names: Names, max_bytes: int, batches: range, rows: Rows
 ) -> Iterator[Record]:
     """The rows of record batches of a seekable Arrow file."""
     row = 0
@@ -91,36 +92,36 @@ def read_arrow_batches(
         row = sum(reader.get_batch(number).num_rows for number in range(batches.start))
         for number in batches:
             batch = reader.get_batch(number)
-            yield from _batch_records(batch, source, text_field, row, max_bytes)
+            yield from _batch_records(batch, source, names, row, max_bytes)
             row += batch.num_rows
             rows.done += 1
     except TABLE_ERRORS as error:
         yield unreadable(error, source, row)
 
 
-def read_arrow_stream(file: Any, source: str, text_field: str, max_bytes: int) -> Iterator[Record]:
+def read_arrow_stream(file: Any, source: str, names: Names, max_bytes: int) -> Iterator[Record]:
     """The rows of an Arrow stream, read forward. An Arrow file holds a stream between its magic and its footer."""
     row = 0
     try:
         with pa.ipc.open_stream(file) as reader:
             for batch in reader:
-                yield from _batch_records(batch, source, text_field, row, max_bytes)
+                yield from _batch_records(batch, source, names, row, max_bytes)
                 row += batch.num_rows
-            if row == 0 and (problem := column_problem(reader.schema, text_field)):
-                yield from lost_rows("no_text_field", source, 0, 1, problem)
+            if row == 0 and (problem := column_problem(reader.schema, names)):
+                yield from lost_rows(NO_TEXT, source, 0, 1, problem)
     except TABLE_ERRORS as error:
         yield unreadable(error, source, row)
 
 
 def _batch_records(
-    batch: pa.RecordBatch, source: str, text_field: str, first_row: int, max_bytes: int
+    batch: pa.RecordBatch, source: str, names: Names, first_row: int, max_bytes: int
 ) -> Iterator[Record]:
     """The documents of a record batch; failures if it has no text column."""
-    if problem := column_problem(batch.schema, text_field):
+    if problem := column_problem(batch.schema, names):
         if batch.num_rows:
-            yield from lost_rows("no_text_field", source, first_row, batch.num_rows, problem)
+            yield from lost_rows(NO_TEXT, source, first_row, batch.num_rows, problem)
     else:
-        yield from column_records(batch.column(text_field), source, first_row, max_bytes)
+        yield from text_records(_columns(batch, names), source, first_row, max_bytes)
 
 
 def lost_rows(reason: str, source: str, first_row: int, count: int, message: str) -> Iterator[ReadFailure]:
@@ -132,8 +133,27 @@ def lost_rows(reason: str, source: str, first_row: int, count: int, message: str
         yield ReadFailure(reason=reason, source=source, offset=row, message=message + more)
 
 
-def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int) -> Iterator[Record]:
-    """The documents of a column, with the row as offset; a null gives a failure.
+def _columns(batch: pa.RecordBatch, names: Names) -> list[pa.Array]:
+    return [batch.column(name) for name in names]
+
+
+def text_records(columns: list[pa.Array], source: str, first_row: int, max_bytes: int) -> Iterator[Record]:
+    """The documents of columns, with the row as offset; a row of nulls gives a failure.
+
+    Raises:
+        pa.ArrowException: a column's offsets or indices point outside its data.
+    """
+    for row, values in enumerate(zip(*map(_values, columns), strict=True), first_row):
+        texts = [value.as_buffer() for value in values if value is not None and value.is_valid]
+        if texts:
+            text = texts[0] if len(columns) == 1 else joined(map(bytes, texts))
+            yield from documents(text, source, row, max_bytes)
+        else:
+            yield ReadFailure(reason=NO_TEXT, source=source, offset=row, message="the text is null")
+
+
+def _values(column: pa.Array) -> Iterator[pa.Scalar | None]:
+    """The values of a column as bytes.
 
     Raises:
         pa.ArrowException: the column's offsets or indices point outside its data.
@@ -143,14 +163,8 @@ def column_records(column: pa.Array, source: str, first_row: int, max_bytes: int
         texts = as_bytes(column.dictionary)
         pa.DictionaryArray.from_arrays(column.indices, texts, safe=False).validate(full=True)
         places = column.indices.to_pylist()
-        values = (None if place is None else texts[place] for place in places)
-    else:
-        values = iter(as_bytes(column))
-    for row, value in enumerate(values, first_row):
-        if value is not None and value.is_valid:
-            yield from documents(value.as_buffer(), source, row, max_bytes)
-        else:
-            yield ReadFailure(reason="no_text_field", source=source, offset=row, message="the text is null")
+        return (None if place is None else texts[place] for place in places)
+    return iter(as_bytes(column))
 
 
 def as_bytes(column: pa.Array) -> pa.Array:
@@ -168,10 +182,14 @@ _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.str
 _TEXTS = (*_BYTES, *_BYTES.values())
 
 
-def column_problem(schema: pa.Schema, text_field: str) -> str | None:
-    """The problem of a table as a source of texts; None if it has a text column."""
-    if schema.names.count(text_field) != 1:
-        return f"no column {text_field!r} (or more than one); found {schema.names}"[:200]
-    kind = schema.field(text_field).type
-    values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return None if values in _TEXTS else f"column {text_field!r} is of type {kind}, not text"
+def column_problem(schema: pa.Schema, names: Names) -> str | None:
+    """The problem of a table as a source of texts; None if it has the text columns."""
+    if problem := missing(names, schema.names):
+        return problem
+    for name in names:
+        if schema.names.count(name) > 1:
+            return f"{schema.names.count(name)} columns {name!r}"
+        kind = schema.field(name).type
+        if (kind.value_type if pa.types.is_dictionary(kind) else kind) not in _TEXTS:
+            return f"column {name!r} is of type {kind}, not text"
+    return None

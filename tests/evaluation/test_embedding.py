@@ -78,6 +78,15 @@ def test_rows_carry_their_ids(model, expected, tmp_path, source):
     assert embed(model, tmp_path / source, tmp_path / "out.npy", "--id-field", "key") == 1
 
 
+def test_several_columns_are_joined(tmp_path):
+    (tmp_path / "in.csv").write_text("title,body\na,b c\nd,\n")
+    pq.write_table(pa.table({"text": ["a\nb c", "d"]}), tmp_path / "joined.parquet")
+    given = ["--text-field", "title", "--text-field", "body"]
+    assert main(["embed", "hashed-words:8", str(tmp_path / "in.csv"), "--output", str(tmp_path / "a.npy"), *given]) == 0
+    assert main(["embed", "hashed-words:8", str(tmp_path / "joined.parquet"), "--output", str(tmp_path / "b.npy")]) == 0
+    np.testing.assert_array_equal(vectors(tmp_path / "a.npy"), vectors(tmp_path / "b.npy"))
+
+
 def test_truncated_then_normalised_then_rounded(model, expected, tmp_path):
     write_inputs(tmp_path)
     shape = ("--dimensions", 8, "--normalise", "--dtype", "float16")

@@ -33,6 +33,7 @@ FILES = {
     "loop.yaml": "train: &a {x: *a}",
     "odd.yaml": "train: {1: 2, ~: 3}",
     "file.txt": "some text",
+    "table.csv": "id,txet\n1,a\n",
     "docs/a.txt": "a b c d e f g h\n" * 20,
     "shards/manifest.json": "{}",
     "cut/manifest.json": '{"a',
@@ -141,6 +142,10 @@ OTHERS = [
     (["evaluate", "hashed-words:4"], "one of the arguments --data --download --mteb is required"),
     (["pull", "file.txt", "out"], "file.txt"),
     (["push", "file.txt", "s3://bucket/x"], "is not a folder"),
+    (["prepare", "good.yaml", "corpus.paths=[table.csv]"], "table.csv: no column 'text'; found id, txet; did you mean"),
+    (["prepare", "good.yaml", "corpus.text_field=[a, a]"], "a name is given twice"),
+    (["embed", "hashed-words:4", "table.csv", "--output", "x.npy"], "no column 'text'; found id, txet; did you mean"),
+    (["embed", "hashed-words:4", "file.txt", "--output", "x.npy", "--workers", "-1"], "workers = -1: "),
     (["embed", "hashed-words:4", "file.txt", "--output=~no-such-user/x.npy"], "no home folder"),
 ]
 CASES = [

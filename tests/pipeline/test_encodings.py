@@ -96,7 +96,7 @@ def test_wide_text_that_breaks_off_says_so(tmp_path):
         ('{"text": null, "n": ' + "9" * 5000 + "}", "it is null"),
         ('{"text": 3}', "it is a number"),
         ('{"text": [1]}', "it is a list"),
-        ('{"body": "x"}', "found ['body']"),
+        ('{"body": "x"}', "no key 'text'; found body"),
         ('["x"]', "the line is a list"),
         ("null", "the line is null"),
     ],

@@ -58,7 +58,7 @@ def test_a_long_document_is_cut_into_documents_that_make_it_up(tmp_path, suffix)
 def test_json_strings_are_cut_inside_no_escape_and_no_character(text, ascii_only, max_bytes):
     line = json.dumps({"text": text}, ensure_ascii=ascii_only).encode()
     stream = iter([line])
-    records = list(read_jsonl(ByteStream(lambda _: next(stream, b"")), "x", "text", max_bytes))
+    records = list(read_jsonl(ByteStream(lambda _: next(stream, b"")), "x", ("text",), max_bytes))
     assert all(isinstance(record, Document) for record in records)
     assert "".join(record.text for record in records) == text
 
@@ -76,7 +76,7 @@ def test_json_strings_are_cut_inside_no_escape_and_no_character(text, ascii_only
 def test_a_long_line_is_judged_as_a_short_one_is(raw, outcome):
     fill = b"word " * 40
     stream = iter([b'{"text": ' + raw % (fill, fill) + b"}\n" + b'{"text": "next"}'])
-    *records, last = read_jsonl(ByteStream(lambda _: next(stream, b"")), "x", "text", 200)
+    *records, last = read_jsonl(ByteStream(lambda _: next(stream, b"")), "x", ("text",), 200)
     assert last.text == "next"
     reasons = ["" if isinstance(record, Document) else record.reason for record in records]
     assert sorted(set(reasons)) == sorted({outcome} if isinstance(outcome, str) else set(outcome))

@@ -164,7 +164,7 @@ def test_a_table_with_another_column_is_a_failure_for_each_row_beside_other_file
     (folder / "a.txt").unlink()
     problems = search(folder)[2]
     assert [path.name in problem and "body" in problem for problem in problems] == [True] * (
-        suffix in ("parquet", "arrow")
+        suffix in ("parquet", "arrow", "csv")
     )
 
 

@@ -20,7 +20,7 @@ CELL = st.text(st.sampled_from('ab ,\t"\n\u00e9\U0001f600'), max_size=12)
 
 def read_csv(data, chunk_bytes=1 << 20, delimiter=","):
     pieces = iter([data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)])
-    return list(read_delimited(ByteStream(lambda _: next(pieces, b"")), "x", "text", 1 << 20, delimiter))
+    return list(read_delimited(ByteStream(lambda _: next(pieces, b"")), "x", ("text",), 1 << 20, delimiter))
 
 
 @given(st.lists(st.tuples(CELL, CELL), max_size=8), st.sampled_from([",", "\t"]), st.sampled_from(["\n", "\r\n"]))
