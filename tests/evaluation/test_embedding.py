@@ -113,6 +113,11 @@ def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_p
     assert pq.read_table(tmp_path / "out.parquet").column("row").to_pylist() == kept
     np.testing.assert_allclose(vectors(tmp_path / "out.parquet"), expected[kept], atol=1e-5, rtol=0)
     assert read_note(tmp_path / "out.parquet").skipped == {"invalid_json": 1, "no_text_field": 1}
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "a.jsonl").write_bytes(b"\n".join(rows[:8]) + b"\n")
+    (tmp_path / "two" / "b.jsonl").write_bytes(b"\n".join(rows[8:]) + b"\n")
+    assert embed(model, tmp_path / "two", tmp_path / "two.parquet", "--skip-bad") == 0
+    assert pq.read_table(tmp_path / "two.parquet").column("row").to_pylist() == kept  # skipped records are counted
 
 
 def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model, tmp_path):

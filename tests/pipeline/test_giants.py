@@ -1,6 +1,7 @@
 """Documents longer than any sensible one: cut at whitespace, whole again when joined, in bounded memory."""
 
 import gzip
+import io
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from corpora import files, measured, read_all, tar, write_table
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.readers import jsonl
 from pipeline.readers.corpus import Document
 from pipeline.readers.jsonl import read_jsonl
 from pipeline.readers.streams import ByteStream
@@ -112,3 +114,22 @@ def test_a_giant_document_is_read_in_bounded_memory(tmp_path, kind):
     assert size > GIANT_MIB * 2**20 * 0.7
     # A line of JSON is held once, as bytes; of everything else no more than a piece is held.
     assert peak_mib < (450 + GIANT_MIB if kind == "jsonl" else 450)
+
+
+def test_only_the_giant_line_is_lost(monkeypatch):
+    """Two lines that are too large, one after the other and apart, are a failure each."""
+    monkeypatch.setattr(jsonl, "MAX_HELD_BYTES", 3_000_000)  # a chunk of the stream is smaller
+    giant, small = b'{"text": "' + b"x" * 9_000_000 + b'"}', b'{"text": "kept"}'
+    raw = b"\n".join([small, giant, small, giant, giant, small, small])
+    records = list(read_jsonl(ByteStream(io.BytesIO(raw).read), "x", "text", 1_000))
+    assert [getattr(record, "text", "lost") for record in records] == [
+        "kept",
+        "lost",
+        "kept",
+        "lost",
+        "lost",
+        "kept",
+        "kept",
+    ]
+    offsets = [record.offset for record in records]
+    assert [raw[offset : offset + 10] for offset in offsets] == [b'{"text": "'] * 7

@@ -9,7 +9,7 @@ from shardfolders import GEOMETRY, LENGTHS, tokens_of, write
 
 from benchmarks.wide import TOKENIZER
 from pipeline.readers.corpus import document_id
-from pipeline.shards.manifest import Counts
+from pipeline.shards.manifest import Counts, data_hash
 from pipeline.shards.schema import shard_schema
 from pipeline.shards.shards import ShardError, ShardSet, check_shards, load_manifest
 from pipeline.shards.writer import ShardWriter
@@ -151,3 +151,20 @@ def test_a_shard_that_is_not_looked_for_is_missed_when_it_is_used(tmp_path):
     assert shards.take(np.array([0, 18, 38])).num_rows == 3
     with pytest.raises(ShardError, match=r"train-00001\.arrow is missing"):
         shards.take(np.array([19]))
+
+
+def test_the_identity_of_data_is_that_of_shards_tokenizer_and_geometry(tmp_path):
+    manifest = load_manifest(write(tmp_path / "out"))
+    other = manifest.shards[0].model_copy(update={"sha256": "0"})
+    renamed = manifest.shards[0].model_copy(update={"name": "train-00009.arrow"})
+    changes = [
+        {"geometry": GEOMETRY.model_copy(update={"max_tokens": 5})},
+        {"geometry": GEOMETRY.model_copy(update={"num_anchors": 2})},
+        {"shards": [other, *manifest.shards[1:]]},
+        {"shards": [renamed, *manifest.shards[1:]]},
+        {"shards": manifest.shards[1:]},
+        {"tokenizer": manifest.tokenizer.model_copy(update={"fingerprint": "0"})},
+        {"tokenizer": None},
+    ]
+    assert len({data_hash(manifest.model_copy(update=each)) for each in [{}, *changes]}) == 1 + len(changes)
+    assert data_hash(manifest.model_copy(update={"versions": {}, "config_hash": "0"})) == data_hash(manifest)

@@ -365,3 +365,17 @@ def test_random_weights_take_no_step(tmp_path, unloaded, encoder, refused):
         return
     with pytest.raises(UnfitEncoderError, match=refused):
         one.train()
+
+
+def test_an_error_of_the_reading_thread_is_raised_in_its_reader():
+    """After the items that were read before it; without an error, all items arrive."""
+
+    def items():
+        yield from (1, 2)
+        raise OSError("a shard is gone")
+
+    found = []
+    with pytest.raises(OSError, match="a shard is gone"):
+        found.extend(Ahead(items()))
+    assert found == [1, 2]
+    assert list(Ahead(iter(range(20)))) == list(range(20))

@@ -14,6 +14,7 @@ from tinyruns import least_config
 from trainer.data.canonical import feed_units, units_of
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.parallel import fixedpoint
 from trainer.parallel.fixedpoint import SCALE, FixedPointSums
 from trainer.parallel.world import World
 from trainer.step.optim import build_optimizer
@@ -204,3 +205,33 @@ def test_units_of_a_batch_and_the_hash_of_a_run():
             assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
             assert bounds[-1][1] == size
             assert all(start % unit == 0 for start, _ in bounds if start < size)
+
+
+def test_large_parameters_are_summed_to_their_last_element():
+    """Elements are converted a million at a time, and sent 16 millions at a time."""
+    sizes = [3, fixedpoint._CHUNK + 5, 2 * fixedpoint._CHUNK, 7]
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    sums = FixedPointSums(World(), parameters, 2)
+    sums.begin()
+    terms = [torch.arange(1, size + 1) / 2.0**22 for size in sizes]
+    for _ in range(2):
+        sum((p * term).sum() for p, term in zip(parameters, terms, strict=True)).backward()
+    assert sums.finish()
+    assert all(torch.equal(p.grad, 2 * term) for p, term in zip(parameters, terms, strict=True))
+
+
+def test_terms_are_rounded_to_the_nearest_multiple():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    sums = FixedPointSums(World(), [parameter], 3)
+    sums.begin()
+    for _ in range(3):
+        (parameter * torch.tensor([0.6, 1.4, -0.6, -1.4]) / SCALE).sum().backward()
+    assert sums.finish()
+    assert (parameter.grad * SCALE).tolist() == [3, 3, -3, -3]
+
+
+@pytest.mark.parametrize("num_terms", [1, 3, 1000])
+def test_the_limit_is_the_largest_that_cannot_overflow(num_terms):
+    """In integers: that many terms at the limit are 2^63, the first number that 64 bits cannot hold."""
+    limit = FixedPointSums(World(), [torch.nn.Parameter(torch.zeros(1))], num_terms).limit
+    assert limit * num_terms * SCALE == pytest.approx(2.0**63, rel=1e-12)

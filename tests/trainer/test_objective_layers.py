@@ -25,6 +25,7 @@ from trainer.objectives.declutr.objective import Declutr
 from trainer.parallel.sharding import whole
 from trainer.parallel.world import World
 from trainer.setup.config import TrainConfig
+from trainer.step.microbatch import Microbatch
 from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
@@ -243,3 +244,44 @@ def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
     found = list(verify.verify(config, 4, []))
     assert found
     assert not any(row.within for row in found)
+
+
+def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
+    """The loss was computed before memory ran out in the second pass; the repeated step computes it again."""
+    found = []
+    for fails in (True, False):
+        stepper, batch = setup(World(), 60)
+        stepper = replace(stepper, microbatch=Microbatch(60, automatic=True))
+        forward, failures = stepper.encoder.forward, [fails]
+
+        def once(*given, forward=forward, failures=failures):
+            if torch.is_grad_enabled() and failures.pop(0) and not failures.append(False):
+                raise torch.OutOfMemoryError("DefaultCPUAllocator: given to this test")
+            failures.append(False)
+            return forward(*given)
+
+        stepper.encoder.forward = once
+        stepper.step(batch, 1)
+        assert (stepper.microbatch.max_tokens < 60) == fails
+        found.append(stepper.objective.state())
+    statistics = [[value for name, value in state.items() if "running" in name] for state in found]
+    assert deviation(*statistics) < 1e-12
+
+
+@pytest.mark.parametrize("tokens", [None, 60])
+def test_gradients_are_announced_before_the_last_backward_and_no_earlier(tokens):
+    """Then all but the last microbatch are in the gradient, and the last one's forward is done."""
+    stepper, batch = setup(World(), tokens)
+    calls, forward = [], stepper.encoder.forward
+
+    def counted(*given):
+        calls.append("forward" if torch.is_grad_enabled() else "without a graph")
+        return forward(*given)
+
+    stepper.encoder.forward = counted
+    passes = replace(stepper._passes(batch, 1), before_last=lambda: calls.append("announced"))
+    pieces = stepper._pieces(batch)
+    passes.differentiate(batch, pieces, passes.embed(pieces), passes.count(batch))
+    assert (len(pieces) > 1) == (tokens is not None)
+    assert calls[-1] == "announced"
+    assert calls.count("forward") == len(pieces)

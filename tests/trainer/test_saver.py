@@ -11,6 +11,7 @@ from volumes import small_volume
 from waiting import until
 
 from trainer.checkpoints import checkpoint, saver
+from trainer.checkpoints.retry import Job, StorageRetry
 from trainer.checkpoints.saver import SaveError, Saver
 from trainer.checkpoints.settings import CheckpointConfig
 
@@ -207,3 +208,51 @@ def act(here): discard(checkpoint_path(here, 7))
 def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(tmp_path):
     found = [sorted(path.name for path in here.glob("step-*/*")) for here in killed_before_each(DISCARD, tmp_path)]
     assert found == [["encoder.safetensors", "state.json"], [], [], []]
+
+
+def test_a_copy_that_is_given_while_another_is_written_is_written_too(tmp_path, opened):
+    go = threading.Event()
+    one = opened(tmp_path, before=go.wait, keep_last=3)
+    give(one, 1, mib=0.01)
+    until(lambda: one._writing_since is not None, "the write")
+    one.submit(state_of(2), {"encoder.safetensors": {"weight": torch.ones(3)}})
+    go.set()
+    one.wait()
+    assert checkpoint.steps_in(tmp_path) == [1, 2]
+
+
+def test_memory_that_was_handed_back_is_not_written(tmp_path, opened):
+    """The pause of half a second ends while the training takes the memory of a copy that waits for a retry."""
+    attempts = []
+
+    def before():
+        attempts.append(1)
+        raise OSError(5, "Input/output error")
+
+    one = opened(tmp_path, before=before)
+    give(one, 1, mib=0.01)
+    until(lambda: one._pausing, "a pause")
+    check = one.check
+    one.check = lambda: (time.sleep(0.8), check())
+    assert one.reuse_memory() is not None
+    one.check = check
+    assert not one._busy()
+    assert len(attempts) == 1
+
+
+def test_patience_begins_again_after_a_success(tmp_path, log):
+    now = [0.0]
+    retry = StorageRetry(tmp_path / "checkpoints", 10.0, lambda: now[0])
+    job, error = Job(state_of(1), {}), OSError(5, "Input/output error")
+    pauses = []
+    for now[0] in (0.0, 4.0, 8.0):
+        pauses.append(retry.failed(job, error))
+    assert pauses == [0.5, 1.0, 2.0]
+    now[0] = 9.0
+    retry.over(job)
+    assert "step 1 is written, after 4 attempts in 9 s" in log[-1]
+    now[0] = 18.5  # later than the first failure by more than the patience
+    assert retry.failed(job, error) == 0.5
+    assert log[-1].endswith("Training continues; retrying for 10 s")
+    now[0] = 28.5
+    assert retry.failed(job, error) is None

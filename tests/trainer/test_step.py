@@ -15,6 +15,7 @@ from trainer.data.plan import Plan
 from trainer.data.rows import document_keys
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel.world import World
+from trainer.step.optim import parameter_groups
 from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
@@ -297,3 +298,18 @@ def test_a_late_rank_does_not_shift_its_documents():
     before = int(whole.spans.lengths[:4].sum())
     assert torch.equal(part.spans.input_ids[:anchors], whole.spans.input_ids[before : before + anchors])
     assert (part.num_documents, part.num_rows) == (3, 6)
+
+
+def test_weights_of_normalisation_layers_of_any_kind_do_not_decay():
+    module = torch.nn.Sequential(
+        torch.nn.Linear(3, 3),
+        torch.nn.RMSNorm(3),
+        torch.nn.LayerNorm(3),
+        torch.nn.BatchNorm1d(3),
+        torch.nn.GroupNorm(1, 3),
+    )
+    decay, no_decay = parameter_groups(module, 0.1)
+    assert [id(p) for p in decay["params"]] == [id(module[0].weight)]
+    assert len(no_decay["params"]) == 8
+    module[0].weight.requires_grad_(False)
+    assert parameter_groups(module, 0.1)[0]["params"] == []

@@ -97,8 +97,8 @@ class Saver:
 
     def reuse_memory(self) -> Contents | None:
         """Returns memory for the next copy. A checkpoint in it that is waiting for a retry is dropped."""
-        self._wait(lambda: not self._busy())
-        with self._changed:
+        with self._changed:  # until the memory is taken, or the writer could take it for a retry
+            self._wait(lambda: not self._busy())
             self._job = None
             memory, self._memory = self._memory, None
             return memory

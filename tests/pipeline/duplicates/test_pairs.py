@@ -212,3 +212,18 @@ def test_keys_are_whole_or_refused(tmp_path, write):
         write_keys(tmp_path, "00000", DuplicatesConfig(), [bytes(16)] * 2, [1, 1])
     with pytest.raises(ValueError, match="1 signatures for 2 documents"):
         write_keys(tmp_path, "00000", NEAR, [bytes(16)] * 2, [1, 2], [np.zeros(125, np.uint32)])
+
+
+@pytest.mark.parametrize(("similarity", "least"), [(0.6, 5), (0.72, 6), (0.625, 5), (1.0, 8)])
+def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, search, similarity, least):
+    """Of 8 slots, 0.6 needs 5: 4 of 8 are 0.5. All documents share the first band."""
+    config = DuplicatesConfig(exact=False, near=NearConfig(similarity=similarity, bands=8, rows=1))
+    first = np.arange(8, dtype=np.uint64) + 100
+    signatures = []
+    for equal in range(1, 9):
+        signatures.append(first.copy())
+        signatures[-1][equal:] += np.arange(1, 9 - equal, dtype=np.uint64) * 1000 + equal * 100_000
+    ids = [bytes([number]) * 16 for number in range(9)]
+    write_keys(tmp_path, "00000", config, ids, list(range(9)), [first, *signatures])
+    pairs = join(search(tmp_path, ["00000"], config))
+    assert pairs.later[pairs.earlier == 0].tolist() == list(range(least, 9))
