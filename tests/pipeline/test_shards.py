@@ -9,7 +9,8 @@ from shardfolders import GEOMETRY, LENGTHS, tokens_of, write
 
 from benchmarks.wide import TOKENIZER
 from pipeline.readers.corpus import document_id
-from pipeline.shards.manifest import Counts, data_hash
+from pipeline.shards.ledger import LedgerFile
+from pipeline.shards.manifest import Counts, Sidecar, build_manifest, data_hash
 from pipeline.shards.schema import shard_schema
 from pipeline.shards.shards import ShardError, ShardSet, check_shards, load_manifest
 from pipeline.shards.writer import ShardWriter
@@ -168,3 +169,22 @@ def test_the_identity_of_data_is_that_of_shards_tokenizer_and_geometry(tmp_path)
     ]
     assert len({data_hash(manifest.model_copy(update=each)) for each in [{}, *changes]}) == 1 + len(changes)
     assert data_hash(manifest.model_copy(update={"versions": {}, "config_hash": "0"})) == data_hash(manifest)
+
+
+def test_documents_are_numbered_by_the_names_of_their_shards_in_any_order_of_the_manifest(tmp_path):
+    folder = write(tmp_path / "out")
+    manifest = load_manifest(folder)
+    reversed_ = manifest.model_copy(update={"shards": manifest.shards[::-1]})
+    (folder / "manifest.json").write_text(reversed_.model_dump_json())
+    assert ShardSet(folder, "train").take(np.arange(57)).column("offset").to_pylist() == list(range(57))
+    assert load_manifest(folder).of_split("train") == manifest.shards
+
+
+@pytest.mark.parametrize("rows", [18, 20])
+def test_a_manifest_is_refused_if_the_ledgers_have_too_few_rows_or_too_many(rows):
+    ledger = LedgerFile(name="ledger/00000.arrow", num_rows=rows, num_bytes=1, sha256="")
+    counts = Counts(read=19, kept=0, dropped={"too_short": 19}, failed={}, text_bytes=0, longest_tokens=20)
+    given = {"unit": "00000", "unit_hash": "", "config_hash": "", "num_bytes": 1, "failures": [], "shards": []}
+    sidecar = Sidecar(counts=counts, ledger=ledger, **given)
+    with pytest.raises(ShardError, match=f"19 documents read, but {rows} in the ledgers"):
+        build_manifest([sidecar], TOKENIZER, GEOMETRY, {}, "")

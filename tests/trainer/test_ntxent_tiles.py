@@ -164,3 +164,15 @@ def test_autocast_in_the_backward_pass_changes_nothing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (low,) = torch.autograd.grad(ntxent(rows, 0.05), rows)
     assert torch.equal(plain, low)
+
+
+def test_half_precision_embeddings_are_normalised_and_compared_in_float32():
+    """The embeddings are those that autocast computed; the loss is that of the same numbers in float32."""
+    half = embeddings(19, dtype=torch.bfloat16)
+    queue = embeddings(8, seed=1, dtype=torch.bfloat16).detach()
+    exact = half.detach().float().requires_grad_(True)
+    value, gradient = value_and_gradient(ntxent, half, 0.05, queue)
+    expected, wanted = value_and_gradient(ntxent, exact, 0.05, queue.float())
+    assert value.dtype == torch.float32
+    assert value == expected
+    assert torch.equal(gradient, wanted.bfloat16())

@@ -194,3 +194,14 @@ def test_spans_longer_than_the_windows_are_refused():
     draws = draw(config, 0, np.zeros(1, np.int64), np.zeros(1, np.uint64))
     with pytest.raises(ValueError, match="windows of 16 tokens, too short for spans of max_tokens = 32"):
         place(config, draws, np.array([64]), np.arange(4) * 16, np.array([0, 4]))
+
+
+@pytest.mark.parametrize(("side", "first"), [(0.2, 0), (0.7, 8)])
+def test_an_adjacent_positive_may_touch_either_end_of_the_document(side, first):
+    """The anchor is 4 to 8 of 12 tokens, and both neighbours of 4 tokens just fit."""
+    config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=4, max_tokens=4, strategy="adjacent")
+    half = np.full((1, 1), 0.5)
+    draws = Draws(half, half, half, half[..., None], np.full((1, 1, 1), side))
+    spans = place(config, draws, np.array([12]), *windows_of([12], config))
+    assert spans.anchors.tolist() == [[[4, 8]]]
+    assert spans.positives.tolist() == [[[[first, first + 4]]]]

@@ -167,3 +167,17 @@ def test_sentences_of_senteval_are_found_in_their_set(tmp_path):
     long = [line for line in lines if len(folded_words(line)) >= 8]
     assert len(long) > 4000
     assert all(index.find(f"{FILLER[:200]} {line}\n {FILLER[:200]}") for line in long[::50])
+
+
+def test_a_hit_that_the_second_hash_does_not_confirm_is_none(sets, tmp_path):
+    """As if another n-gram had the same first hash."""
+    index = tmp_path / "index.arrow"
+    build_index(Contamination(paths=[str(sets)]), index)
+    assert ContaminationIndex(index).find(f"{FILLER[:500]} {LONG}").num_ngrams == 6
+    table = pa.ipc.open_file(index.read_bytes()).read_all()
+    others = pa.array([check.as_py() ^ 1 for check in table.column("check")], table.schema.field("check").type)
+    table = table.set_column(table.schema.get_field_index("check"), table.schema.field("check"), others)
+    other = tmp_path / "other.arrow"
+    with pa.ipc.new_file(str(other), table.schema) as writer:
+        writer.write_table(table)
+    assert ContaminationIndex(other).find(f"{FILLER[:500]} {LONG}") is None

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.duplicates import pairs as pairs_module
 from pipeline.duplicates.clusters import decide
 from pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from pipeline.duplicates.keys import KeysError, keys_path, open_keys, write_keys
@@ -227,3 +228,18 @@ def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, 
     write_keys(tmp_path, "00000", config, ids, list(range(9)), [first, *signatures])
     pairs = join(search(tmp_path, ["00000"], config))
     assert pairs.later[pairs.earlier == 0].tolist() == list(range(least, 9))
+
+
+@pytest.mark.parametrize("batch", [17, 20, 39])
+def test_documents_are_compared_over_the_borders_of_batches(tmp_path, search, monkeypatch, batch):
+    """One group of 60, larger than the window: every document is like the next, and a few are like the first."""
+    config = DuplicatesConfig(exact=False, near=NearConfig(similarity=0.5, bands=2, rows=1))
+    signatures = [np.array([7, number // 2 * 2 if number % 7 else 0], np.uint32) for number in range(60)]
+    ids = [bytes([number]) * 16 for number in range(60)]
+    write_keys(tmp_path, "00000", config, ids, list(range(60)), signatures)
+    whole = join(search(tmp_path, ["00000"], config))
+    monkeypatch.setattr(pairs_module, "_BATCH", batch)
+    parts = join(search(tmp_path, ["00000"], config))
+    assert len(whole) > 60
+    for name in ("later", "earlier", "similarity"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name))
