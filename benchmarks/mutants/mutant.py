@@ -16,7 +16,7 @@ class Mutant:
         file: path of the file from the root of the project.
         old: text that occurs once in it.
         new: text in its place.
-        tests: test files, from the root.
+        tests: test files from the root, or tests of a file.
         equivalent: reason why no test can notice; empty for a bug.
     """
 
@@ -46,7 +46,7 @@ class Mutant:
 
     def key(self, root: Path) -> str:
         """Identity of the mutant with the present content of its file and tests; a result of another is not reused."""
-        contents = [(root / name).read_text() for name in (self.file, *self.tests)]
+        contents = [(root / name.split("::")[0]).read_text() for name in (self.file, *self.tests)]
         return hash_json([self.file, self.old, self.new, contents])
 
 

@@ -116,8 +116,12 @@ def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_p
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "a.jsonl").write_bytes(b"\n".join(rows[:8]) + b"\n")
     (tmp_path / "two" / "b.jsonl").write_bytes(b"\n".join(rows[8:]) + b"\n")
-    assert embed(model, tmp_path / "two", tmp_path / "two.parquet", "--skip-bad") == 0
+    assert embed(model, tmp_path / "two", tmp_path / "two.parquet", "--skip-bad", "--unit-mib", 0.0001) == 0
     assert pq.read_table(tmp_path / "two.parquet").column("row").to_pylist() == kept  # skipped records are counted
+    with (tmp_path / "two.parquet").open("ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(EmbedError, match="its size differs from its note"):
+        read_note(tmp_path / "two.parquet")
 
 
 def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model, tmp_path):
