@@ -30,6 +30,10 @@ def run(arguments: list[str]) -> int:
         if not given.encoders or given.follow or given.pretrained:
             parser.error("--mteb takes one ENCODER or more, and neither --follow nor --pretrained")
         return _evaluate_mteb(given)
+    if given.pairs is not None:
+        if not given.encoders or given.follow or given.pretrained:
+            parser.error("--pairs takes one ENCODER or more, and neither --follow nor --pretrained")
+        return _evaluate_pairs(given)
     from evaluation.senteval.checks.checking import inspect
     from evaluation.senteval.classifier.settings import ClassifierConfig
     from evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
@@ -69,6 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--download", type=path_argument, help="fetch missing files of the tasks into this folder"
                        " first")  # fmt: skip
     where.add_argument("--mteb", metavar="TASK[,TASK]", help="score MTEB tasks (pip install 'declutr-ray[mteb]')")
+    where.add_argument("--pairs", type=path_argument, metavar="FILE", help="score retrieval with your own pairs: JSONL "
+                       "or CSV with `query` and `text`, or with `query` and `id` and --documents")  # fmt: skip
+    parser.add_argument("--documents", type=path_argument, metavar="FILE", help="with --pairs: JSONL or CSV with the "
+                        "`id` and the `text` of every document to search")  # fmt: skip
     parser.add_argument("--mirror", help="address of a copy of the files, instead of the public sources")
     parser.add_argument("--allow-unchecked", action="store_true", help="accept own data; differences are marked")
     parser.add_argument(
@@ -156,6 +164,33 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     if failed and len(names) > 1:
         sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
     return not failed
+
+
+def _evaluate_pairs(given: argparse.Namespace) -> int:
+    """Score baselines and encoders on the user's pairs; return 1 if one could not be scored."""
+    from evaluation.retrieval.pairs import PairsError, read_test
+
+    try:
+        test = read_test(given.pairs, given.documents)
+    except (PairsError, OSError) as error:
+        return refused(error)
+    from evaluation.encoders.loading import EncoderError, load_encoder
+    from evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
+    from evaluation.retrieval.lexical import Lexicon
+
+    lexicon = Lexicon(test.texts)
+    scored, names = score_lexical(test, lexicon), list(dict.fromkeys(given.encoders))
+    for name in names:
+        try:
+            encoder = load_encoder(
+                name, device=given.device, trust_remote_code=given.trust_remote_code, precision=given.precision
+            )
+        except EncoderError as error:
+            return refused(f"not scored: {error}")
+        scored += score_encoder(test, encoder, lexicon)
+    print(write_comparison(test, scored, names, given.output))
+    print(f"\n{given.output / 'pairs.json'} has all numbers")
+    return 0
 
 
 def _evaluate_mteb(given: argparse.Namespace) -> int:

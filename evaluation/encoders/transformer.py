@@ -121,6 +121,16 @@ class TransformerEncoder:
                 parts.append(self._of_rows(rows, batch_tokens))
         return np.concatenate(parts)
 
+    def windows(self, texts: Sequence[str]) -> tuple[list[list[int]], NDArray[np.int64]]:
+        """Token ids of texts, special ones included, in consecutive windows of at most `max_tokens`, and their owners.
+
+        Returns:
+            The windows, and `(n,)` the number of the text of each, ascending; a text has at least one.
+        """
+        groups = [[row, *row.overflowing] for row in self._tokenized(texts)]
+        owners = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        return [window.ids for group in groups for window in group], owners
+
     def _tokenized(self, texts: Sequence[str]) -> list[Encoding]:
         return self._engine.encode_batch_fast([self.prompt + text for text in texts] if self.prompt else list(texts))
 

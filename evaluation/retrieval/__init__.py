@@ -1,0 +1,1 @@
+"""Retrieval with the user's own pairs: reading, lexical baselines, measures and comparisons."""

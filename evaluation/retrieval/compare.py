@@ -1,0 +1,149 @@
+"""`declutr evaluate --pairs`: encoders and lexical baselines on a retrieval test, with intervals and differences."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.bootstrap import MIN_ROWS, Comparison, compare, paired_interval
+from common.storage import write_json, write_text
+from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.encoders.transformer import TransformerEncoder
+from evaluation.retrieval.lexical import Lexicon
+from evaluation.retrieval.measures import F64, MEASURES, measures
+from evaluation.retrieval.pairs import RetrievalTest
+
+F32 = NDArray[np.float32]
+BM25, IDF = "BM25", "IDF cosine"
+_CHUNK_QUERIES = 512
+SEED = 0
+"""Seed of the bootstrap: the same file gives the same intervals."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One row of the table.
+
+    Attributes:
+        name: of the encoder or baseline.
+        values: `(Q, 5)` of each query, in the order of `MEASURES`.
+    """
+
+    name: str
+    values: F64
+
+    def facts(self) -> dict[str, Any]:
+        """Mean and 95% interval of each measure; the interval is None for fewer than `MIN_ROWS` queries."""
+        found = {}
+        for name, column in zip(MEASURES, self.values.T, strict=True):
+            interval = paired_interval(np.zeros_like(column), column, SEED) if len(column) >= MIN_ROWS else None
+            found[name] = {"value": float(column.mean()), "interval": interval}
+        return found
+
+
+def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, NDArray[np.int64]]:
+    """Unit embeddings of the windows of texts, `(n, D)`, and the number of the text of each, ascending.
+
+    A text that is longer than the encoder reads has several windows; others have one.
+    """
+    if isinstance(encoder, TransformerEncoder):
+        rows, owners = encoder.windows(texts)
+        found = encoder.embed_ids(rows)
+    else:
+        found, owners = encoder.encode(texts), np.arange(len(texts))
+    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12), owners
+
+
+def score_lexical(test: RetrievalTest, lexicon: Lexicon) -> list[Scored]:
+    """The rows of the baselines."""
+    kinds = {BM25: lexicon.bm25, IDF: lexicon.idf_cosine}
+    return [Scored(name, _by_chunks(test, scores)) for name, scores in kinds.items()]
+
+
+def score_encoder(test: RetrievalTest, encoder: SentenceEncoder, lexicon: Lexicon) -> list[Scored]:
+    """The rows of an encoder: alone, and with the IDF cosine added to its cosine.
+
+    The score of a text is that of its best window.
+    """
+    texts, owners = embed_windows(encoder, test.texts)
+    starts = np.flatnonzero(np.diff(owners, prepend=-1))
+
+    def cosines(queries: Sequence[str]) -> F32:
+        rows = encoder.encode(queries)
+        rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        return np.maximum.reduceat(rows @ texts.T, starts, axis=1)
+
+    name = encoder.name
+    return [
+        Scored(name, _by_chunks(test, cosines)),
+        Scored(f"{name} + {IDF}", _by_chunks(test, lambda queries: cosines(queries) + lexicon.idf_cosine(queries))),
+    ]
+
+
+def differences(first: Scored, second: Scored) -> dict[str, Comparison]:
+    """The second row minus the first, by measure, by a paired bootstrap over queries."""
+    return {
+        name: compare(before, after, SEED)
+        for name, before, after in zip(MEASURES, first.values.T, second.values.T, strict=True)
+    }
+
+
+def write_comparison(test: RetrievalTest, scored: Sequence[Scored], encoders: Sequence[str], folder: Path) -> str:
+    """Write `pairs.json` and `pairs.md`; return the table.
+
+    Every further encoder is compared with the first of `encoders`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = {row.name: row for row in scored}
+    found = {name: differences(rows[encoders[0]], rows[name]) for name in encoders[1:]}
+    text = "\n".join(_table(test, scored, encoders, found))
+    write_json(
+        folder / "pairs.json",
+        {
+            "queries": len(test.queries),
+            "texts": len(test.texts),
+            "scores": {row.name: row.facts() for row in scored},
+            "differences": {
+                name: {
+                    measure: {"value": one.difference, "interval": one.interval, "measurable": one.measurable}
+                    for measure, one in each.items()
+                }
+                for name, each in found.items()
+            },
+        },
+    )
+    write_text(folder / "pairs.md", text + "\n")
+    return text
+
+
+def _by_chunks(test: RetrievalTest, scores: Callable[[Sequence[str]], F32]) -> F64:
+    """`(Q, 5)` measures, with the scores of a few queries in memory at a time."""
+    parts = range(0, len(test.queries), _CHUNK_QUERIES)
+    ends = [slice(start, start + _CHUNK_QUERIES) for start in parts]
+    return np.concatenate([measures(scores(test.queries[part]), test.relevant[part]) for part in ends])
+
+
+def _table(
+    test: RetrievalTest,
+    scored: Sequence[Scored],
+    encoders: Sequence[str],
+    found: dict[str, dict[str, Comparison]],
+) -> Iterator[str]:
+    yield f"{len(test.queries):,} queries, {len(test.texts):,} texts; percent with 95% intervals over queries\n"
+    if len(test.queries) < MIN_ROWS:
+        yield f"fewer than {MIN_ROWS} queries: no intervals\n"
+    yield f"| | {' | '.join(MEASURES)} |"
+    yield f"| --- |{' ---: |' * len(MEASURES)}"
+    for row in scored:
+        cells = []
+        for one in row.facts().values():
+            interval = one["interval"] and f" [{100 * one['interval'][0]:.1f}, {100 * one['interval'][1]:.1f}]"
+            cells.append(f"{100 * one['value']:.1f}{interval or ''}")
+        yield f"| {row.name} | {' | '.join(cells)} |"
+    for name, each in found.items():
+        yield f"\n{name} compared with {encoders[0]}:"
+        for measure, one in each.items():
+            yield f"- {measure}: {one.sentence()}"

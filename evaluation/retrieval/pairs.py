@@ -1,0 +1,118 @@
+"""Reading of a user's retrieval test: queries, each with the text that answers it or the id of a document."""
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.excerpt import excerpt
+from common.suggestions import meant
+
+MOST_BYTES = 2**30
+"""Largest file of pairs or documents, because both are held in memory."""
+_CSV = (".csv", ".tsv")
+_MOST_NAMED = 5
+
+
+class PairsError(ValueError):
+    """A file of pairs or documents that cannot be used."""
+
+
+@dataclass(frozen=True)
+class RetrievalTest:
+    """Queries and the texts among which their answers are searched.
+
+    Attributes:
+        queries: Q distinct queries, in the order of the file.
+        texts: G distinct texts.
+        relevant: for each query the numbers of its texts, ascending.
+    """
+
+    queries: list[str]
+    texts: list[str]
+    relevant: list[list[int]]
+
+
+def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
+    """Read pairs of `query` and `text`, or of `query` and `id` with the documents that have these ids.
+
+    JSON Lines or CSV (.csv, .tsv) with a header. A query that occurs several times has several relevant texts. All
+    documents are searched, also those that no pair names.
+
+    Raises:
+        PairsError: a file is missing, too large or damaged, lacks a column, or a pair names no document.
+    """
+    rows = list(_rows(pairs))
+    if not rows:
+        raise PairsError(f"--pairs {pairs}: holds no pairs")
+    names = set(rows[0][1])
+    key = "id" if documents is not None else "text"
+    if missing := [name for name in ("query", key) if name not in names]:
+        raise PairsError(_missing(pairs, missing, names, documents))
+    if documents is None:
+        texts = list(dict.fromkeys(_text(pairs, line, row, "text") for line, row in rows))
+        number = {text: place for place, text in enumerate(texts)}
+    else:
+        found = {
+            _text(documents, line, row, "id"): _text(documents, line, row, "text") for line, row in _rows(documents)
+        }
+        texts, number = list(found.values()), {name: place for place, name in enumerate(found)}
+    relevant: dict[str, set[int]] = {}
+    unknown = []
+    for line, row in rows:
+        query, wanted = _text(pairs, line, row, "query"), _text(pairs, line, row, key)
+        if wanted in number:
+            relevant.setdefault(query, set()).add(number[wanted])
+        else:
+            unknown.append(f"line {line}: {wanted}")
+    if unknown:
+        raise PairsError(
+            f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {documents}: "
+            f"{excerpt(unknown, _MOST_NAMED)}"
+        )
+    if len(texts) < 2:
+        raise PairsError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
+    return RetrievalTest(list(relevant), texts, [sorted(each) for each in relevant.values()])
+
+
+def _missing(pairs: Path, missing: list[str], names: set[str], documents: Path | None) -> str:
+    near = "".join(meant(name, sorted(names)) for name in missing)
+    other = "; with --documents FILE, pairs may have `id` instead of `text`" if documents is None else ""
+    return (
+        f"--pairs {pairs}: has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{other}"
+    )
+
+
+def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    if isinstance(value, int) and not isinstance(value, bool) and name == "id":
+        value = str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise PairsError(f"{path}, line {line}: `{name}` must be a text, not {str(value)[:40]!r}")
+    return value
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a file with the numbers of their lines."""
+    if not path.is_file():
+        raise PairsError(f"{path}: there is no such file")
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise PairsError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read")
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            if path.suffix in _CSV:
+                reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",")
+                for row in reader:
+                    yield reader.line_num, row
+                return
+            for line, text in enumerate(stream, 1):
+                if text.strip():
+                    row = json.loads(text)
+                    if not isinstance(row, dict):
+                        raise PairsError(f"{path}, line {line}: a {type(row).__name__}, not an object with names")
+                    yield line, row
+    except (UnicodeDecodeError, json.JSONDecodeError, csv.Error, RecursionError) as error:
+        kind = "CSV" if path.suffix in _CSV else "JSON Lines"
+        raise PairsError(f"{path}: is not {kind} in UTF-8 ({error})") from error

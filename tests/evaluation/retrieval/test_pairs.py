@@ -1,0 +1,99 @@
+"""`evaluate --pairs`: files of pairs, and the table of encoders and baselines."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cli.evaluate import run
+from evaluation.retrieval.compare import Scored, differences
+from evaluation.retrieval.measures import MEASURES
+from evaluation.retrieval.pairs import PairsError, read_test
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_read_test_joins_the_texts_of_a_repeated_query(tmp_path):
+    rows = [{"query": "a", "text": "x"}, {"query": "b", "text": "y"}, {"query": "a", "text": "y"}]
+    test = read_test(jsonl(tmp_path / "pairs.jsonl", rows))
+    assert (test.queries, test.texts, test.relevant) == (["a", "b"], ["x", "y"], [[0, 1], [1]])
+
+
+def test_read_test_of_csv_with_documents_searches_all_of_them(tmp_path):
+    (tmp_path / "pairs.csv").write_text('\ufeffquery,id,more\n"a, ""b""",7,\nc,8,\n', encoding="utf-8")
+    documents = jsonl(tmp_path / "documents.jsonl", [{"id": n, "text": f"text {n}"} for n in (6, 7, 8)])
+    test = read_test(tmp_path / "pairs.csv", documents)
+    assert (test.queries, test.texts) == (['a, "b"', "c"], ["text 6", "text 7", "text 8"])
+    assert test.relevant == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (
+            [{"query": "a", "txt": "b"}],
+            r"has no text.*its columns are query, txt",
+        ),
+        ([{"query": "a", "text": ""}], r"pairs\.jsonl, line 1: `text` must be a text, not ''"),
+        ([{"query": "a", "text": "b"}, {"query": None, "text": "b"}], "line 2: `query` must be a text, not 'None'"),
+        ([], "holds no pairs"),
+        ([["query", "text"]], "line 1: a list, not an object with names"),
+        ([{"query": "a", "text": "b"}], "there is one text to search"),
+    ],
+)
+def test_read_test_of_a_poor_file_names_the_place(tmp_path, rows, told):
+    with pytest.raises(PairsError, match=told):
+        read_test(jsonl(tmp_path / "pairs.jsonl", rows))
+
+
+def test_read_test_names_pairs_without_a_document(tmp_path):
+    pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": n} for n in range(8)])
+    documents = jsonl(tmp_path / "documents.jsonl", [{"id": n, "text": f"text {n}"} for n in range(2)])
+    with pytest.raises(PairsError, match=r"6 of 8 pairs name no document of .*: line 3: 2, .* and 1 more"):
+        read_test(pairs, documents)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", b"{"), ("a.jsonl", b"\xff\n"), ("a.csv", b"\xff,\n1,2\n")])
+def test_read_test_of_another_format_says_so(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(PairsError, match=r"is not (CSV|JSON Lines) in UTF-8"):
+        read_test(tmp_path / name)
+
+
+def test_differences_need_a_hundred_queries_for_an_interval():
+    rng = np.random.default_rng(0)
+    first = Scored("first", rng.random((120, len(MEASURES))))
+    second = Scored("second", first.values + 0.1)
+    assert all(one.measurable for one in differences(first, second).values())
+    few = differences(Scored("first", first.values[:99]), Scored("second", second.values[:99]))
+    assert all(one.interval is None for one in few.values())
+
+
+def test_evaluate_pairs_writes_baselines_and_encoders(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    words = [f"word{n}" for n in range(400)]
+    texts = [" ".join(rng.choice(words, 12)) for _ in range(120)]
+    pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": " ".join(text.split()[:3]), "text": text} for text in texts])
+    encoders = ["hashed-words:64", "hashed-words:8"]
+    assert run([*encoders, "--pairs", str(pairs), "--output", str(tmp_path / "scores")]) == 0
+    told = capsys.readouterr().out
+    assert "120 queries, 120 texts" in told
+    assert "hashed-words:8 compared with hashed-words:64:" in told
+    written = json.loads((tmp_path / "scores" / "pairs.json").read_text())
+    assert list(written["scores"]) == [
+        "BM25", "IDF cosine", encoders[0], f"{encoders[0]} + IDF cosine", encoders[1], f"{encoders[1]} + IDF cosine"
+    ]  # fmt: skip
+    value = {name: each["recall@1"]["value"] for name, each in written["scores"].items()}
+    assert value["BM25"] > 0.95
+    assert value[encoders[0]] > value[encoders[1]]
+    low, high = written["scores"][encoders[0]]["recall@1"]["interval"]
+    assert low < value[encoders[0]] < high
+    assert written["differences"][encoders[1]]["recall@1"]["measurable"]
+
+
+def test_evaluate_pairs_of_a_missing_file_is_refused_without_torch(tmp_path, capsys):
+    assert run(["hashed-words:8", "--pairs", str(tmp_path / "none.jsonl")]) == 1
+    assert "none.jsonl: there is no such file" in capsys.readouterr().err
