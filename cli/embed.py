@@ -13,8 +13,8 @@ def run(arguments: list[str]) -> int:
     from common.console.logs import setup_logging
     from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
-    from evaluation.encoders.loading import AnyPrecision, EncoderChoice, EncoderError
-    from evaluation.encoders.modules import Pooling
+    from evaluation.encoders.choice import AnyPrecision, EncoderChoice, Pooling
+    from evaluation.encoders.protocol import EncoderError
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."

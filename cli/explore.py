@@ -1,6 +1,7 @@
 """`declutr explore`."""
 
 import argparse
+import os
 
 from common.commandline import refused
 from common.paths import path_argument
@@ -23,20 +24,26 @@ def run(arguments: list[str]) -> int:
         parser.error(f"--top {given.top}: must be 1 to 1000")
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.loading import EncoderError, encoder_of_index
+    from evaluation.encoders.protocol import EncoderError
     from evaluation.explore.explorer import Explorer
-    from evaluation.explore.server import ExploreServer
+    from evaluation.explore.server import ExploreServer, listen
 
     try:
         index = SearchIndex(given.index)
-        encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
-        explorer = Explorer(index, encoder, given.top)
-    except (EmbedError, EncoderError) as error:
+    except EmbedError as error:
         return refused(error)
     try:
-        server = ExploreServer(explorer, given.port)
+        listening = listen(given.port)
     except OSError as error:
-        return refused(f"--port {given.port}: {error.strerror}; omit --port to use a free port")
+        return refused(f"--port {given.port}: {os.strerror(error.errno or 0)}; omit --port to use a free port")
+    from evaluation.encoders.loading import encoder_of_index  # loads torch, which no taken port waits for
+
+    try:
+        encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
+        server = ExploreServer(Explorer(index, encoder, given.top), listening)
+    except (EmbedError, EncoderError) as error:
+        listening.close()
+        return refused(error)
     with server:
         try:  # a reader of the line may press Ctrl-C before `print` has returned
             print(f"{server.url}  (private: anyone with this address can read the texts; Ctrl-C stops)", flush=True)

@@ -4,6 +4,7 @@ On the holder's host, the lock is held while the process exists; on another host
 check and the write happen under flock, so of two simultaneous commands one is refused.
 """
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -11,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self, TextIO
+from typing import BinaryIO, Self, TextIO
 
 import msgspec
 
@@ -62,11 +63,7 @@ class RunLock(Watcher):
 
     def __enter__(self) -> Self:
         with _open_locked(self._path) as stream:
-            holder = self._read(stream)
-            if holder is not None and lives(holder, lambda: _age_seconds(self._path)):
-                raise RunLockedError(
-                    f"{refusal(self._path.parent, holder)}; wait for it, stop it, or name another folder"
-                )
+            _refuse(self._path, stream.buffer)
             self._write(stream)
         return super().__enter__()
 
@@ -106,6 +103,23 @@ class RunLock(Watcher):
             return True
         self._lost()
         return False
+
+
+def refuse_held(run: Path) -> None:
+    """Refuses a run folder that a running command holds; takes no lock.
+
+    Raises:
+        RunLockedError: as `RunLock`.
+    """
+    with contextlib.suppress(FileNotFoundError), (run / LOCK).open("rb") as stream:
+        _refuse(run / LOCK, stream)
+
+
+def _refuse(path: Path, stream: BinaryIO) -> None:
+    stream.seek(0)
+    holder = read_holder(stream.read(), str(path))
+    if holder is not None and lives(holder, lambda: _age_seconds(path)):
+        raise RunLockedError(f"{refusal(path.parent, holder)}; wait for it, stop it, or name another folder")
 
 
 def _open_locked(path: Path) -> TextIO:

@@ -22,9 +22,13 @@ from common.commandline import config_parser
 from common.config import ConfigError, load_config
 from common.console.logs import get_logger, setup_logging
 from common.credentials import redact
+from common.lock import RunLockedError, refuse_held
 from common.meanings import annotated_yaml
 from common.paths import expand
 from common.stores.address import is_remote
+from trainer.checkpoints.state import FORK
+from trainer.driver.checks import early_problems, refuse
+from trainer.driver.original_score import with_original_score
 from trainer.driver.places import fork_problem, place_problems
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
@@ -90,6 +94,26 @@ def _began() -> float:
     return time.time() - running_seconds
 
 
+def _refuse_early(config: TrainConfig, new_run: str | None) -> None:
+    """Refuses a run whose folder and shards show a problem, before torch, transformers and Ray are loaded.
+
+    Places at addresses are fetched, and read, while Ray starts.
+
+    Raises:
+        ConfigError: with every such problem.
+        RunLockedError: another command works on the run folder.
+    """
+    started = config if new_run is None else config.model_copy(update={"run": new_run})
+    data = [one.data for one in started.branches().values()]
+    if any(is_remote(place) for place in (started.run, started.validation.data, *data) if place):
+        return
+    run = run_folder(started.run, started.cache)
+    if new_run is not None and run.exists() and not (run / FORK).is_file():
+        return  # no fork, which `fork` refuses
+    refuse(early_problems(with_geometry(with_original_score(started, run), run)))
+    refuse_held(run)
+
+
 def _storage_error(error: OSError, run: str) -> str:
     """Message about a failed storage; it promises a continuation only if the run may have checkpoints."""
     continues = is_remote(run) or (expand(run) / "checkpoints").is_dir()
@@ -119,13 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong = place_problems(config.model_dump())
         if arguments.fork is not None and (problem := fork_problem(arguments.fork, config.run)):
             wrong.append(problem)
-        if wrong:
-            raise ConfigError("train", wrong)
-    except ConfigError as error:
+        refuse(wrong)
+        _refuse_early(config, arguments.fork)
+    except (ConfigError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     early = None if arguments.fork is not None else _EarlyRay(config)
-    from common.lock import RunLockedError
     from common.records import DamagedError
     from pipeline.shards.shards import ShardError
     from trainer.checkpoints.checkpoint import CheckpointError

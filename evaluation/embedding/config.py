@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from common.config import Strict
-from evaluation.encoders.loading import EncoderChoice
+from evaluation.encoders.choice import EncoderChoice
 from pipeline.readers.corpus import TextField
 
 Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]

@@ -25,7 +25,7 @@ from evaluation.embedding.output import read_note, unit_vectors, write_npy_heade
 from evaluation.embedding.plan import jobs, plan
 from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
-from evaluation.encoders.loading import EncoderChoice
+from evaluation.encoders.choice import EncoderChoice
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit, plan_units, read_unit
 from pipeline.readers.corpus import Document

@@ -18,7 +18,6 @@ from evaluation.embedding.output import Note, assemble, note_path, read_note
 from evaluation.embedding.plan import identify, jobs, located, plan
 from evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished
 from evaluation.embedding.workers import embed_on_ray
-from evaluation.encoders.loading import encoder_of
 from evaluation.encoders.protocol import SentenceEncoder
 from pipeline.job.units import Unit
 
@@ -37,6 +36,8 @@ def embed(config: EmbedConfig) -> Note:
     """
     config = located(config)
     units = plan(config)
+    from evaluation.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
+
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")

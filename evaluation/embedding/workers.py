@@ -5,7 +5,6 @@ from pathlib import Path
 
 from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.units import EmbeddingSidecar, embed_unit
-from evaluation.encoders.loading import encoder_of
 from pipeline.job.units import Unit
 
 _CPUS_PER_WORKER = 4
@@ -66,6 +65,8 @@ class UnitEmbedder:
     """Ray worker with an encoder that embeds one unit after the other."""
 
     def __init__(self, config: EmbedConfig, folder: str) -> None:
+        from evaluation.encoders.loading import encoder_of
+
         self._config, self._folder = config, Path(folder)
         self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
 

@@ -3,29 +3,24 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from common.config import Strict
 from common.hub import cache_only
+from evaluation.encoders.choice import AnyPrecision, EncoderChoice, LongTexts, Pooling
 from evaluation.encoders.linear import pack_linears
-from evaluation.encoders.modules import Pooling
 from evaluation.encoders.pretrained import load_pretrained
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.encoders.runs import load_run, start_of
-from evaluation.encoders.transformer import LongTexts, TransformerEncoder
+from evaluation.encoders.transformer import TransformerEncoder
 from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.exported import EXPORT
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
-
-AnyPrecision = Literal["auto", "fp32", "bf16"]
 
 _CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of padding
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
@@ -111,24 +106,6 @@ def load_encoder(
         chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,
         pretrained=start_of(path),
     )
-
-
-class EncoderChoice(Strict):
-    """Encoder and its treatment of long texts."""
-
-    model: str
-    """Name as `load_encoder` takes it."""
-    pooling: Pooling | None = None
-    """Pooling that overrides the encoder's own."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of one input, including special tokens; the encoder's own limit if not set."""
-    long_texts: LongTexts = "cut"
-    """Treatment of longer texts: cut them, or read them in windows and average by tokens."""
-    precision: AnyPrecision = "auto"
-    """Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999), else fp32."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
-    reading it back grants nothing."""
 
 
 def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_code: bool) -> SentenceEncoder:

@@ -5,7 +5,7 @@ Modules that cannot be computed exactly here are refused by name.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from common.hub import hub_problem, looks_like_a_path
 from common.storage import read_json
+from evaluation.encoders.choice import Pooling
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE
 from trainer.model.behind import Normalize
 
-Pooling = Literal["mean", "cls", "max", "mean_without_cls"]
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",

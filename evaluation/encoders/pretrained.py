@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from common import seeding
 from common.hub import hub_problem
-from evaluation.encoders.modules import Pooling, Recipe, read_recipe
+from evaluation.encoders.choice import Pooling
+from evaluation.encoders.modules import Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE, broken_file, check_weights, explain
 from pipeline.tokenizer.tokenization import sentencepiece_problem

@@ -13,7 +13,8 @@ from common.paths import expand
 from common.storage import read_json
 from common.stores.address import child, is_remote
 from common.yamlfile import read_yaml_file
-from evaluation.encoders.modules import Pooling, Recipe
+from evaluation.encoders.choice import Pooling
+from evaluation.encoders.modules import Recipe
 from evaluation.encoders.pretrained import Loaded
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE, explain

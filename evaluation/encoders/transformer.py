@@ -19,11 +19,11 @@ from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from common.storage import hash_json
+from evaluation.encoders.choice import LongTexts
 from trainer.data.batches import SpanBatch
 from trainer.model.behind import Normalize
 from trainer.model.encoder import Encoder
 
-LongTexts = Literal["cut", "windows"]
 Precision = Literal["fp32", "bf16"]
 _CPU_BATCH_TOKENS = 2048  # keeps the activations of a batch in the processor's cache
 _GPU_BATCH_TOKENS = 65536

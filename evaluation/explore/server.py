@@ -8,6 +8,7 @@ marks as coming from another site are refused.
 
 import json
 import secrets
+import socket
 import sys
 import threading
 from http import HTTPStatus
@@ -35,26 +36,30 @@ class _Refusal(Exception):  # noqa: N818 - the request is refused, nothing is br
         self.status = status
 
 
-class ExploreServer(ThreadingTCPServer):
-    """Server that answers until stopped, with one thread per connection and at most 64 connections.
-
-    Port 0 takes a free one.
+def listen(port: int = 0) -> socket.socket:
+    """Listens on a port of this machine, before anything is loaded for it; 0 takes a free one.
 
     Raises:
         OSError: the port is taken or not permitted.
     """
+    return socket.create_server((ADDRESS, port))
 
-    allow_reuse_address = True
+
+class ExploreServer(ThreadingTCPServer):
+    """Server that answers on a listening socket until stopped: a thread per connection, at most 64 connections."""
+
     daemon_threads = True
 
-    def __init__(self, explorer: Explorer, port: int = 0) -> None:
+    def __init__(self, explorer: Explorer, listening: socket.socket) -> None:
         self.explorer = explorer
         html, self.policy = _page()
         self.html = html.encode()
         self.map = _encoded(explorer.map())
         self.token = secrets.token_urlsafe(32)
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        super().__init__((ADDRESS, port), _Handler)
+        super().__init__(listening.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()  # unbound
+        self.socket = listening
         port = self.server_address[1]
         ends = [f":{port}", ""] if port == _HTTP_PORT else [f":{port}"]
         self.hosts = {f"{name}{end}" for name in (ADDRESS, "localhost") for end in ends}

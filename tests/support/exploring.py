@@ -12,7 +12,7 @@ from cli.main import main
 from evaluation.embedding.index import SearchIndex
 from evaluation.encoders.loading import load_encoder
 from evaluation.explore.explorer import Explorer
-from evaluation.explore.server import ExploreServer
+from evaluation.explore.server import ExploreServer, listen
 
 ENCODER = "hashed-words:64"
 HOSTILE = (
@@ -63,7 +63,7 @@ def serving(index: Path, map_texts: int = 5_000) -> Iterator[ExploreServer]:
             connections.append(connection)
             return connection, address
 
-    with Recorded(explorer) as server:
+    with Recorded(explorer, listen()) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

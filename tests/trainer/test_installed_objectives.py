@@ -11,7 +11,7 @@ import pytest
 import tinyruns as runs
 from madeup import shards
 
-from trainer.driver.checks import problems
+from trainer.driver.objective_checks import objective_problems
 from trainer.driver.places import place_problems
 from trainer.objectives.config import ObjectiveConfig
 from trainer.objectives.registry import load_kinds
@@ -125,7 +125,7 @@ def test_an_implementation_that_cannot_be_used_is_found_before_ray_starts(tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Unfit, "implementation", implementation, raising=False)
     config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
-    (problem,) = [line for line in problems(config) if line.startswith("objective.kind = unfit")]
+    (problem,) = [line for line in objective_problems(config) if line.startswith("objective.kind = unfit")]
     assert f"implementation = {implementation!r}: {said}" in problem
 
 
@@ -134,7 +134,7 @@ def test_mlm_without_its_metric_is_found_before_ray_starts(tmp_path, monkeypatch
     monkeypatch.setattr(Unfit, "implementation", "trainer.objectives.declutr.objective:Declutr", raising=False)
     monkeypatch.setattr(Unfit, "mlm", True)
     config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
-    assert any("metrics = ['one'] lacks 'mlm'" in line for line in problems(config))
+    assert any("metrics = ['one'] lacks 'mlm'" in line for line in objective_problems(config))
 
 
 def test_an_objective_whose_package_is_not_installed():

@@ -1,6 +1,7 @@
 """Finds all problems of a training run that can be known before Ray starts."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,18 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from trainer.checkpoints.state import read_origin
 from trainer.driver.device import DEVICE, device_problem, kept_device
-from trainer.driver.objective_checks import data_problems, kind_problem
+from trainer.driver.objective_checks import data_problems, kind_problem, objective_problems
 from trainer.driver.places import place_problems
-from trainer.driver.validation_checks import validation_problems
+from trainer.driver.tokenizer_check import tokenizer_problem
+from trainer.driver.validation_checks import stsb_problems, validation_problems
 from trainer.setup.branches import data_hashes, joint_hash
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE
-from trainer.worker.ray_internals import unsupported_ray
 
 
-def problems(config: TrainConfig) -> list[str]:
-    """All problems of this run, one line each: key, value, limit, remedy."""
+def early_problems(config: TrainConfig) -> list[str]:
+    """Problems that the files of the run and the manifests of its shards show, without torch: one line each."""
     found = place_problems(config.model_dump())
     if any(problem.startswith("run = ") for problem in found):
         return found
@@ -35,59 +36,84 @@ def problems(config: TrainConfig) -> list[str]:
     found += _run_problems(config, run)
     if problem := device_problem(config.scaling, run):
         found.append(problem)
-    try:
-        folder = data_folder(config.data, config.cache)
-        manifest = load_manifest(folder)
-    except (ShardError, RemoteError, OSError) as error:
-        missing = any(problem.startswith("data = ") for problem in found)
-        return found if missing else [*found, f"data = {config.data}: {error}"]
-    found += [f"data = {config.data}: {problem}" for problem in check_shards(folder)]
-    if manifest.content.kind in MEDIA_KINDS:
+    unreadable, manifests = _shards(config)
+    found += [line for key, line in unreadable if not any(known.startswith(f"{key} = ") for known in found)]
+    main = manifests.get("")
+    if main is None:
+        return found
+    if main.content.kind in MEDIA_KINDS:
         return [
             *found,
-            f"data = {config.data}: holds {manifest.content.kind}; the main branch reads texts, whose encoder is "
+            f"data = {config.data}: holds {main.content.kind}; the main branch reads texts, whose encoder is "
             "exported: name it in a branch (also.NAME.data)",
         ]
-    others, manifests = _branch_shards(config)
-    began_before = bool(checkpoint.steps_in(run / CHECKPOINTS))
+    for name, branch in config.branches().items():
+        if name in manifests:
+            prefix = f"also.{name}." if name else ""
+            found += [f"{prefix}{line}" for line in data_problems(branch, manifests[name])]
+            found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
+    if kind_problem(config, main) is None:
+        found += validation_problems(config, main)
+    if problem := tokenizer_problem(config, main):
+        found.append(problem)
+    if len(manifests) == len(config.branches()):
+        found += _other_shards(config, run, data_hashes(manifests))
+    return found
+
+
+def problems(config: TrainConfig) -> list[str]:
+    """All problems of this run, one line each: key, value, limit, remedy. Encoders are loaded if all else is well."""
+    if found := early_problems(config):
+        return found
+    manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}
+    main = manifests[""]
+    began_before = bool(steps_in(run_folder(config.run, config.cache) / CHECKPOINTS))
     # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
     # and transformers that takes seconds of each start.
     from_scratch = began_before and config.encoder.pretrained is None and not config.also
-    found += [line for line in others if line not in found]
-    found += _main_problems(config, manifest, load=not from_scratch)
+    found = stsb_problems(config) + ([] if from_scratch else objective_problems(config))
     if config.also:
         from trainer.driver.branch_checks import branch_problems
 
-        found += branch_problems(config, {"": manifest, **manifests})
-    if len(manifests) == len(config.also):
-        found += _other_shards(config, run, data_hashes({"": manifest, **manifests}))
-    if not began_before and (remark := config.objective.remark_before(config.context(manifest.short_documents))):
+        found += branch_problems(config, manifests)
+    if not began_before and (remark := config.objective.remark_before(config.context(main.short_documents))):
         get_logger().warning("%s", remark)
-    if from_scratch or any(line.startswith("encoder.pretrained = ") for line in found):
+    if from_scratch:
         return found
     from trainer.driver.encoder_checks import encoder_problems
 
-    return list(dict.fromkeys([*found, *encoder_problems(config, manifest)]))  # both parts load the objective
+    return list(dict.fromkeys([*found, *encoder_problems(config, main)]))  # both parts load the objective
 
 
-def _main_problems(config: TrainConfig, manifest: Manifest, load: bool) -> list[str]:
-    """Problems of the main branch's objective, data and validation; `load`: also load the objective."""
-    found = data_problems(config, manifest, load)
-    return found if kind_problem(config, manifest) else [*found, *validation_problems(config, manifest)]
-
-
-def _branch_shards(config: TrainConfig) -> tuple[list[str], dict[str, Manifest]]:
-    """Problems of the shards of additional branches, and the manifests of those that can be read."""
+def _shards(config: TrainConfig) -> tuple[list[tuple[str, str]], dict[str, Manifest]]:
+    """Problems of the shards of all branches, each with its key, and the manifests of those that can be read."""
     found, manifests = [], {}
-    for name, branch in config.also.items():
+    for name, branch in config.branches().items():
+        key = f"also.{name}.data" if name else "data"
         try:
             folder = data_folder(branch.data, config.cache)
             manifests[name] = load_manifest(folder)
-        except (ShardError, RemoteError, OSError) as error:
-            found.append(f"also.{name}.data = {branch.data}: {error}")  # `place_problems` may report it, too
+        except (ShardError, RemoteError, OSError) as error:  # `place_problems` may report it, too
+            found.append((key, f"{key} = {branch.data}: {error}"))
         else:
-            found += [f"also.{name}.data = {branch.data}: {problem}" for problem in check_shards(folder)]
+            found += [(key, f"{key} = {branch.data}: {problem}") for problem in check_shards(folder)]
     return found, manifests
+
+
+def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) -> list[str]:
+    """Problems of a branch whose texts do not fit its settings or the main branch."""
+    branch, main, own = config.also[name], manifests[""], manifests[name]
+    if own.content.kind in MEDIA_KINDS:
+        return []
+    found = []
+    if branch.frontend.model_fields_set:
+        found.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
+    if main.tokenizer and own.tokenizer and main.tokenizer != own.tokenizer:
+        found.append(
+            f"data = {branch.data}: was prepared with another tokenizer than data = {config.data}; prepare it "
+            "with that one"
+        )
+    return found
 
 
 def refuse(found: list[str]) -> None:
@@ -107,6 +133,8 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
     """
     if (run / "summary.json").is_file():
         return []
+    from trainer.worker.ray_internals import unsupported_ray  # loads Ray
+
     if problem := unsupported_ray():
         return [problem]
     if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:

@@ -5,8 +5,8 @@ from trainer.objectives.config import ObjectiveError
 from trainer.setup.config import TrainConfig
 
 
-def _objective_problems(config: TrainConfig) -> list[str]:
-    """Problems of the objective's package."""
+def objective_problems(config: TrainConfig) -> list[str]:
+    """Problems of the objective's package, which is loaded, with torch."""
     from trainer.objectives.base import implementation_of
 
     objective = config.objective
@@ -35,18 +35,16 @@ def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
     )
 
 
-def data_problems(config: TrainConfig, manifest: Manifest, load: bool = True) -> list[str]:
-    """Reasons why a branch's objective cannot train on these shards, one line each.
+def data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+    """Reasons why a branch's objective cannot train on these shards, one line each, from their manifest alone.
 
     Args:
         config: configuration of the run, or that of a branch.
         manifest: of its shards.
-        load: also load the objective, which takes seconds. A run with a checkpoint has loaded it before.
     """
-    found = _objective_problems(config) if load else []
     if other_kind := kind_problem(config, manifest):
-        return [*found, other_kind]
-    found += config.objective.problems(config.context(manifest.short_documents), manifest)
+        return [other_kind]
+    found = config.objective.problems(config.context(manifest.short_documents), manifest)
     if config.batch_documents > manifest.totals["kept_train"]:
         found.append(
             f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "

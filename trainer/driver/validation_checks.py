@@ -40,15 +40,21 @@ def validation_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
         )
     if validation.data is not None:
         found += _other_data_problems(config, manifest, scored)
-    found += _score_problems(config, scored)
-    if validation.stsb is not None:
-        from trainer.metrics.sts import StsError, read_pairs
+    return found + _score_problems(config, scored)
 
-        try:
-            read_pairs(expand(validation.stsb))
-        except StsError as error:
-            found.append(f"validation.stsb = {validation.stsb}: {error}")
-    return found
+
+def stsb_problems(config: TrainConfig) -> list[str]:
+    """Problems of STS-B's file, whose reader loads torch."""
+    folder = config.validation.stsb
+    if folder is None or not config.validation.every_steps:
+        return []
+    from trainer.metrics.sts import StsError, read_pairs
+
+    try:
+        read_pairs(expand(folder))
+    except StsError as error:
+        return [f"validation.stsb = {folder}: {error}"]
+    return []
 
 
 def validation_remarks(config: TrainConfig, manifest: Manifest, total_steps: int) -> list[str]:
