@@ -28,7 +28,15 @@ _ROOT = Path(__file__).resolve().parents[2]
 _COPIED = ("common", "pipeline", "trainer", "evaluation", "doctor", "inspection", "cli", "benchmarks", "tests")
 _LIBRARIES = ("pytest", "torch", "transformers", "pyarrow.parquet", "pydantic", "ray.data", "ray.train")
 _FAST = "not ray and not dist and not slow and not gpu and not cluster"
-_OPTIONS = ("-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+_OPTIONS = (
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "pytest_timeout",
+    "--tb=short",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+)
 _LEAST_SECONDS = 30.0  # a mutant may take three times as long as the tests do without it, and at least this long
 _RESULTS = {0: "survived", 1: "killed", 2: "killed"}  # by pytest's status; 2: a file of tests cannot be imported
 
@@ -72,7 +80,7 @@ def _run_tests(folder: Path, tests: list[str], writes: bool) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in _COPIED]:
         del sys.modules[name]
     sys.dont_write_bytecode = not writes
-    os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"} | (
+    os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | (
         {} if writes else {"PYTHONDONTWRITEBYTECODE": "1"}
     )
     with (folder / "output").open("w") as output:
@@ -100,6 +108,7 @@ class Laboratory:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seconds: dict[tuple[str, ...], float] = {}
+        self._failing: dict[tuple[str, ...], str] = {}
 
     def result(self, mutant: Mutant) -> str:
         """`killed`, `survived`, or `slow` if the tests took longer than they may, which also counts as killed.
@@ -121,11 +130,14 @@ class Laboratory:
 
     def _healthy_seconds(self, tests: tuple[str, ...]) -> float:
         """Time of the tests without a mutant."""
+        if tests in self._failing:
+            raise ValueError(self._failing[tests])
         if tests not in self._seconds:
             began = time.monotonic()
             status = run_tests(self.folder, tests, 900, writes=True)
             if status != 0:
-                raise ValueError(f"{' '.join(tests)}: status {status} without a mutant\n{self.output()}")
+                self._failing[tests] = f"{' '.join(tests)}: status {status} without a mutant\n{self.output()}"
+                raise ValueError(self._failing[tests])
             self._seconds[tests] = time.monotonic() - began
         return self._seconds[tests]
 
@@ -148,7 +160,7 @@ _ENDS = ("killed", "survived", "equivalent")
 
 
 def main() -> int:
-    """Runs the mutants that have no result yet; the status is 1 if any survived."""
+    """Runs the mutants that have no result yet; the status is 1 if any survived or could not be run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("runs/mutants.json"), help="results, also of earlier runs")
     parser.add_argument("--list", type=Path, default=Path(__file__).with_name("mutants.yaml"), help="the mutants")
@@ -158,20 +170,27 @@ def main() -> int:
     mutants = [mutant for mutant in read_mutants(options.list) if options.only in mutant.file]
     for name in _LIBRARIES:
         importlib.import_module(name)
-    results = []
+    results: list[dict[str, Any]] = []
+    not_run: list[str] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_project(Path(folder))
         laboratory = Laboratory(Path(folder))
         for mutant in sorted(mutants, key=lambda one: one.tests):
             key = mutant.key(_ROOT)
             if key not in known:
-                result = "equivalent" if mutant.equivalent else laboratory.result(mutant)
+                try:
+                    result = "equivalent" if mutant.equivalent else laboratory.result(mutant)
+                except ValueError as error:
+                    not_run.append(str(error))
+                    continue
                 known[key] = {"key": key, "package": mutant.package, "result": result, **vars(mutant)}
                 write_json(options.json, list(known.values()))
                 print(f"{result:10} {mutant.file}: {mutant.old!r} -> {mutant.new!r}", flush=True)
             results.append(known[key])
     print(table(results))
-    return int(any(one["result"] == "survived" for one in results))
+    for reason in dict.fromkeys(not_run):
+        print(f"not run: {reason}", file=sys.stderr)
+    return int(bool(not_run) or any(one["result"] == "survived" for one in results))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_only_the_giant_line_is_lost(monkeypatch):
     monkeypatch.setattr(jsonl, "MAX_HELD_BYTES", 3_000_000)  # a chunk of the stream is smaller
     giant, small = b'{"text": "' + b"x" * 9_000_000 + b'"}', b'{"text": "kept"}'
     raw = b"\n".join([small, giant, small, giant, giant, small, small])
-    records = list(read_jsonl(ByteStream(io.BytesIO(raw).read), "x", ["text"], 1_000))
+    records = list(read_jsonl(ByteStream(io.BytesIO(raw).read), "x", ("text",), 1_000))
     found = [getattr(record, "text", "lost") for record in records]
     assert found == ["kept", "lost", "kept", "lost", "lost", "kept", "kept"]
     offsets = [record.offset for record in records]
