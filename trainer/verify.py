@@ -174,7 +174,7 @@ def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[
     shards = {name: ShardSet(data_folder(one.data, config.cache), "train") for name, one in settings.items()}
     tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
-    exact = _exact(config)
+    exact = config.model_copy(update={"precision": "fp32"})
     branches, shares = [], {}
     for name, one in settings.items():
         microbatch = Microbatch(case.microbatch_tokens)
@@ -187,12 +187,6 @@ def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[
         branches.append(branch)
     batch = dataclasses.replace(shares.pop(""), also=shares)
     return build_turns(exact, branches, total_steps=1), batch
-
-
-def _exact(config: TrainConfig) -> TrainConfig:
-    """The configuration in float32 and without intended deviations from the exact gradient."""
-    also = {name: one.model_copy(update={"objective": one.objective.exact()}) for name, one in config.also.items()}
-    return config.model_copy(update={"precision": "fp32", "objective": config.objective.exact(), "also": also})
 
 
 def _gradients(turns: list[Stepper], batch: RankBatch) -> dict[str, Tensor]:

@@ -19,12 +19,15 @@ def rank_gradients(world, arrays, name, tau, released):
     positives = torch.tanh(get["xp"][world.rank] @ weight.T + bias)
     anchors.retain_grad()
     positives.retain_grad()
-    settings = {"loss": {"kind": "ntxent", "temperature": tau}, "released_rank_scaling": released}
+    settings = {
+        "loss": {"kind": "ntxent", "temperature": tau},
+        "released_rank_scaling": world.size if released else None,
+    }
     objective = declutr(DeclutrConfig(**settings), 1, positives.shape[1])
     rows = len(anchors)
     views = objective.views(torch.cat([anchors, positives.flatten(0, 1)]), rows_of(anchors, rows))
     gathered = world.gather(views.flatten(1), world.rank * rows, world.size * rows).view(world.size * rows, 2, -1)
-    value = contrastive(objective, gathered, world.size)
+    value = contrastive(objective, gathered)
     value.backward()
     world.sum_gradients([weight, bias])
     return {

@@ -122,9 +122,9 @@ def declutr(
     return Declutr(config or DeclutrConfig(), RunContext(spans=spans), size)
 
 
-def contrastive(objective: Declutr, views: torch.Tensor, world_size: int = 1) -> torch.Tensor:
+def contrastive(objective: Declutr, views: torch.Tensor) -> torch.Tensor:
     """The contrastive loss of these views as the global batch."""
-    return objective.loss(Gathered(views, world_size=world_size))["contrastive"]
+    return objective.loss(Gathered(views))["contrastive"]
 
 
 def rows_of(spans: torch.Tensor | SpanBatch, num_rows: int, num_documents: int = 1) -> RankBatch:

@@ -85,6 +85,15 @@ def test_both_terms_are_a_sum():
     assert deviation(both[3], or_zeros(expected, parameters)) < 1e-12
 
 
+def test_released_scaling_is_a_number_that_one_worker_repeats():
+    """The gradient is mlm + contrastive / 4 whatever the number of workers; null is off."""
+    off, scaled = (gradients(*setup({"masking": HALF, "released_rank_scaling": number})) for number in (None, 4))
+    mlm = gradients(*setup({"masking": HALF, "released_rank_scaling": 10**12}))
+    assert scaled[0] == off[0]  # the loss that is shown is not divided
+    assert deviation(scaled[3], [m + (g - m) / 4 for g, m in zip(off[3], mlm[3], strict=True)]) < 1e-10
+    assert deviation(scaled[3], off[3]) > 1e-2
+
+
 def dropped_out(tokens, **encoder):
     return setup({"masking": HALF}, encoder={"dropout": 0.3, **PROJECTION, **encoder}, microbatch_tokens=tokens)
 
@@ -256,7 +265,7 @@ def rank_scaled(world):
     return [
         gradients(*setup({**objective, "released_rank_scaling": scaled}, world=world, start=start, end=end))
         for objective in (OBJECTIVES["contrastive"], OBJECTIVES["mlm"])
-        for scaled in (False, True)
+        for scaled in (None, 4)
     ]
 
 
@@ -284,7 +293,7 @@ def both_checks(world):
 def test_released_scaling_and_failures_on_two_ranks():
     for (contrastive, contrastive_scaled, mlm, mlm_scaled), (message, same) in run_group(2, both_checks):
         assert contrastive_scaled[0] == contrastive[0]  # the loss that is shown is not scaled
-        assert deviation([2 * g for g in contrastive_scaled[3]], contrastive[3]) < 1e-12
+        assert deviation([4 * g for g in contrastive_scaled[3]], contrastive[3]) < 1e-12
         assert deviation(mlm_scaled[3], mlm[3]) == 0
         assert message.startswith("step 1: loss nan")
         assert same

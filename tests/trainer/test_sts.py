@@ -1,15 +1,23 @@
 """STS-B as a score of a validation: the same as the evaluation's, for any number of workers; damaged files."""
 
 import pytest
+import tinyruns as runs
 import torch
 from groups import run_group
+from prepared import Row, write_prepared
 from scipy.stats import spearmanr
 from tiny import VOCAB_SIZE, tiny_encoder
 from torch import nn
 
+from pipeline.shards.shards import ShardSet
+from trainer.driver.validation_checks import validation_problems
+from trainer.metrics.settings import STSB
 from trainer.metrics.sts import StsError, StsPairs, StsValidator, read_pairs
 from trainer.model.behind import Dense
 from trainer.parallel.world import World
+from trainer.setup.build import build_encoder, build_validator, load_tokenizer
+from trainer.setup.turns import build_branch
+from trainer.step.microbatch import Microbatch
 
 LINE = "main\tnews\t2012\t1\t{score}\t{first}\t{second}"
 
@@ -60,6 +68,25 @@ def test_equal_embeddings_score_zero_and_broken_ones_nothing():
     with torch.no_grad():
         encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
     assert validator.scores(encoder) is None
+
+
+def test_all_rows_are_trained_on_if_stsb_validates(tmp_path):
+    """held_out_share=0, as in the papers' configs: only STS-B is scored. Without it, the run is refused."""
+    write_prepared(tmp_path / "data", [[Row(f"word{n} " * 40) for n in range(9)]], geometry=runs.GEOMETRY)
+    write(tmp_path, "\n".join(LINE.format(score=n, first=f"word{n}", second="word") for n in range(6)))
+    settings = {"every_steps": 2, "stsb": str(tmp_path)}
+    changes = {"encoder": {"scratch": runs.SCRATCH}, "objective": {"kind": "declutr"}}
+    config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=settings)
+    shards = ShardSet(tmp_path / "data", "train")
+    assert shards.manifest.totals["kept_held_out"] == 0
+    assert validation_problems(config, shards.manifest) == []
+    tokenizer, _ = load_tokenizer(shards.folder)
+    encoder = build_encoder(config, tokenizer)
+    branch = build_branch(config, "", encoder, shards.manifest, World(), Microbatch(None))
+    assert build_validator(config, branch, shards, tokenizer, torch.device("cpu")).scores(encoder).keys() == {STSB}
+    for other in ({"every_steps": 2}, settings | {"score": "mrr"}):
+        config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=other)
+        assert "the shards hold 0 held-out documents" in validation_problems(config, shards.manifest)[0]
 
 
 def write(folder, text):

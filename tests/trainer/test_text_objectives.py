@@ -44,6 +44,11 @@ HALF = {"select_share": 0.5}
 CASES = {
     "simcse": (Simcse, SimcseConfig(temperature=0.2), SENTENCES),
     "simcse with mlm": (Simcse, SimcseConfig(temperature=0.2, mlm_loss_weight=0.1, masking=HALF), SENTENCES),
+    "simcse with mlm on all copies": (
+        Simcse,
+        SimcseConfig(supervised=True, temperature=0.2, mlm_loss_weight=0.1, mlm_copies="all", masking=HALF),
+        PAIRS,
+    ),
     "simcse supervised": (Simcse, SimcseConfig(supervised=True, temperature=0.2, hard_negative_weight=0.7), PAIRS),
     "scd": (Scd, ScdConfig(projector=[12, 8], decorrelation_weight=0.5), SENTENCES),
     "scd, attention apart": (Scd, ScdConfig(projector=[6], attention_rates=(0.2, 0.0)), SENTENCES),
@@ -198,6 +203,35 @@ def test_the_masked_copy_is_the_sentence_and_no_view():
     restored[spans.selected] = spans.labels
     pieces = restored.split(spans.lengths.tolist())
     assert all(torch.equal(pieces[2 * row], pieces[2 * rows + row]) for row in range(rows))
+
+
+def test_every_view_is_copied_with_its_own_mask():
+    """As released: 3 n copies behind the 3 n views, each the text of its view; copies differ by their masks."""
+    _, batch = setup("simcse with mlm on all copies")
+    spans, views = batch.spans, batch.views.numel()
+    assert spans.num_spans == 2 * views
+    restored = spans.input_ids.clone()
+    restored[spans.selected] = spans.labels
+    pieces = restored.split(spans.lengths.tolist())
+    assert all(torch.equal(one, copy) for one, copy in zip(pieces[:views], pieces[views:], strict=True))
+    objective = objective_of("simcse with mlm", mlm_copies="all")
+    spans = objective.feed(VOCABULARY, 30).feed(SENTENCES, np.full(len(SENTENCES), 1)).spans
+    masked = spans.input_ids.split(spans.lengths.tolist())[2 * len(SENTENCES) :]
+    assert not all(torch.equal(one, other) for one, other in zip(masked[::2], masked[1::2], strict=True))
+    one_copy = objective_of("simcse with mlm").feed(VOCABULARY, 30).feed(SENTENCES, np.full(len(SENTENCES), 1)).spans
+    first = one_copy.input_ids.split(one_copy.lengths.tolist())[2 * len(SENTENCES) :]
+    assert all(torch.equal(one, other) for one, other in zip(masked[::2], first, strict=True))
+
+
+def test_the_projector_starts_as_released():
+    """Normal weights of 0.02 and biases of 0, as BERT's; without the setting, those of torch."""
+    plain, released = (objective_of("scd", projector=[400, 300], initializer_range=std) for std in (None, 0.02))
+    for layer, other in zip(released.projector, plain.projector, strict=True):
+        if isinstance(layer, torch.nn.Linear):
+            assert layer.weight.std().item() == pytest.approx(0.02, rel=0.05)
+            assert (layer.weight.abs() > 0.04).float().mean().item() == pytest.approx(0.0455, abs=0.006)  # normal
+            assert layer.bias is None or not layer.bias.any()
+            assert other.weight.abs().max() <= layer.in_features**-0.5
 
 
 def test_the_weight_of_mlm_scales_its_part_of_the_gradient():

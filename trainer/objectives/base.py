@@ -39,7 +39,6 @@ class Gathered:
         facts: `(M,)` int64 each, such as labels and document keys.
         seed: seed of the run.
         step: 1-based optimizer step.
-        world_size: number of workers; the loss must not depend on it.
         share: the rows whose gradient `loss` must compute; None: all. Only objectives that share have one.
     """
 
@@ -47,12 +46,11 @@ class Gathered:
     facts: dict[str, Tensor] = field(default_factory=dict)
     seed: int = 0
     step: int = 1
-    world_size: int = 1
     share: Share | None = None
 
     def detach(self) -> "Gathered":
         """The same batch without gradient."""
-        return Gathered(self.views.detach(), self.facts, self.seed, self.step, self.world_size)
+        return Gathered(self.views.detach(), self.facts, self.seed, self.step)
 
 
 class Validator(Protocol):

@@ -120,7 +120,3 @@ class ObjectiveConfig(Strict):
         """A warning about the loss terms of the first step, or None."""
         del run, terms
         return None
-
-    def exact(self) -> "ObjectiveConfig":
-        """The settings without any intended deviation from the exact gradient, for `declutr verify-gradients`."""
-        return self

@@ -118,7 +118,9 @@ def build_validator(
         held_out = ShardSet(data_folder(validation.data, config.cache), "train", look=False)
     vocabulary = vocabulary_of(tokenizer)
     room = max_content(stepper.encoder, vocabulary)
-    found = [objective.validator(held_out, vocabulary, room, validation.max_documents, stepper.world, device)]
+    found = []
+    if held_out.num_documents > 1:  # all rows may be trained on if STS-B validates
+        found.append(objective.validator(held_out, vocabulary, room, validation.max_documents, stepper.world, device))
     if validation.stsb is not None:
         pairs = read_stsb(expand(validation.stsb), tokenizer, room + vocabulary.num_specials)
         found.append(StsValidator(pairs, objective.exported(), stepper.world, device))

@@ -17,18 +17,11 @@ from trainer.objectives.config import RunContext
 from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
 from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.branches import BranchConfig
+from trainer.setup.older_runs import as_in_older_runs
 from trainer.setup.scaling import ScalingConfig
 from trainer.step.settings import OptimConfig
 
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
-# Settings that older runs lack. At these values nothing differs, so that such runs keep their hashes.
-_LATER = (
-    ("encoder", "new_mlm_head", False),
-    ("optim", "schedule", "slanted_triangular"),
-    ("optim", "warmup_fraction", 0.0),
-    ("validation", "data", None),
-    ("validation", "stsb", None),
-)
 
 
 class TrainConfig(Strict):
@@ -222,16 +215,9 @@ class TrainConfig(Strict):
         places = ("run", "data", "cache")
         free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
         found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
-        # runs of before keep their hash
-        if found["precision"] == "auto":
-            found["precision"] = "fp32"
-        if found["encoder"]["compile"] is None:
-            found["encoder"]["compile"] = False
-        for section, name, default in _LATER:
-            if found[section][name] == default:
-                del found[section][name]
         for branch in found["also"].values():
             del branch["data"]
+        as_in_older_runs(found)
         if not self.also:
             del found["also"], found["turns"]
         return found

@@ -193,7 +193,6 @@ class GradCache:
             {name: self.world.gather(values, counts.first_row, total) for name, values in batch.facts.items()},
             self.seed,
             self.step,
-            self.world.size,
             self._share(batch, counts),
         )
         terms = self.objective.loss(gathered)

@@ -93,8 +93,17 @@ class DeclutrConfig(ObjectiveConfig):
     """Embed anchors again without masks for the contrastive loss. The released code contrasts masked anchors."""
     queue_size: int = Field(default=0, ge=0)
     """Number of embeddings of earlier steps to keep as extra negatives (the paper's memory bank); 0: none."""
-    released_rank_scaling: bool = False
-    """Multiply the contrastive gradient by 1 / world size, as the released configs do on several GPUs."""
+    released_rank_scaling: Annotated[int, Field(ge=1)] | None = None
+    """Divide the gradient of the contrastive loss by this number, as the released configs do by the number of GPUs (4
+    in the paper); the loss that is logged is not divided. null: off."""
+
+    @field_validator("released_rank_scaling", mode="before")
+    @classmethod
+    def _number_of_gpus(cls, value: Any) -> Any:
+        """Reads false, which older runs have, as null; true depended on the number of workers."""
+        if value is True:
+            raise ValueError("released_rank_scaling = true: give the number to divide by, such as 4 (the paper's GPUs)")
+        return None if value is False else value
 
     @model_validator(mode="after")
     def _queue_needs_ntxent(self) -> "DeclutrConfig":
@@ -126,10 +135,6 @@ class DeclutrConfig(ObjectiveConfig):
     def embeds(self) -> bool:
         """True if the contrastive loss is computed."""
         return self.contrastive
-
-    def exact(self) -> "DeclutrConfig":
-        """The settings without the released scaling of the gradient by the number of workers."""
-        return self.model_copy(update={"released_rank_scaling": False})
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports spans that do not fit the shards' windows, and losses that reject their arguments."""

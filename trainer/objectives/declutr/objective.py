@@ -82,7 +82,8 @@ class Declutr(Objective[DeclutrConfig]):
                 queue_documents=self.queue_documents,
             )
         if self.config.released_rank_scaling:
-            value = value / batch.world_size + (value - value / batch.world_size).detach()
+            divided = value / self.config.released_rank_scaling
+            value = divided + (value - divided).detach()
         return {"contrastive": value}
 
     def remember(self, batch: Gathered) -> None:

@@ -37,6 +37,9 @@ class ScdConfig(TextObjectiveConfig):
     """Divisor of the mean cosine."""
     projector: list[Annotated[int, Field(ge=1)]] = Field(default=[4096, 4096, 4096], min_length=1)
     """Widths of the projector's linear layers. It is not exported."""
+    initializer_range: float | None = Field(default=None, gt=0)
+    """Standard deviation of the projector's initial weights, with biases of 0 (0.02 in the released code, which draws
+    them as BERT's); null: those of torch, uniform up to 1 / sqrt(inputs)."""
 
     @model_validator(mode="after")
     def _views_differ(self) -> "ScdConfig":

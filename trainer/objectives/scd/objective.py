@@ -51,7 +51,11 @@ class Scd(TextObjective[ScdConfig]):
         for number, size in enumerate(config.projector):
             if number:
                 layers += [nn.BatchNorm1d(width), nn.ReLU()]
-            layers.append(nn.Linear(width, size, bias=number == 0))
+            layers.append(linear := nn.Linear(width, size, bias=number == 0))
+            if config.initializer_range is not None:
+                nn.init.normal_(linear.weight, std=config.initializer_range)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
             width = size
         self.projector = nn.Sequential(*layers)
         self.normalise = nn.BatchNorm1d(width, affine=False)

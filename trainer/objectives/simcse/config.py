@@ -33,9 +33,12 @@ class SimcseConfig(TextObjectiveConfig):
     head: bool = True
     """Train a linear layer with tanh behind the pooling. It is exported if `supervised`, else dropped, as released."""
     mlm_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of an MLM loss on a third, masked copy of the sentence (0.1 in the paper); 0: no such copy."""
+    """Weight of an MLM loss on masked copies of the texts (0.1 in the paper); 0: no such copies."""
+    mlm_copies: Literal["first", "all"] = "first"
+    """Texts of a row that are copied, masked and predicted. first: the sentence or premise. all: every view, each with
+    its own mask, as released, at the cost of as many more forwards."""
     masking: MaskingConfig = MaskingConfig()
-    """Masking of that copy."""
+    """Masking of the copies."""
 
     @model_validator(mode="after")
     def _fits_mode(self) -> "SimcseConfig":

@@ -23,7 +23,7 @@ from trainer.objectives.text_objective import TextObjective
 from trainer.objectives.texts import TextPacker, Texts, draw_labelled
 
 _MASKED = 9
-"""Number of the masked copy among the spans of its row."""
+"""Number of the first masked copy among the spans of its row."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class SimcseFeed:
         masking = None
         if self.config.mlm:
             masking = self.config.masking, slice(len(chosen), None)
-            chosen = np.concatenate([chosen, texts.first])
-            numbers = np.concatenate([numbers, np.full(len(rows), _MASKED)])
+            copied = views if self.config.mlm_copies == "all" else views[:, :1]
+            chosen = np.concatenate([chosen, copied.reshape(-1)])
+            numbers = np.concatenate([numbers, _MASKED + np.tile(np.arange(copied.shape[1]), len(rows))])
         spans = self.packer.pack(texts, chosen, numbers, epochs, masking=masking)
         return RankBatch(spans, len(rows), len(rows), views=places)
 
