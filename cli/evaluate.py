@@ -34,6 +34,10 @@ def run(arguments: list[str]) -> int:
         if not given.encoders or given.follow or given.pretrained:
             parser.error("--pairs takes one ENCODER or more, and neither --follow nor --pretrained")
         return _evaluate_pairs(given)
+    if given.data is not None and not given.data.is_dir():
+        return refused(
+            f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
+        )
     from evaluation.senteval.checks.checking import inspect
     from evaluation.senteval.classifier.settings import ClassifierConfig
     from evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
@@ -72,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=path_argument, help="fetch missing files of the tasks into this folder"
                        " first")  # fmt: skip
-    where.add_argument("--mteb", metavar="TASK[,TASK]", help="score MTEB tasks (pip install 'declutr-ray[mteb]')")
+    where.add_argument("--mteb", metavar="TASK[,TASK]", help="score MTEB tasks (needs pip install -e '.[mteb]')")
     where.add_argument("--pairs", type=path_argument, metavar="FILE", help="score retrieval with your own pairs: JSONL "
                        "or CSV with `query` and `text`, or with `query` and `id` and --documents")  # fmt: skip
     parser.add_argument("--documents", type=path_argument, metavar="FILE", help="with --pairs: JSONL or CSV with the "
@@ -201,7 +205,7 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
     from evaluation.encoders.loading import EncoderError, load_encoder
 
     if find_spec("mteb") is None:
-        sys.stderr.write("--mteb needs MTEB: pip install 'declutr-ray[mteb]'\n")
+        sys.stderr.write("--mteb needs MTEB: pip install -e '.[mteb]' in the checkout\n")
         return 1
     stay_offline_unless_it_answers()  # before MTEB's libraries contact the hub
     from evaluation.mteb import choose_mteb, score_mteb, write_mteb

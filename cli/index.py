@@ -14,6 +14,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, graph above")
     parser.add_argument("--source-field", help="field or column with the origin of a text (its file)")
     given = parser.parse_args(arguments)
+    if not given.embeddings.is_file():
+        return refused(f"{given.embeddings}: no such file; name a file that `declutr embed` has written")
     from evaluation.embedding.config import EmbedError
     from evaluation.embedding.index import build_index
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.console.logs import get_logger
 from common.excerpt import excerpt
 from common.storage import folder_aside, put_back, write_text
 from common.stores.address import child
@@ -23,8 +24,10 @@ PLAN = "plan.json"
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
 
 
-def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
+def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> int:
     """Fetches everything at an address, then replaces the earlier copy; unchanged files are not fetched again.
+
+    Returns the number of files fetched.
 
     The address names a folder that was sent whole, or a folder of such folders and further files, like a run. `local`
     is new, empty, or an unchanged copy that `pull` made.
@@ -52,12 +55,15 @@ def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> N
         put_back(local)
         stamps = _stamps(local)
         here = _replaceable(local, mark, wanted)
+        new = [name for name, record in wanted.items() if record is None or here.get(name) != record]
         if here != wanted:
+            get_logger().info("fetching %d of %d files from %s", len(new), len(wanted), url)
             with folder_aside(local, replace=True) as aside:
                 here = fetch_all(url, wanted, aside, retries, local, here)
                 if _stamps(local) != stamps:
                     raise RemoteError(f"{local} changed during the fetch and was not replaced; name a new folder")
         write_text(mark, encoded(here).decode())
+    return len(new)
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:

@@ -17,7 +17,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from common.credentials import redact
 from common.storage import fsync_path, write_aside
 from common.stores.address import filesystem, network_errors
-from common.stores.retry import DEFAULT_RETRIES, AlteredError, Answer, RemoteError, RetryPolicy, with_retries
+from common.stores.retry import DEFAULT_RETRIES, AlteredError, Answer, RemoteError, RetryPolicy, explained, with_retries
 
 _CHUNK_BYTES = 8 * 2**20
 
@@ -185,7 +185,7 @@ def _act(url: str, retries: RetryPolicy, action: Callable[[Any, str], Answer]) -
         with network_errors():
             files, place, _ = filesystem(url)
     except OSError as error:
-        raise RemoteError(f"{redact(url)}: {error}") from error
+        raise RemoteError(f"{redact(url)}: {explained(error)}") from error
     return with_retries(url, retries, lambda: action(files, place))
 
 

@@ -24,8 +24,8 @@ from common.stores.listing import LISTING, FileRecord, encoded, read_listing, re
 from common.stores.retry import DEFAULT_RETRIES, RetryPolicy
 
 
-def push_folder(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> None:
-    """Sends a folder, its list of files last; files that the store already has are not sent again.
+def push_folder(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> int:
+    """Sends a folder, its list of files last; returns the number of files sent: those that the store did not have.
 
     Nothing in the folder may change during the transfer. Other files of an earlier transfer are removed. After an error
     of the store, the remote folder is incomplete.
@@ -37,15 +37,16 @@ def push_folder(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -
     refuse_names(new, str(local))
     old = read_listing(url, retries)
     if old == new:
-        return
+        return 0
     if old is not None:  # marks the folder as incomplete until the new list is written
         remove_file(child(url, LISTING), retries)
-    for name in new:
-        if old is None or old.get(name) != new[name]:
-            push_file(local / name, child(url, name), retries)
+    sent = [name for name in new if old is None or old.get(name) != new[name]]
+    for name in sent:
+        push_file(local / name, child(url, name), retries)
     write_file(child(url, LISTING), encoded(new), retries)
     for name in sorted(set(old or ()) - set(new)):
         remove_file(child(url, name), retries)
+    return len(sent)
 
 
 def pull_folder(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES, renew: bool = False) -> None:
@@ -134,15 +135,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path in sorted(folder.rglob("*")):
                 if not path.is_file() and (path.is_symlink() or not path.is_dir()):
                     get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
-            push_folder(folder, arguments.target)
+            get_logger().info("sending %s to %s", _size(folder), arguments.target)
+            sent = push_folder(folder, arguments.target)
+            sys.stdout.write(f"{arguments.target}: {_size(folder)}, {sent:,} of them sent\n")
         else:
             if not is_remote(arguments.source) and expand(arguments.source).is_file():
                 raise NotADirectoryError(f"{arguments.source} is a file; name the address of a folder")
-            pull_all(arguments.source, expand(arguments.target))
+            folder = expand(arguments.target)
+            fetched = pull_all(arguments.source, folder)
+            sys.stdout.write(f"{folder}: {_size(folder)}, {fetched:,} of them fetched\n")
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
+
+
+def _size(folder: Path) -> str:
+    """Number and size of the files of a folder, as text."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return f"{sum(sizes) / 2**20:,.1f} MiB in {len(sizes):,} files"
 
 
 def push(argv: Sequence[str]) -> int:

@@ -1,11 +1,14 @@
 """Retries while an object store does not answer, and the errors and remedies when retrying does not help."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from common.console.logs import get_logger
+from common.credentials import redact
+from common.excerpt import shorten
 from common.stores.address import network_errors
 
 # Errors that a retry does not change, as Arrow words them.
@@ -18,6 +21,8 @@ _FINAL = (
     "(HTTP status 400) during Head",
     "To create buckets,",
 )
+_AWS = re.compile(r"AWS Error (?P<code>.+?) during (?P<operation>\w+) operation: (?P<cause>.*)", re.DOTALL)
+_SHOWN_CHARACTERS = 300
 # The cause behind a store's error code, and the remedy; the first that matches.
 _REMEDIES = {
     "ExpiredToken": "The credentials have expired: renew them and run the same command again",
@@ -39,6 +44,8 @@ _REMEDIES = {
         "`gcloud auth application-default login`"
     ),
     "NO_SUCH_BUCKET": "Name a bucket that exists",
+    "NETWORK_CONNECTION": "The store is not reached: check the network, and the address (?endpoint_override=HOST:PORT "
+    "names a store other than AWS)",
 }
 
 Answer = TypeVar("Answer")
@@ -88,14 +95,14 @@ def with_retries(url: str, retries: RetryPolicy, action: Callable[[], Answer]) -
             raise
         except OSError as error:
             if isinstance(error, PermissionError) or any(word in str(error) for word in _FINAL):
-                raise RemoteError(f"{url} refuses: {error}{_remedy(error)}") from error
+                raise RemoteError(f"{url} refuses: {explained(error)}") from error
             away = time.monotonic() - began
             if away + wait > retries.total_seconds:
                 raise RemoteError(
-                    f"{url} has not answered for {away:.0f} s, the last error: {error}{_remedy(error)}"
+                    f"{url} has not answered for {away:.0f} s, the last error: {explained(error)}"
                 ) from error
             if not logged:
-                cause = f"{error}{_remedy(error)}"
+                cause = explained(error)
                 get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, retries.total_seconds)
                 logged = True
             time.sleep(wait)
@@ -106,7 +113,11 @@ def with_retries(url: str, retries: RetryPolicy, action: Callable[[], Answer]) -
             return answer
 
 
-def _remedy(error: OSError) -> str:
-    """The remedy to append to a store's error message; empty if none is known."""
-    known = (remedy for code, remedy in _REMEDIES.items() if code in str(error))
-    return next((f". {remedy}" for remedy in known), "")
+def explained(error: OSError) -> str:
+    """A store's error in short: operation, code and cause, then the remedy if one is known."""
+    text = redact(str(error))
+    if found := _AWS.search(text):
+        cause = found["cause"].rpartition("Details: ")[2].strip(". ")
+        text = f"{found['operation']}: {found['code']}" + (f" ({cause})" if cause != "No response body" else "")
+    remedy = next((remedy for code, remedy in _REMEDIES.items() if code in str(error)), "")
+    return shorten(text, _SHOWN_CHARACTERS) + (f". {remedy}" if remedy else "")

@@ -46,13 +46,15 @@ def read_note(output: Path) -> Note:
         EmbedError: the note is missing, or was written for another file.
     """
     path = note_path(output)
+    if not output.is_file():
+        raise EmbedError(f"{output}: no such file; name a file that `declutr embed` has written")
     try:
         note = Note.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
         raise EmbedError(f"{output}: has no note {path.name} of `declutr embed` next to it ({why})") from error
-    if not output.is_file() or output.stat().st_size != note.num_bytes:
-        raise EmbedError(f"{output}: is missing, or its size differs from its note {path.name}; embed again")
+    if output.stat().st_size != note.num_bytes:
+        raise EmbedError(f"{output}: its size differs from its note {path.name}; embed again")
     return note
 
 

@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from common.hub import cache_only
 from evaluation.encoders.choice import AnyPrecision, EncoderChoice, LongTexts, Pooling
 from evaluation.encoders.linear import pack_linears
+from evaluation.encoders.names import no_encoder
 from evaluation.encoders.pretrained import load_pretrained
 from evaluation.encoders.protocol import EncoderError as EncoderError
 from evaluation.encoders.protocol import SentenceEncoder
@@ -75,6 +76,8 @@ def load_encoder(
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
     elif (path / "state.json").is_file() or (path / CHECKPOINTS).is_dir():
         loaded = load_run(path, pooling, trust_remote_code)
+    elif problem := no_encoder(path):
+        raise EncoderError(problem)
     else:
         loaded = load_pretrained(name, pooling, trust_remote_code, None)
     encoder, tokenizer, recipe, unused = loaded

@@ -13,9 +13,10 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.hub import hub_problem, looks_like_a_path
+from common.hub import hub_problem
 from common.storage import read_json
 from evaluation.encoders.choice import Pooling
+from evaluation.encoders.names import missing, near
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE
 from trainer.model.behind import Normalize
@@ -182,16 +183,16 @@ def _file(name: str, file: str) -> Path | None:
     if Path(name).exists():
         path = Path(name) / file
         return path if path.is_file() else None
-    if looks_like_a_path(name):
-        raise EncoderError(f"{name} cannot be loaded: there is no such folder")
+    if problem := missing(name):
+        raise EncoderError(problem)
     try:
         return Path(hf_hub_download(name, file, local_files_only=hub_problem() is not None))
     except LocalEntryNotFoundError as error:
         if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # an earlier lookup found that the hub has none
             return None
         raise EncoderError(
-            f"{name} cannot be loaded: there is no such folder here, and the hub cannot be asked for {file}: "
-            f"{hub_problem()}. Without a network, download the model to a folder and name that folder"
+            f"{name} cannot be loaded: there is no such folder here{near(name)}, and the hub cannot be asked for "
+            f"{file}: {hub_problem()}. Without a network, download the model to a folder and name that folder"
         ) from error
     except EntryNotFoundError:
         return None

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from common.paths import expand
 from common.stores.address import is_remote
+from common.stores.retry import explained
 from pipeline.readers.archives import is_tar
 from pipeline.readers.blobs import member_key
 from pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
@@ -93,7 +94,7 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
         try:
             matches = list(find_inputs(given, skipped))
         except OSError as error:
-            problems.append(f"corpus.paths: {given!r} cannot be listed: {error}")
+            problems.append(f"corpus.paths: {given!r} cannot be listed: {explained(error)}")
             continue
         if not matches:
             where = given if is_remote(given) else expand(given).absolute()
@@ -174,7 +175,7 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
     except OSError as error:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))
-        return Cut([], f"corpus.paths: {file.path} cannot be read: {error}")
+        return Cut([], f"corpus.paths: {file.path} cannot be read: {explained(error)}")
 
 
 def _cut_fields(file: Input, opened: BinaryIO, head: bytes, known: str, rules: Rules, part_bytes: int) -> Cut:

@@ -21,6 +21,13 @@ from pipeline.shards.windows import Geometry, ShortDocuments
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 MANIFEST = "manifest.json"
+_OTHERS = {
+    "checkpoints": "a run (its config.yaml names its shards)",
+    "state.json": "a checkpoint",
+    "modules.json": "an encoder",
+    "index.json": "an index",
+}
+"""Files of other folders that a user may confuse with shards."""
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer in the output folder."""
 MAX_EXAMPLES = 100
@@ -190,6 +197,9 @@ def load_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
+        for place, what in _OTHERS.items():
+            if (folder / place).exists():
+                raise ShardError(f"{folder} is {what}, not the output of `prepare`; name the folder of the shards")
         raise ShardError(f"{folder} holds no {MANIFEST}: not prepared, or not finished; run `prepare` with this output")
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())

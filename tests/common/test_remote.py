@@ -12,7 +12,7 @@ from common.stores.copies import pull_all
 from common.stores.files import names, pull_file, push_file, read_file, remove_file, write_file
 from common.stores.folders import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
 from common.stores.listing import LISTING
-from common.stores.retry import RemoteError, RetryPolicy
+from common.stores.retry import RemoteError, RetryPolicy, explained
 
 HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 SMALL = bytes(range(256))
@@ -203,8 +203,43 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
 def test_commands(folder, tmp_path, capsys):
     url = f"file://{tmp_path}/there"
     assert main(["push", str(folder), url]) == 0
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    whole = f"{sum(sizes) / 2**20:.1f} MiB in {len(sizes)} files"
+    shown = capsys.readouterr()
+    assert shown.out == f"{url}: {whole}, {len(sizes)} of them sent\n"
+    assert f"sending {whole} to {url}" in shown.err
+    assert main(["push", str(folder), url]) == 0
+    assert capsys.readouterr().out.endswith(", 0 of them sent\n")
     assert main(["pull", url, str(tmp_path / "back")]) == 0
     assert contents(tmp_path / "back") == contents(folder)
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path}/back: {whole}, {len(sizes)} of them fetched\n"
+    assert f"fetching {len(sizes)} of {len(sizes)} files from {url}" in shown.err
+    assert main(["pull", url, str(tmp_path / "back")]) == 0
+    assert capsys.readouterr().out.endswith(", 0 of them fetched\n")
     assert main(["pull", f"{url}/nothing", str(tmp_path / "none")]) == 1
     assert main(["push", str(tmp_path / "none"), url]) == 1
     assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (
+            "When resolving region for bucket 'b': AWS Error NETWORK_CONNECTION during HeadBucket operation: curlCode: "
+            "6, Could not resolve hostname; Details: Could not resolve host: b.s3.us-east-1.amazonaws.com",
+            "HeadBucket: NETWORK_CONNECTION (Could not resolve host: b.s3.us-east-1.amazonaws.com). The store is not "
+            "reached: check the network",
+        ),
+        (
+            "For key x: AWS Error ACCESS_DENIED during HeadObject operation: No response body.",
+            "HeadObject: ACCESS_DENIED. Check the credentials",
+        ),
+        ("google " * 100, "google google"),
+        ("s3://key:secret@bucket is not there", "s3://***@bucket is not there"),
+    ],
+)
+def test_errors_of_stores_are_short_and_have_a_remedy(raw, told):
+    message = explained(OSError(raw))
+    assert message.startswith(told)
+    assert len(message) < 310

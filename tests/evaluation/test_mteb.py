@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 from cli.main import main
 from evaluation.encoders.loading import load_encoder
 
-mteb = pytest.importorskip("mteb", reason="pip install declutr-ray[mteb]")
+mteb = pytest.importorskip("mteb", reason="pip install -e '.[mteb]'")
 datasets = pytest.importorskip("datasets")
 
 FIRST = ["ab cd", "one two three", "word word 7 and more", "x", "cd ab", "three four"]

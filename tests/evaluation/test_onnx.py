@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from cli.main import main
 from evaluation.encoders.loading import load_encoder
 
-onnxruntime = pytest.importorskip("onnxruntime", reason="pip install declutr-ray[onnx]")
-pytest.importorskip("onnxscript", reason="pip install declutr-ray[onnx]")
+onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
+pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
 
 
 @pytest.mark.parametrize(

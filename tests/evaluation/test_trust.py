@@ -125,7 +125,7 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
         ],
     }
     if command == "mteb":
-        pytest.importorskip("mteb", reason="pip install declutr-ray[mteb]")
+        pytest.importorskip("mteb", reason="pip install -e '.[mteb]'")
     if command == "evaluate":
         write_sets(tmp_path / "sets", rows=16)
     for arguments in commands[command]:

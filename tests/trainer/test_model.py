@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.data.batches import SpanBatch
 from trainer.model.attention import AttentionLayout
-from trainer.model.language_model import max_span_tokens, mlm_head, vocabulary_of
+from trainer.model.language_model import UnfitEncoderError, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.layouts import embedding_layout
 from trainer.model.settings import EncoderConfig
 
@@ -184,6 +184,13 @@ def test_unknown_head():
 def test_one_source(sources):
     with pytest.raises(ValueError, match="exactly one of `pretrained`"):
         EncoderConfig(**sources)
+
+
+def test_an_unknown_type_is_named_with_the_nearest_one():
+    settings = EncoderConfig(scratch={"model_type": "robberta"})
+    with pytest.raises(UnfitEncoderError) as error:
+        load_hf_config(settings, 100, {})
+    assert str(error.value) == "transformers has no model type 'robberta'; did you mean `roberta`?"
 
 
 def test_scratch_needs_a_type():

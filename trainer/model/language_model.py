@@ -13,6 +13,7 @@ from torch import Tensor
 from common import seeding
 from common.hub import hub_or_cache
 from common.paths import expand
+from common.suggestions import meant
 from trainer.data.vocabulary import Vocabulary
 from trainer.model.dropout import NEVER
 from trainer.model.settings import EncoderConfig
@@ -51,7 +52,7 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     Raises:
         UnfitEncoderError: the model is a decoder or another type without a masked language model.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.pretrained is not None:
@@ -60,6 +61,9 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     else:
         assert config.scratch is not None
         given = dict(config.scratch)
+        if given["model_type"] not in CONFIG_MAPPING:
+            near = meant(str(given["model_type"]), list(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
+            raise UnfitEncoderError(f"transformers has no model type {given['model_type']!r}{near}")
         hf = AutoConfig.for_model(given.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **given})
     own_code = "AutoModelForMaskedLM" in (getattr(hf, "auto_map", None) or {})
     known = hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or own_code
