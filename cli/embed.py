@@ -14,6 +14,7 @@ def run(arguments: list[str]) -> int:
     from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from evaluation.embedding.job import embed
     from evaluation.encoders.choice import AnyPrecision, EncoderChoice, Pooling
+    from evaluation.encoders.names import missing
     from evaluation.encoders.protocol import EncoderError
 
     parser = argparse.ArgumentParser(
@@ -45,6 +46,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = vars(parser.parse_args(arguments))
+    if problem := missing(given["model"]):
+        return refused(problem)
     names = given.pop("text_field") or ["text"]
     given["text_field"] = names if len(names) > 1 else names[0]
     setup_logging("embed")
