@@ -73,6 +73,15 @@ def decode_clip(data: bytes, content: AudioContent, label: str) -> Decoded:
     return Decoded(Clip(frames, label), identity, tuple(notes))
 
 
+def load_libraries(content: AudioContent) -> None:
+    """Loads what `decode_clip` needs for this content, which takes a second."""
+    import scipy.signal  # noqa: F401
+    import soundfile  # noqa: F401
+    import transformers.audio_utils  # noqa: F401
+
+    _filters(content.sample_rate, content.mels, frame_samples(content)[0])
+
+
 def frame_samples(content: AudioContent) -> tuple[int, int]:
     """Samples of a frame, and between the starts of two frames."""
     return max(2, int(content.sample_rate * content.frame_ms / 1000)), max(

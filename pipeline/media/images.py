@@ -5,7 +5,6 @@ a file of several pages the first is taken.
 """
 
 import struct
-import warnings
 import zlib
 from io import BytesIO
 from typing import Any
@@ -39,7 +38,6 @@ PILLOW_ERRORS = (
     RuntimeError,  # also NotImplementedError and RecursionError
     ArithmeticError,  # overflow, division by zero
     AssertionError,
-    MemoryError,
     struct.error,
     zlib.error,
 )
@@ -48,41 +46,45 @@ _PNG_LEVEL = 3
 """A quarter of the time of the default level 6, for files that are a tenth larger."""
 _WHITE = (255, 255, 255, 255)
 _WIDE = 65535
+_ORIENTATION, _TURNED = 0x0112, range(2, 9)
+"""Tag of EXIF, and its values for which an image is turned or mirrored."""
+_BAND_PIXELS = 1 << 20
 
 
 def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
     """An image as the shards hold it.
 
     The size in the header is checked before any pixel is decoded. The result depends on the bytes and the settings.
+    Pillow warns of damaged metadata, which are not used.
 
     Raises:
         UndecodableError: `not_an_image`, `too_many_pixels`, `truncated` or `undecodable`.
         UnsuitableError: the file is empty, or the image is longer than MAX_RATIO times `side`.
+        MemoryError: the limit of the process is reached.
     """
     from PIL import Image as Pillow  # imported here because only images need it
 
     if not data:
         raise UnsuitableError(EMPTY, "the file has no bytes")
     notes: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on damaged metadata, which is not used
+    try:
+        opened = Pillow.open(BytesIO(data), formats=FORMATS)
+    except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
+        raise _refused(error, "not_an_image") from error
+    with opened:
+        _check_size(opened.width, opened.height, content.side)
         try:
-            opened = Pillow.open(BytesIO(data), formats=FORMATS)
+            if getattr(opened, "is_animated", False):
+                notes.append(FIRST_FRAME)
+                opened.seek(0)
+            opened.load()
+            image = _rgb(_upright(opened, notes))
         except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
-            raise _refused(error, "not_an_image") from error
-        with opened:
-            _check_size(opened.width, opened.height, content.side)
-            try:
-                if getattr(opened, "is_animated", False):
-                    notes.append(FIRST_FRAME)
-                    opened.seek(0)
-                opened.load()
-                image = _rgb(_upright(opened, notes))
-            except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
-                raise _refused(error, "undecodable") from error
-        if (size := _stored_size(image.width, image.height, content.side)) != image.size:
-            notes.append(SMALLER)
-            image = image.resize(size, Pillow.Resampling.BICUBIC, reducing_gap=None)
+            raise _refused(error, "undecodable") from error
+    del opened  # it would hold the pixels in their first form
+    if (size := _stored_size(image.width, image.height, content.side)) != image.size:
+        notes.append(SMALLER)
+        image = image.resize(size, Pillow.Resampling.BICUBIC, reducing_gap=None)
     pixels = image.tobytes()
     # A new image, because `save` would also store a colour profile and the like.
     clean, stored = Pillow.frombytes("RGB", image.size, pixels), BytesIO()
@@ -90,6 +92,13 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
     width, height = image.size
     identity = document_id(f"{width} x {height}\n".encode() + pixels)
     return Decoded(Image(stored.getvalue(), width, height, label), identity, tuple(sorted(notes)))
+
+
+def load_formats() -> None:
+    """Loads Pillow and what it needs for every format of FORMATS."""
+    from PIL import Image as Pillow
+
+    Pillow.init()
 
 
 def _stored_size(width: int, height: int, side: int) -> tuple[int, int]:
@@ -119,25 +128,41 @@ def _upright(image: Any, notes: list[str]) -> Any:
     from PIL import ImageOps
 
     try:
-        return ImageOps.exif_transpose(image)
+        turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
+        return ImageOps.exif_transpose(image) if turned else image
     except PILLOW_ERRORS:
         notes.append(BROKEN_EXIF)
         return image
 
 
 def _rgb(image: Any) -> Any:
+    """The image in RGB with 8 bits a channel, converted band by band to keep its copies small."""
+    from PIL import Image as Pillow
+
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    if image.mode == "F":
+        raise UndecodableError("undecodable", "its values are floating-point numbers of an unknown range")
+    rows = max(1, _BAND_PIXELS // image.width)
+    if rows >= image.height:
+        return _rgb_band(image)
+    whole = Pillow.new("RGB", image.size)
+    for top in range(0, image.height, rows):
+        bottom = min(image.height, top + rows)
+        whole.paste(_rgb_band(image.crop((0, top, image.width, bottom))), (0, top))
+    return whole
+
+
+def _rgb_band(image: Any) -> Any:
     """The image in RGB with 8 bits a channel."""
     from PIL import Image as Pillow
 
     if image.mode.startswith("I"):
         return Pillow.fromarray(_narrowed(np.asarray(image)), "L").convert("RGB")
-    if image.mode == "F":
-        raise UndecodableError("undecodable", "its values are floating-point numbers of an unknown range")
     if image.has_transparency_data:
-        with_alpha = image.convert("RGBA")
         white = Pillow.new("RGBA", image.size, _WHITE)
-        return Pillow.alpha_composite(white, with_alpha).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
+        return Pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")
 
 
 def _narrowed(values: np.ndarray) -> np.ndarray:

@@ -1,17 +1,22 @@
 """Rows of a corpus of images or clips, made from the blobs of its readers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipeline.media.clips import decode_clip
-from pipeline.media.decoded import UndecodableError, UnsuitableError
-from pipeline.media.images import decode_image
+from pipeline.media.answers import FAILED, Answer
+from pipeline.media.decoded import Decoded
+from pipeline.media.decoder import Decoder
 from pipeline.media.labels import LabelError, label_of
+from pipeline.media.limits import LIMITS, Limits
 from pipeline.readers.blobs import BlobRules
 from pipeline.readers.corpus import Blob, Document, LeftOut, ReadFailure, Record, document_id
 from pipeline.readers.names import AUDIO_SUFFIXES, IMAGE_SUFFIXES
 from pipeline.shards.content import AnyContent, AudioContent, ImagesContent, MediaContent
 from pipeline.shards.media import Media
+from pipeline.tokenizer.batch_tokenizer import batches
+
+_BATCH_BYTES = 2 << 20
+_BATCH_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +53,50 @@ def blob_rules(content: AnyContent) -> BlobRules | None:
     return None
 
 
-def media_rows(records: Iterator[Record], content: MediaContent) -> Iterator[Record]:
-    """A row, a failure or a left-out record for each image or clip; other records stay."""
-    for record in records:
-        yield _row(record, content) if isinstance(record, Blob) else record
+def media_rows(records: Iterator[Record], content: MediaContent, limits: Limits = LIMITS) -> Iterator[Record]:
+    """A row, a failure or a left-out record for each image or clip; other records stay.
+
+    A batch is decoded in another process while the rows of the batch before are used.
+    """
+    with Decoder(content, limits) as decoder:
+        sent: list[Record] = []
+        for batch in batches(records, _size, _BATCH_BYTES, _BATCH_FILES):
+            labelled = [_labelled(record, content) for record in batch]
+            done = _rows(sent, decoder.answers())
+            decoder.send([record.data for record in labelled if isinstance(record, Blob)])
+            sent = labelled
+            yield from done
+        yield from _rows(sent, decoder.answers())
 
 
-def _row(blob: Blob, content: MediaContent) -> Record:
-    """The row of an image or clip, or the reason why it forms none."""
+def _rows(records: list[Record], answers: list[Answer]) -> list[Record]:
+    """The records with the answers for their images or clips."""
+    given = iter(answers)
+    return [_row(record, next(given)) if isinstance(record, Blob) else record for record in records]
+
+
+def _size(record: Record) -> int:
+    return len(record.data) if isinstance(record, Blob) else 0
+
+
+def _labelled(record: Record, content: MediaContent) -> Record:
+    """The record with its label; its failure if it has none."""
+    if not isinstance(record, Blob):
+        return record
     try:
-        label = label_of(blob, content.label)
-        if isinstance(content, ImagesContent):
-            decoded = decode_image(blob.data, content, label)
-        else:
-            decoded = decode_clip(blob.data, content, label)
-    except (LabelError, UndecodableError) as error:
-        return ReadFailure(reason=error.reason, source=blob.source, offset=blob.offset, message=str(error))
-    except UnsuitableError as error:
-        place = (blob.source, blob.offset, error.reason)
-        return LeftOutMedia("", *place, document_id(blob.data), len(blob.data), str(error))
-    return MediaRow("", blob.source, blob.offset, decoded.id, decoded.media, len(blob.data), decoded.notes)
+        return replace(record, label=label_of(record, content.label))
+    except LabelError as error:
+        return ReadFailure(reason=error.reason, source=record.source, offset=record.offset, message=str(error))
+
+
+def _row(blob: Blob, answer: Answer) -> Record:
+    """The row of an image or clip, or the reason why it forms none."""
+    if isinstance(answer, Decoded):
+        media = answer.media
+        if blob.label:
+            media = replace(media, label=blob.label)
+        return MediaRow("", blob.source, blob.offset, answer.id, media, len(blob.data), answer.notes)
+    kind, reason, message = answer
+    if kind == FAILED:
+        return ReadFailure(reason=reason, source=blob.source, offset=blob.offset, message=message)
+    return LeftOutMedia("", blob.source, blob.offset, reason, document_id(blob.data), len(blob.data), message)

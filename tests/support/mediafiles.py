@@ -92,3 +92,39 @@ def spread(folder, files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     return folder
+
+
+def blank_webp(width, height):
+    """A lossless WebP of one colour in 30 bytes, of any size up to 16,384: its pixels take no bits."""
+    bits = [(0x2F, 8), (width - 1, 14), (height - 1, 14), (0, 1), (0, 3)]  # signature, size, alpha, version
+    bits += [(0, 1), (0, 1), (0, 1)]  # no transform, no colour cache, no meta prefix code
+    bits += [(1, 1), (0, 1), (0, 1), (0, 1)] * 5  # five prefix codes of the one symbol 0
+    number = place = 0
+    for value, length in bits:
+        number |= value << place
+        place += length
+    data = number.to_bytes(-(-place // 8) + 1, "little")
+    chunk = b"VP8L" + struct.pack("<I", len(data)) + data + b"\0" * (len(data) % 2)
+    return b"RIFF" + struct.pack("<I", len(chunk) + 4) + b"WEBP" + chunk
+
+
+def repeated_scans(size, number):
+    """A progressive JPEG of which one scan is stored many times; each costs a pass over all coefficients."""
+    data = stored(Image.new("L", (size, size)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * number + data[-2:]
+
+
+def commented_ppm(num_bytes):
+    """A plain PPM with comments between its numbers."""
+    return b"P3 8 8 255\n" + b"#\n" * (num_bytes // 2) + b"1 " * 192
+
+
+def wide_tile(side):
+    """A TIFF of 16 x 16 pixels in one deflated tile of `side` x `side`, of which few bytes are stored."""
+    deflater = zlib.compressobj(9)
+    data = b"".join(deflater.compress(bytes(side)) for _ in range(side)) + deflater.flush()
+    tags = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1), (322, side), (323, side)]
+    tags += [(324, 8 + 2 + 12 * 10 + 4), (325, len(data))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + entries + bytes(4) + data

@@ -15,6 +15,7 @@ from pipeline.readers.corpus import document_id
 from pipeline.shards.content import ImagesContent
 from pipeline.shards.media import MAX_PIXELS
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Pillow, as in the process that decodes
 CONTENT = ImagesContent(kind="images", side=32)
 
 
