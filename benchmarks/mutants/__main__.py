@@ -176,7 +176,7 @@ def main() -> int:
         copy_project(Path(folder))
         laboratory = Laboratory(Path(folder))
         for mutant in sorted(mutants, key=lambda one: one.tests):
-            key = mutant.key(_ROOT)
+            key = mutant.key(laboratory.folder)
             if key not in known:
                 try:
                     result = "equivalent" if mutant.equivalent else laboratory.result(mutant)
