@@ -75,6 +75,7 @@ def run_tests(folder: Path, tests: Iterable[str], seconds: float, writes: bool) 
 def _run_tests(folder: Path, tests: list[str], writes: bool) -> None:
     """Runs pytest in this process and ends it."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     for name in [name for name in sys.modules if name.split(".")[0] in _COPIED]:
@@ -170,6 +171,7 @@ def main() -> int:
     mutants = [mutant for mutant in read_mutants(options.list) if options.only in mutant.file]
     for name in _LIBRARIES:
         importlib.import_module(name)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the running tests too
     results: list[dict[str, Any]] = []
     not_run: list[str] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
