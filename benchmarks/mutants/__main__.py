@@ -165,10 +165,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("runs/mutants.json"), help="results, also of earlier runs")
     parser.add_argument("--list", type=Path, default=Path(__file__).with_name("mutants.yaml"), help="the mutants")
-    parser.add_argument("--only", default="", metavar="TEXT", help="mutants of files whose path contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="PATH", help="files whose path starts so, in this order"
+    )
     options = parser.parse_args()
     known = {one["key"]: one for one in json.loads(options.json.read_text())} if options.json.exists() else {}
-    mutants = [mutant for mutant in read_mutants(options.list) if options.only in mutant.file]
+    every = sorted(read_mutants(options.list), key=lambda one: one.tests)
+    mutants = [one for start in options.only for one in every if one.file.startswith(start)]
     for name in _LIBRARIES:
         importlib.import_module(name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the running tests too
@@ -177,7 +180,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_project(Path(folder))
         laboratory = Laboratory(Path(folder))
-        for mutant in sorted(mutants, key=lambda one: one.tests):
+        for mutant in mutants:
             key = mutant.key(laboratory.folder)
             if key not in known:
                 try:
