@@ -142,6 +142,7 @@ def test_branches_are_counted(tmp_path):
 
 def test_needs_are_what_a_checkpoint_takes():
     assert NEEDS.disk_bytes == 100_000_000 * 12 * 3
+    assert NEEDS.worker_bytes == 100_000_000 * (4 + 4 + 8)  # weights, gradients, moments
     assert NEEDS.cpus == 10
 
 

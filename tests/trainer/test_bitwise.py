@@ -117,6 +117,14 @@ def test_gradient_is_that_of_the_whole_batch(unit):
     assert deviation(found, expected) < 1e-10
 
 
+def test_units_have_their_numbers_in_the_global_batch():
+    """By which the dropout of attention weights in the padded layout is keyed on any worker."""
+    feed, table = stepper_of(World())[1], documents(LENGTHS, 12)
+    batch = feed_units(feed, table.slice(4, 5), np.zeros(5, np.int64), 2, 2)
+    assert [unit.number for unit in batch.units] == [2, 3, 4]
+    assert [unit.num_documents for unit in batch.units] == [2, 2, 1]
+
+
 def test_a_gradient_that_could_overflow_is_found():
     """The limit is of each term; the message names it, and nothing is updated."""
     stepper, feed = stepper_of(World())
