@@ -1,5 +1,7 @@
 """Philox's published answers, and draws that depend on their position alone."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -77,3 +79,13 @@ def test_torch_seeds():
     seeds = {seeding.torch_seed(0, "dropout", *position) for position in [(), (1,), (1, 2), (12,), (2, 1)]}
     assert len(seeds) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_positions_and_seeds_have_their_places():
+    """Every draw of a run depends on them: in blocks, the counter is (index, minor, low and high half of major)."""
+    major, minor, index = (np.array([value], np.uint64) for value in (0x123456789ABCDEF0, 7, 11))
+    counters = tuple(np.array([value], np.uint64) for value in (11, 7, 0x9ABCDEF0, 0x12345678))
+    expected = seeding.philox(seeding.key_for(3, "spans"), counters)
+    assert np.array_equal(seeding.blocks(3, "spans", major, minor, index), expected)
+    digest = hashlib.blake2b(b"3\0dropout\0001\0002", digest_size=8).digest()
+    assert seeding.torch_seed(3, "dropout", 1, 2) == int.from_bytes(digest, "little") // 2
