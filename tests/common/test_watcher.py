@@ -1,6 +1,7 @@
 """The thread that repeats a call."""
 
 import threading
+import time
 
 from common.watcher import Watcher
 
@@ -36,3 +37,17 @@ def test_the_first_call_may_come_without_a_pause():
         while not counter.calls:
             pass
     assert counter.calls == 1
+
+
+def test_a_call_that_has_begun_is_over_when_the_block_ends():
+    begun, ended = threading.Event(), []
+
+    class Slow(Watcher):
+        def look(self):
+            begun.set()
+            time.sleep(0.2)
+            ended.append(1)
+
+    with Slow(3600, "test", at_once=True):
+        assert begun.wait(60)
+    assert ended == [1]
