@@ -61,9 +61,11 @@ class ScalingConfig(Strict):
     @classmethod
     def _without_former(cls, values: Any) -> Any:
         """Leaves out `report_minutes: null`, which the `config.yaml` of earlier runs has."""
-        if isinstance(values, dict) and values.get("report_minutes", 0) is None:
-            return {name: value for name, value in values.items() if name != "report_minutes"}
-        return values
+        if not isinstance(values, dict) or "report_minutes" not in values:
+            return values
+        if values["report_minutes"] is not None:
+            raise ValueError("report_minutes is gone: every checkpoint is reported to Ray Train; delete the key")
+        return {name: value for name, value in values.items() if name != "report_minutes"}
 
     @property
     def num_cpus(self) -> int:
