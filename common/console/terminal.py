@@ -15,6 +15,9 @@ _ALLOWED = frozenset("\n\u200c\u200d\u00ad")
 _OURS = re.compile(r"\A\r+|\x1b\[[0-9;]*m")
 """Control sequences of progress bars and coloured log lines: a leading carriage return, a change of colour."""
 
+_RESET = "\x1b[0m"
+"""The colour reset that colorama, which Ray loads, writes to a terminal when a process ends; it is left out."""
+
 
 def visible(text: str) -> str:
     """Replaces control, format and surrogate characters by their code points, as `⟨U+202E⟩`, and tabs by spaces."""
@@ -60,6 +63,8 @@ class _Shown(Wrapper):
 
     def write(self, text: str) -> int:
         """Writes a text with visible control characters."""
+        if text == _RESET:
+            return len(text)
         kept = _OURS.findall(text) if self._ours else []
         parts = _OURS.split(text) if kept else [text]
         self._stream.write("".join(map("".join, zip(map(visible, parts), [*kept, ""], strict=True))))

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import tinyruns as runs
@@ -29,6 +31,21 @@ def test_control_characters_are_visible_everywhere(capsys):
         for line in text.replace("\x1b[31m", "⟨U+001B⟩[31m").splitlines():  # a colour changes nothing on standard error
             assert visible(HOSTILE) in line
             assert line.isprintable()
+
+
+def test_the_reset_of_colours_at_the_end_of_a_process_leaves_no_trace():
+    """In a pseudo-terminal, because colorama writes to nothing else."""
+    colorama = Path(find_spec("ray").submodule_search_locations[0]) / "thirdparty_files"
+    code = (
+        f"import sys; from common.console.terminal import shown\nsys.path.append({str(colorama)!r})\nimport colorama\n"
+    )
+    code += "with shown():\n    colorama.init(strip=False)\n    print('done')\n"
+    reader, terminal = os.openpty()
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, stdout=terminal, check=True, timeout=60)
+    os.close(terminal)
+    assert os.read(reader, 1000) == b"done\r\n"
+    os.close(reader)
 
 
 def test_progress_bars_stay_what_they_are(capsys):
