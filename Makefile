@@ -7,6 +7,9 @@ TORCH ?= torch
 # Tests run the kernels of a GPU in Triton's interpreter. torch for CUDA installs Triton itself; macOS has none.
 TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton)
 STAMP := $(VENV)/.installed
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# One line a step: what it is, and the time at which it begins.
+STEP = @echo "$$(date +%T) setup:
 export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
@@ -19,13 +22,19 @@ help: ## list the targets
 setup: $(STAMP) ## install .venv with pinned dependencies
 
 $(STAMP): requirements.lock constraints.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
-	$(if $(TRITON),$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TRITON))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(STEP) 1 of 5, an empty environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	$(STEP) 2 of 5, $(firstword $(TORCH)) and what it needs (0.8 GB on disk for CPUs, more for GPUs): minutes"
+	@$(PIP) -c constraints.txt $(TORCH)
+	$(STEP) 3 of 5, $(or $(TRITON) (0.7 GB on disk),no triton on this system)"
+	@$(if $(TRITON),$(PIP) -c constraints.txt $(TRITON))
+	$(STEP) 4 of 5, $$(grep -c '==' requirements.lock) packages of requirements.lock (1.7 GB on disk): minutes"
+	@$(PIP) --require-hashes -r requirements.lock
+	$(STEP) 5 of 5, the command declutr"
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
+	$(STEP) done"
 
 demo: setup ## corpus, shards, training, encoder, measured result: at most 8 minutes on 2 CPU cores
 	$(BIN)/declutr demo

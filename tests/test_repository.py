@@ -95,6 +95,32 @@ def test_check_finds_conflict_markers(tmp_path, indent, mark):
     assert f"mended.py:2:{indent}{mark} main" in found.stdout
 
 
+def test_setup_says_what_it_does(tmp_path):
+    """With a Python that only writes down what it was asked for."""
+    for name in ("Makefile", "requirements.lock", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    asked = tmp_path / ".venv/bin/python"
+    asked.parent.mkdir(parents=True)
+    asked.write_text('#!/bin/sh\necho "$@" >> asked\n')
+    asked.chmod(0o755)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={asked}", "TRITON=triton"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert [re.match(r"\d\d:\d\d:\d\d setup: (\d of 5|done)", line)[1] for line in lines] == [
+        *(f"{step} of 5" for step in range(1, 6)),
+        "done",
+    ]
+    installs = [line.split("check ")[1] for line in (tmp_path / "asked").read_text().splitlines() if "pip" in line]
+    assert installs == [
+        "-c constraints.txt torch",
+        "-c constraints.txt triton",
+        "--require-hashes -r requirements.lock",
+        "--no-deps --no-build-isolation -e .",
+    ]
+    assert (tmp_path / ".venv/.installed").exists()
+
+
 def test_cluster_file_fits_rays_schema():
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())

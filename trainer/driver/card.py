@@ -14,6 +14,8 @@ _ROWS = {"pairs": "premises"}
 """Names of the rows of shards, where the kind of content is not their name."""
 _SENTENCE_TRANSFORMERS = """    from sentence_transformers import SentenceTransformer
     embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
+
+transformers may list weights of a head for masked words as UNEXPECTED: only further training needs it.
 """
 _USE = {
     "mean_without_cls": """sentence-transformers has no mean without the first token. `declutr embed` computes it, as do

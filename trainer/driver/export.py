@@ -1,6 +1,7 @@
 """A trained encoder as a folder that transformers and sentence-transformers load."""
 
 import shutil
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,11 @@ def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tup
     limit = max_span_tokens(encoder.model)
     tokenizer.model_max_length = limit
     tokenizer.save_pretrained(folder)
-    for name, value in sentence_transformers_files(encoder.hidden_size, limit, encoder.config.pooling).items():
+    files = sentence_transformers_files(encoder.hidden_size, limit, encoder.config.pooling)
+    if "add_pooling_layer" in signature(type(encoder.model.base_model)).parameters:
+        # Without it, transformers would draw a pooler that nothing uses, and report its weights as missing.
+        files["sentence_bert_config.json"]["model_args"] = {"add_pooling_layer": False}
+    for name, value in files.items():
         write_json(folder / name, value)
 
 
