@@ -114,6 +114,24 @@ def _refuse_early(config: TrainConfig, new_run: str | None) -> None:
     refuse_held(run)
 
 
+def _plan(config: TrainConfig) -> str:
+    """The text of `--plan`.
+
+    Raises:
+        ConfigError: problems of the run, or of its first steps.
+    """
+    from pipeline.shards.shards import ShardError
+    from trainer.driver.estimate import plan_ahead
+    from trainer.model.language_model import UnfitEncoderError
+    from trainer.step.measured import NonFiniteLossError
+    from trainer.step.microbatch import MicrobatchError
+
+    try:
+        return "\n".join(plan_ahead(config).lines()) + "\n"
+    except (ShardError, UnfitEncoderError, NonFiniteLossError, MicrobatchError, OSError) as error:
+        raise ConfigError("train --plan", [str(error)]) from error
+
+
 def _storage_error(error: OSError, run: str) -> str:
     """Message about a failed storage; it promises a continuation only if the run may have checkpoints."""
     continues = is_remote(run) or (expand(run) / "checkpoints").is_dir()
@@ -125,7 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = config_parser("train", "From shards to a sentence encoder.")
     parser.add_argument("--fork", metavar="NEW_RUN", help="start a new run with the old one's weights and step")
+    parser.add_argument(
+        "--plan", action="store_true", help="estimate time, memory and the share of tokens that is read"
+    )
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.plan and arguments.fork is not None:
+        parser.error("--plan and --fork: fork first, then plan the new run")
     setup_logging("train")
     try:  # before loading torch and Ray, which takes many seconds on a busy machine
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
@@ -145,6 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             wrong.append(problem)
         refuse(wrong)
         _refuse_early(config, arguments.fork)
+        if arguments.plan:
+            sys.stdout.write(_plan(config))
+            return 0
     except (ConfigError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -180,6 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write(f"; held-out {scores}" if scores else "")
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
+    if compared := summary.get("estimate"):
+        from trainer.driver.estimate import score
+
+        sys.stdout.write(score(compared) + "\n")
     return 0
 
 

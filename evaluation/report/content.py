@@ -19,10 +19,15 @@ from pipeline.job.estimate import Estimate, load_estimate
 from pipeline.job.progress import seconds_spent
 from pipeline.shards.content import size_noun
 from pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
-from pipeline.shards.shards import check_shards
+from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import TOO_SHORT
+from trainer.objectives.config import RunContext
+from trainer.objectives.registry import DEFAULT
+from trainer.objectives.span_settings import SpanConfig
+from trainer.setup.coverage import Coverage, coverage
 
 _SHOWN_NAMES = 20
+_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Content:
     """Figures of short texts; None for documents, images and audio."""
     media: MediaSurvey | None
     """Figures of images or clips; None for texts."""
+    coverage: Coverage | None
+    """Tokens that three passes of DeCLUTR read; None without training documents."""
 
     @property
     def noun(self) -> str:
@@ -109,7 +116,22 @@ def gather(folder: Path) -> Content:
         fates=found.fates.all(),
         texts=survey_texts(folder, manifest),
         media=survey_media(folder, manifest),
+        coverage=_coverage(folder, manifest),
     )
+
+
+def _coverage(folder: Path, manifest: Manifest) -> Coverage | None:
+    """Tokens that three passes read with the spans of the shards' geometry."""
+    if manifest.content.kind != "documents" or not manifest.totals["kept_train"]:
+        return None
+    geometry = manifest.geometry
+    spans = SpanConfig(
+        num_anchors=geometry.num_anchors,
+        max_tokens=geometry.max_tokens,
+        min_tokens=min(geometry.min_tokens, geometry.max_tokens),
+    )
+    run = RunContext(spans=spans, short_documents=manifest.short_documents)
+    return coverage(DEFAULT, run, ShardSet(folder, "train"), _PASSES)
 
 
 def lengths_chart(content: Content) -> Histogram:

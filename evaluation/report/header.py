@@ -7,6 +7,7 @@ import yaml
 from common.credentials import redact
 from evaluation.report.content import Content
 from evaluation.report.markup import Html, details, in_mib, join, share, tag
+from evaluation.report.readiness import readiness
 from pipeline.job.outcome import lines_hint
 from pipeline.readers.skipped import describe_skipped
 from pipeline.shards.content import size_noun
@@ -105,8 +106,9 @@ def _glance(content: Content) -> list[str]:
     totals, kept = content.manifest.totals, content.kept_tally
     part = "the text" if content.media is None else "their bytes"
     lines = [
+        readiness(content),
         f"{share(totals['kept'], totals['read'])} of the {content.noun} and "
-        f"{share(kept.text_bytes, totals['text_bytes'])} of {part} are kept."
+        f"{share(kept.text_bytes, totals['text_bytes'])} of {part} are kept.",
     ]
     if totals["kept"]:
         mean = totals["num_tokens"] / totals["kept"]

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +15,10 @@ from cli.main import main
 from evaluation.report.charts import Histogram, Mark, Series, count_ticks, short_number
 from evaluation.report.clusters import find_clusters
 from evaluation.report.content import gather, lengths_chart
+from evaluation.report.header import header
 from evaluation.report.markup import Html, markup, tag, visible
 from evaluation.report.page import write_report
+from evaluation.report.readiness import readiness
 from evaluation.report.survey import BINS_PER_OCTAVE, NUM_BINS, survey
 from evaluation.report.tally import MAX_NAMES, Tallies, Tally, tally_columns
 from pipeline.shards.ledger import SCHEMA, ledger_entries
@@ -235,3 +238,23 @@ def test_the_manifest_is_left_alone(prepared):
     gather(prepared[0])
     assert load_manifest(prepared[0]) == prepared[1]
     assert (prepared[0] / "manifest.json").stat().st_mtime == before
+
+
+def test_the_report_answers_whether_to_train(content):
+    """Each obstacle is named with its remedy; without one, the tokens that a run would read."""
+    totals = content.manifest.totals
+    told = readiness(content)
+    assert told.startswith("Worth training on? Not yet: ")
+    assert f"{totals['kept_held_out']} held-out documents do not show whether training helped" in told
+    assert told in header(content)
+    enough = content.manifest.model_copy(update={"totals": totals | {"kept_train": 900, "kept_held_out": 200}})
+    kept = replace(content, manifest=enough, fates={"train": content.kept_tally})
+    assert "Nothing here speaks against it: 900 training documents" in readiness(kept)
+    read = content.coverage
+    assert f"three passes read {100 * read.share:.1f}%" in readiness(kept)
+    few = enough.model_copy(update={"totals": enough.totals | {"kept_train": 15, "kept_held_out": 199}})
+    told = readiness(replace(kept, manifest=few))
+    assert "15 training documents are less than a batch of 16" in told
+    assert "199 held-out documents do not show" in told
+    lost = enough.model_copy(update={"totals": enough.totals | {"text_bytes": 3 * content.kept_tally.text_bytes}})
+    assert "is kept, most is lost as too_short" in readiness(replace(content, manifest=lost))

@@ -17,7 +17,7 @@ from common.scores import SCORES
 from common.storage import folder_aside, write_json, write_text
 from common.stores.address import is_remote
 from common.stores.retry import RetryPolicy
-from pipeline.shards.manifest import TOKENIZER
+from pipeline.shards.manifest import TOKENIZER, load_manifest
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
@@ -26,6 +26,7 @@ from trainer.checkpoints.store import RunStore, store_of
 from trainer.data.plan import Plan
 from trainer.driver.checks import problems, ray_problems, refuse
 from trainer.driver.device import DEVICE, choose_device
+from trainer.driver.estimate import find_estimate
 from trainer.driver.exported import EXPORT, read_settings
 from trainer.driver.failure import FAILURES
 from trainer.driver.original_score import with_original_score
@@ -189,6 +190,9 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         "exported_step": read_settings(folder).step,
         **first_and_last_scores(run),
     }
+    manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}
+    if planned := find_estimate(config, manifests):
+        summary["estimate"] = planned.against(run)
     write_json(run / SUMMARY, summary)
     if store is not None:
         store.send(*_FILES)

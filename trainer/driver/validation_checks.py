@@ -79,19 +79,27 @@ def validation_remarks(config: TrainConfig, manifest: Manifest, total_steps: int
         )
     if validation.score == STSB:
         return found
-    if validation.data is None:
-        available, remedy = manifest.totals["kept_held_out"], "prepare with a larger held_out_share, or more documents"
-    else:
-        available = load_manifest(data_folder(validation.data, config.cache)).totals["kept_train"]
+    available = validated_rows(config, manifest)
+    remedy = "prepare with a larger held_out_share, or more documents"
+    if available == validation.max_documents:
+        remedy = "increase validation.max_documents"
+    elif validation.data is not None:
         remedy = "prepare more rows in validation.data"
-    if available > validation.max_documents:
-        available, remedy = validation.max_documents, "increase validation.max_documents"
     if available < 2 * MIN_ROWS:
         found.append(
             f"{available} held-out {manifest.noun} are validated, and half of them report the result: an interval "
             f"needs {2 * MIN_ROWS}; {remedy}"
         )
     return found
+
+
+def validated_rows(config: TrainConfig, manifest: Manifest) -> int:
+    """Number of rows of each validation; `manifest` is that of the run's shards."""
+    if config.validation.data is None:
+        available = manifest.totals["kept_held_out"]
+    else:
+        available = load_manifest(data_folder(config.validation.data, config.cache)).totals["kept_train"]
+    return min(available, config.validation.max_documents)
 
 
 def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manifest) -> list[str]:

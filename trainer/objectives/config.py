@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
 from common.config import Strict
 from pipeline.shards.content import ContentKind
 from pipeline.shards.manifest import Manifest
@@ -110,6 +114,16 @@ class ObjectiveConfig(Strict):
         """Reasons why these settings cannot train on these shards, one line each; checked before Ray starts."""
         del run, manifest
         return []
+
+    def reads_tokens(self, run: RunContext, rows: pa.Table, epochs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens of n shard rows that a run reads in the epochs `(n,)`, for the plan of a run; by default all.
+
+        Returns:
+            `(m, 3)`: the number of a row, and the start and end of tokens of it that are read.
+        """
+        del run, epochs
+        ends = rows.column("num_tokens").to_numpy()
+        return np.column_stack([np.arange(len(ends)), np.zeros_like(ends), ends])
 
     def remark_before(self, run: RunContext) -> str | None:
         """A warning about a run that can start but will teach little, or None."""

@@ -16,7 +16,8 @@ from trainer.data.batches import RankBatch, SpanBatch
 from trainer.data.packing import dropout_words, pack
 from trainer.data.rows import document_keys, ragged
 from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.declutr.spans import Spans, draw, place
+from trainer.objectives.declutr.sampling import sample_spans
+from trainer.objectives.declutr.spans import Spans
 from trainer.objectives.masking import MaskingConfig, mask_spans, ranges
 from trainer.objectives.span_settings import SpanConfig
 
@@ -51,16 +52,7 @@ class SpanFeed:
 
     def sample(self, documents: pa.Table, epochs: I64) -> Spans:
         """Spans of these shard rows in these epochs."""
-        windows, offsets = ragged(documents.column("windows"))
-        num_tokens = documents.column("num_tokens").to_numpy()
-        return place(
-            self.spans,
-            draw(self.spans, self.seed, epochs, document_keys(documents)),
-            num_tokens,
-            windows.astype(np.int64),
-            offsets,
-            self.short_documents,
-        )
+        return sample_spans(self.spans, self.seed, self.short_documents, documents, epochs)
 
     def feed(self, rows: pa.Table, epochs: I64) -> RankBatch:
         """The spans of n documents, with a row of views for each contrasted anchor (trainer/objectives/base.py)."""
