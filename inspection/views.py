@@ -9,6 +9,7 @@ import torch
 from common.excerpt import shorten
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
+from trainer.data.chunks import fetched
 from trainer.data.patches import PatchBatch
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.base import Objective, implementation_of
@@ -41,7 +42,8 @@ def view_lines(folder: Path, config: TrainConfig, rows: Sequence[int], epoch: in
         table = shards.take(np.array([row], np.int64))
         source, offset = table["source"][0].as_py(), table["offset"][0].as_py()
         yield f"row {row}, {source} at {offset}, id {table['id'][0].as_py().hex()}"
-        batch = feed.feed(table, np.array([epoch], np.int64))
+        epochs = np.array([epoch], np.int64)
+        batch = feed.feed(fetched(shards, np.array([row], np.int64), epochs, getattr(feed, "fetch", None)), epochs)
         if tokenizer is None:
             yield from _clip_lines(batch)
         else:

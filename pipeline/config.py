@@ -118,6 +118,14 @@ def _media_problems(config: PipelineConfig) -> list[str]:
     """Settings for texts that were given for images or audio, one line each."""
     kind, corpus = config.content.kind, config.corpus
     found = []
+    if getattr(config.content, "max_labels", None) is not None:
+        if getattr(config.content, "label", None) is None:
+            found.append("content.max_labels: content.label = null gives no labels; set it, or remove max_labels")
+        if not config.duplicates.enabled:
+            found.append(
+                "content.max_labels: counts the labels of all rows before the shards are written, as the search for "
+                "duplicates does; set duplicates.exact=true"
+            )
     if config.tokenizer is not None:
         found.append(f"tokenizer: has no effect with content.kind = {kind}, whose rows have no text; remove it")
     found += [
@@ -150,6 +158,8 @@ def identity(config: PipelineConfig) -> dict[str, Any]:
         without += ("tokenizer", "choosing")
     for name in without:
         del found[name]
+    if config.content.kind in MEDIA_KINDS and found["content"]["max_labels"] is None:  # older outputs keep their hash
+        del found["content"]["max_labels"]
     return found
 
 

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints.weights import turn_parameters
 from trainer.data.batches import RankBatch
+from trainer.data.chunks import fetched
 from trainer.data.plan import Plan
 from trainer.model.encoder import Encoder
 from trainer.parallel.sharding import whole
@@ -179,11 +180,11 @@ def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[
     for name, one in settings.items():
         microbatch = Microbatch(case.microbatch_tokens)
         branch = build_branch(exact, name, encoder, shards[name].manifest, world, microbatch)
-        rows = size if not name else min(size, one.batch_documents)
-        plan = Plan(one.seed, shards[name].num_documents, rows)
+        plan = Plan(one.seed, shards[name].num_documents, size if not name else min(size, one.batch_documents))
         epochs, documents = plan.documents(0, 1, *plan.slice(world.rank, world.size))
         feed = build_feed(branch.objective, encoder, vocabulary)
-        shares[name] = feed.feed(shards[name].take(documents), epochs)
+        rows = fetched(shards[name], documents, epochs, getattr(feed, "fetch", None))
+        shares[name] = feed.feed(rows, epochs)
         branches.append(branch)
     batch = dataclasses.replace(shares.pop(""), also=shares)
     return build_turns(exact, branches, total_steps=1), batch

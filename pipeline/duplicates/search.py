@@ -31,6 +31,7 @@ def find_duplicates(
     config: DuplicatesConfig,
     session: SessionConfig | None = None,
     exchange: Exchange | None = None,
+    labels: list[str] | None = None,
 ) -> Path:
     """Finds the documents to drop; continues an earlier search that was stopped.
 
@@ -40,6 +41,7 @@ def find_duplicates(
         config: settings, the same as those of the keys.
         session: where the work runs; without influence on the result.
         exchange: the store of the keys, if hosts share no folder; `folder` is then this host's copy.
+        labels: labels whose rows are kept, which the result records; None: all.
 
     Returns:
         Path of `duplicates.arrow` (pipeline/duplicates/table.py). Its bytes depend only on keys and settings.
@@ -51,6 +53,7 @@ def find_duplicates(
     numbering, digests, num_keys = number(folder, units, config)
     num_buckets = max(1, -(-num_keys // KEYS_PER_BUCKET))
     made_from = [_VERSION, config.model_dump(mode="json"), num_buckets, list(zip(units, digests, strict=True))]
+    made_from += [] if labels is None else [labels]
     stamp = hash_json(made_from)
     if stamp_of(result) == stamp:
         return result
@@ -78,7 +81,7 @@ def find_duplicates(
         if exchange is not None:
             exchange.fetch(folder)
     pairs = _read_all([pairs_path(folder, bucket) for bucket in range(num_buckets)])
-    write_duplicates(result, decide(pairs), Documents(numbering), stamp)
+    write_duplicates(result, decide(pairs), Documents(numbering), stamp, labels)
     return result
 
 

@@ -12,6 +12,7 @@
 | cluster_size | int64                   | documents that the kept one represents, including itself         |
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,8 @@ DUPLICATES = "duplicates.arrow"
 KINDS = ("near", "exact")
 STAMP = b"stamp"
 """Metadata key for the hash of the inputs and settings of a file."""
+LABELS = b"labels"
+"""Metadata key for the labels whose rows are kept, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,10 @@ class Duplicate:
     cluster_size: int
 
 
-def write_duplicates(path: Path, decisions: Decisions, documents: Documents, stamp: str) -> None:
-    """Writes the table, whole or not at all."""
+def write_duplicates(
+    path: Path, decisions: Decisions, documents: Documents, stamp: str, labels: list[str] | None = None
+) -> None:
+    """Writes the table, whole or not at all; its metadata have the labels whose rows are kept, if not all are."""
     units = pa.array(documents.numbering.units, pa.string())
     kinds = pa.array(KINDS, pa.string())
     ids = np.ascontiguousarray(documents.ids(decisions.kept))
@@ -61,7 +66,8 @@ def write_duplicates(path: Path, decisions: Decisions, documents: Documents, sta
         "cluster_size": pa.array(decisions.cluster_size),
     }
     batch = pa.record_batch(columns)
-    batch = batch.replace_schema_metadata({STAMP: stamp})
+    kept = {} if labels is None else {LABELS: json.dumps(labels)}
+    batch = batch.replace_schema_metadata({STAMP: stamp, **kept})
     with write_aside(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
         stream.write_batch(batch)
 
@@ -95,3 +101,13 @@ def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
     start, stop = np.searchsorted(codes, [place, place + 1])
     rows = batch.slice(start, stop - start).to_pylist()
     return {row["ordinal"]: Duplicate(**row) for row in rows}
+
+
+def kept_labels(folder: Path) -> frozenset[str] | None:
+    """The labels whose rows are kept; None: all.
+
+    Raises:
+        FileNotFoundError: the search is not finished.
+    """
+    found = (pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).schema.metadata or {}).get(LABELS)
+    return None if found is None else frozenset(json.loads(found))

@@ -102,13 +102,13 @@ class Output:
         """Files that a stage's task on this unit fetches."""
         return {}
 
-    def find_duplicates(self, units: list[str]) -> None:
-        """Searches for duplicates among the candidates of all units.
+    def find_duplicates(self, units: list[str], labels: list[str] | None = None) -> None:
+        """Searches for duplicates among the candidates of all units; records the labels whose rows are kept.
 
         Raises:
             KeysError: a file of keys is missing, damaged, or was written with other settings.
         """
-        found = find_duplicates(self.folder / CANDIDATES, units, self.config.duplicates, self.session)
+        found = find_duplicates(self.folder / CANDIDATES, units, self.config.duplicates, self.session, labels=labels)
         self._keep(found)
 
     def _keep(self, duplicates: Path) -> None:

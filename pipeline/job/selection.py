@@ -2,7 +2,8 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +13,30 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline.config import PipelineConfig
-from pipeline.duplicates.table import removed
+from pipeline.duplicates.table import kept_labels, removed
 from pipeline.job.unit_writer import UnitWriter, load_sidecar
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
-from pipeline.shards.content import Layout
+from pipeline.shards.content import AnyContent, Layout
 from pipeline.shards.ledger import LEDGERS, REJECTED, ledger_entries
 from pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar
 from pipeline.shards.media import Clip, Image, Media, lists, media_rows
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
+RARE_LABEL = "rare_label"
+"""Reason of a row whose label is not among the `content.max_labels` most frequent."""
+
+
+def most_frequent_labels(candidates: Sequence[Sidecar], content: AnyContent) -> list[str] | None:
+    """The labels whose rows are kept, the most frequent first; None: all."""
+    most = getattr(content, "max_labels", None)
+    if most is None:
+        return None
+    counted: Counter[str] = Counter()
+    for sidecar in candidates:
+        counted.update(sidecar.counts.labels)
+    return sorted(counted, key=lambda label: (-counted[label], label))[:most]
 
 
 def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo | None) -> Sidecar:
@@ -32,7 +46,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
         ShardError: the counts do not balance.
     """
     candidates = folder / CANDIDATES
-    copies = removed(folder, unit.name)
+    copies, labels = removed(folder, unit.name), kept_labels(folder)
     kept_rows: dict[str, Iterator[tuple[NDArray[np.uint32] | Media, Layout | None]]] = {
         split: _rows(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS
     }
@@ -48,7 +62,15 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                 continue
             content, layout = next(kept_rows[entry.fate])
             copy = copies.get(ordinal)
-            if copy is None:
+            if (
+                copy is None
+                and labels is not None
+                and isinstance(content, Image | Clip)
+                and content.label not in labels
+            ):
+                told = f"label {content.label!r} is not one of the {len(labels)} most frequent"
+                writer.reject(replace(entry, fate=RARE_LABEL, row=None, detail=told), "")
+            elif copy is None:
                 writer.keep(entry, content, layout)
             else:
                 kept = f"{copy.kept_unit}:{copy.kept_ordinal} is kept, similarity {copy.similarity:.2f}"

@@ -22,7 +22,7 @@ from pipeline.job.opened import Output
 from pipeline.job.output_store import Files, OutputStore, made_in, refuse_missing
 from pipeline.job.progress import BEATS, Progress
 from pipeline.job.sample import output_engine
-from pipeline.job.selection import write_selected
+from pipeline.job.selection import most_frequent_labels, write_selected
 from pipeline.job.units import Unit
 from pipeline.job.worker import write_unit
 from pipeline.shards.manifest import ShardError, Sidecar
@@ -48,9 +48,11 @@ def run_stages(output: Output, units: Sequence[Unit], tokenizer: TokenizerInfo |
         missing = [unit for unit in units if output.finished_sidecar(unit, "select") is None]
         _run("prepare", output, missing, tokenizer)
     else:
-        _run("prepare", output, units, tokenizer)
+        candidates = _run("prepare", output, units, tokenizer)
         try:
-            output.find_duplicates([unit.name for unit in units])
+            output.find_duplicates(
+                [unit.name for unit in units], most_frequent_labels(candidates, output.config.content)
+            )
         except (KeysError, OSError) as error:
             raise _stopped("duplicates", output.name, error) from error
     return _run("select", output, units, tokenizer)

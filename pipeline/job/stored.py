@@ -159,7 +159,7 @@ class StoredOutput(Output):
         """The candidates of a unit, to select from."""
         return self._files["prepare", unit] if stage == "select" else {}
 
-    def find_duplicates(self, units: list[str]) -> None:
+    def find_duplicates(self, units: list[str], labels: list[str] | None = None) -> None:
         """Searches for duplicates among the candidates of all units, with a copy of their keys on each host.
 
         Raises:
@@ -174,7 +174,8 @@ class StoredOutput(Output):
             if name.startswith(keys)
         }
         exchange = self.store.exchange(files)
-        self._keep(find_duplicates(exchange.folder(), units, self.config.duplicates, self.session, exchange))
+        given = self.config.duplicates, self.session, exchange, labels
+        self._keep(find_duplicates(exchange.folder(), units, *given))
 
     def _keep(self, duplicates: Path) -> None:
         super()._keep(duplicates)

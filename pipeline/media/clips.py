@@ -31,7 +31,8 @@ CUT = "cut"
 RESAMPLED = "resampled"
 _BLOCK_FRAMES = 1 << 16
 _PREEMPHASIS = 0.97
-_FLOOR = 1.192092955078125e-07
+LOWEST_ENERGY = 1.192092955078125e-07
+"""Energy of silence in a frame."""
 _LOWEST_HZ = 20
 _RIFF = (b"RIFF", b"RIFX")
 _UNKNOWN_BYTES = 0x7FFF_0000
@@ -110,7 +111,7 @@ def log_mel(samples: NDArray[np.float64], content: AudioContent) -> NDArray[np.f
         )
         # Not by `spectrogram`: a dense product waits for BLAS threads, and its sums depend on the kind of processor.
         energies = filters @ np.ascontiguousarray(powers)
-    return np.ascontiguousarray(np.log(np.maximum(energies, _FLOOR)).T, np.float32)
+    return np.ascontiguousarray(np.log(np.maximum(energies, LOWEST_ENERGY)).T, np.float32)
 
 
 def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bool]:

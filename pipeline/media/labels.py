@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 
 from pipeline.readers.corpus import Blob
-from pipeline.shards.content import FOLDER, LabelRule
+from pipeline.shards.content import FOLDER, PARENT_FOLDER, LabelRule
 
 NO_LABEL = "no_label"
 """Failure reason of an image or clip without a label."""
@@ -32,7 +32,8 @@ def label_of(blob: Blob, rule: LabelRule) -> str:
         return ""
     label = blob.label if blob.label is not None else _from_path(blob.source, rule)
     if not label:
-        where = "is in no folder" if rule == FOLDER else f"does not match content.label = {rule!r}"
+        places = {FOLDER: "is in no folder", PARENT_FOLDER: "has no folder above its folder"}
+        where = places.get(rule, f"does not match content.label = {rule!r}")
         raise LabelError(NO_LABEL, f"its path {where}, and no label is stored with it; content.label=null needs none")
     if len(label) > MAX_CHARACTERS:
         raise LabelError("bad_label", f"a label of {len(label)} characters, at most {MAX_CHARACTERS} are possible")
@@ -41,10 +42,10 @@ def label_of(blob: Blob, rule: LabelRule) -> str:
 
 def _from_path(source: str, rule: str) -> str | None:
     """The label in a path relative to the corpus."""
-    if rule == FOLDER:
+    if rule in (FOLDER, PARENT_FOLDER):
         # In an archive, the folders around the archive are not those of the member.
-        names = source.rpartition("!")[2].split("/")
-        return names[-2] if len(names) > 1 else None
+        names, level = source.rpartition("!")[2].split("/"), 2 if rule == FOLDER else 3
+        return names[-level] if len(names) >= level else None
     found = _compiled(rule).search(source)
     return found[1] if found else None
 

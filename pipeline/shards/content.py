@@ -22,6 +22,8 @@ MEDIA_KINDS: tuple[MediaKind, ...] = ("images", "audio")
 _NOUNS = {"documents": "documents", "images": "images", "audio": "clips"}
 FOLDER = "folder"
 """Value of `content.label` that takes the name of the file's folder."""
+PARENT_FOLDER = "parent_folder"
+"""Value of `content.label` that takes the name of the folder above the file's folder."""
 Label = Literal["entailment", "neutral", "contradiction"]
 LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
 """Labels of hypotheses; a shard holds their places in this tuple."""
@@ -94,14 +96,14 @@ class TriplesContent(Strict):
 
 
 def _expression(value: str | None) -> str | None:
-    """Checks that a label rule is `folder`, null or a regular expression with one group."""
-    if value in (None, FOLDER):
+    """Checks that a label rule is `folder`, `parent_folder`, null or a regular expression with one group."""
+    if value in (None, FOLDER, PARENT_FOLDER):
         return value
     try:
         groups = re.compile(value or "").groups
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
-            f"{value!r} is not a regular expression: {error}; give folder, an expression or null"
+            f"{value!r} is not a regular expression: {error}; give folder, parent_folder, an expression or null"
         ) from error
     if groups != 1:
         raise ValueError(f"{value!r} has {groups} groups; put the label, and nothing else, in one pair of parentheses")
@@ -122,13 +124,17 @@ class ImagesContent(Strict):
     side: int = Field(default=256, ge=8, le=2048)
     """Longest shorter side in pixels; larger images are made smaller, others keep their size."""
     label: LabelRule = FOLDER
-    r"""Label of a file. folder: the name of its folder. A regular expression with one group, such as `^(\d)_`, is
-    searched in the path relative to the corpus. null: no labels. A `.cls` member next to the image in a tar archive
-    (WebDataset) and the label column in Parquet come first. A file without a label is a failure."""
+    r"""Label of a file. folder: the name of its folder. parent_folder: the name of the folder above it, such as the
+    speaker in LibriSpeech. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to
+    the corpus. null: no labels. A `.cls` member next to the image in a tar archive (WebDataset) and the label column in
+    Parquet come first. A file without a label is a failure."""
     image: str = "image"
     """Column of the images in Parquet: bytes, or a struct with `bytes` as in datasets of the Hub."""
     label_column: str = "label"
     """Column of the labels in Parquet; numbers become names if the file's metadata of the Hub name them."""
+    max_labels: int | None = Field(default=None, ge=1)
+    """Keep the rows of this many labels, those with the most rows before copies are removed (equal counts: the first
+    name in the order of the alphabet); drop the others. null: all labels. `--plan` does not know which they are."""
 
 
 class AudioContent(Strict):
@@ -149,13 +155,17 @@ class AudioContent(Strict):
     max_seconds: float = Field(default=10.24, gt=0, le=600)
     """Longest clip in seconds; longer ones are cut there and counted."""
     label: LabelRule = FOLDER
-    r"""Label of a file. folder: the name of its folder. A regular expression with one group, such as `^(\d)_`, is
-    searched in the path relative to the corpus. null: no labels. A `.cls` member next to the clip in a tar archive
-    (WebDataset) and the label column in Parquet come first. A file without a label is a failure."""
+    r"""Label of a file. folder: the name of its folder. parent_folder: the name of the folder above it, such as the
+    speaker in LibriSpeech. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to
+    the corpus. null: no labels. A `.cls` member next to the clip in a tar archive (WebDataset) and the label column in
+    Parquet come first. A file without a label is a failure."""
     audio: str = "audio"
     """Column of the clips in Parquet: bytes, or a struct with `bytes` as in datasets of the Hub."""
     label_column: str = "label"
     """Column of the labels in Parquet; numbers become names if the file's metadata of the Hub name them."""
+    max_labels: int | None = Field(default=None, ge=1)
+    """Keep the rows of this many labels, those with the most rows before copies are removed (equal counts: the first
+    name in the order of the alphabet); drop the others. null: all labels. `--plan` does not know which they are."""
 
 
 MediaContent = ImagesContent | AudioContent

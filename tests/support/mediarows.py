@@ -41,3 +41,16 @@ def clip_rows(lengths: list[int], labels: str = "xyx", seed: int = 0) -> pa.Tabl
 def _table(columns: dict[str, list], types: dict[str, pa.DataType]) -> pa.Table:
     types = {"id": pa.binary(16), "label": pa.string(), "num_tokens": pa.int64(), **types}
     return pa.table({name: pa.array(values, types[name]) for name, values in columns.items()})
+
+
+class Rows:
+    """Rows in memory with the interface of a set of shards."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self.num_documents = len(table)
+
+    def take(self, documents: np.ndarray) -> pa.Table:
+        missing = [pa.nulls(len(documents))] * 2
+        taken = self.table.take(pa.array(documents)).combine_chunks()
+        return taken.append_column("source", missing[0]).append_column("offset", missing[1])

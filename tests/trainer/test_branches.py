@@ -7,7 +7,7 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from mediarows import clip_rows, image_rows
+from mediarows import Rows, clip_rows, image_rows
 from textrows import sentences
 from tiny import VOCABULARY, tiny_encoder
 
@@ -15,6 +15,7 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import collect, load, turn_parameters
 from trainer.data.canonical import feed_units
+from trainer.data.chunks import fetched
 from trainer.data.plan import Plan
 from trainer.model.frontend import Frontend, embedding_width
 from trainer.model.settings import FrontendConfig
@@ -46,9 +47,16 @@ FRONTENDS = {"image": FrontendConfig(patch=(4, 4), size=8), "audio": FrontendCon
 SHAPES = {"image": (48, 4, (0.5, 0.5)), "audio": (6, 12, (0.0, 1.0))}
 
 
+MIXUP = 0.6
+
+
 def branch_of(encoder, name, world, tokens, weight):
     context = RunContext(seed=len(name), batch_documents=len(ROWS[name]), frontend=FRONTENDS.get(name))
-    config = SupconConfig(temperature=0.2, masks=MaskConfig(mels=2, frames=3)) if name in SHAPES else SimcseConfig()
+    config = (
+        SupconConfig(temperature=0.2, masks=MaskConfig(mels=2, frames=3), mixup=MIXUP)
+        if name in SHAPES
+        else SimcseConfig()
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(len(name))
         objective = (Supcon if name in SHAPES else Simcse)(config, context, encoder.embedding_size)
@@ -90,8 +98,17 @@ def turns_of(encoder, names, world=None, tokens=None, joint=True, weight=0.7, lr
 def share_of(turn, world, epoch=1):
     rows = ROWS[turn.name]
     start, end = Plan(0, len(rows), len(rows)).slice(world.rank, world.size)
-    epochs = np.full(end - start, epoch)
-    return turn.objective.feed(VOCABULARY, 30).feed(rows.slice(start, end - start), epochs)
+    return feed_of(turn).feed(rows_of(turn, start, end, epoch), np.full(end - start, epoch))
+
+
+def feed_of(turn):
+    return turn.objective.feed(VOCABULARY, 30)
+
+
+def rows_of(turn, start, end, epoch):
+    """Rows of a branch as its feed gets them."""
+    rows = Rows(ROWS[turn.name])
+    return fetched(rows, np.arange(start, end), np.full(end - start, epoch), getattr(feed_of(turn), "fetch", None))
 
 
 def batch_of(steppers, world=None, epoch=1):
@@ -156,9 +173,8 @@ def bits(world):
             for one in [each for stepper in steppers for each in (stepper, *stepper.joined)]:
                 rows = ROWS[one.name]
                 start, end = Plan(0, len(rows), len(rows), 1).slice(world.rank, world.size)
-                feed = one.objective.feed(VOCABULARY, 30)
                 epochs = np.full(end - start, step)
-                shares[one.name] = feed_units(feed, rows.slice(start, end - start), epochs, start, 1)
+                shares[one.name] = feed_units(feed_of(one), rows_of(one, start, end, step), epochs, start, 1)
             batch = replace(shares.pop(""), also=shares)
             for stepper in steppers:
                 stepper.step(batch.also[stepper.name] if stepper.name else batch, step)
@@ -267,16 +283,16 @@ def test_views_of_a_clip_depend_on_row_and_epoch_alone():
     encoder = tiny_encoder(dropout=0.0)
     for name in SHAPES:
         branch = branch_of(encoder, name, World(), None, 1.0)
-        feed = branch.objective.feed(VOCABULARY, 30)
-        whole_batch = feed.feed(ROWS[name], np.full(len(ROWS[name]), 2)).spans
-        one = feed.feed(ROWS[name].slice(2, 1), np.array([2])).spans
+        feed, size = feed_of(branch), len(ROWS[name])
+        whole_batch = feed.feed(rows_of(branch, 0, size, 2), np.full(size, 2)).spans
+        one = feed.feed(rows_of(branch, 2, 3, 2), np.array([2])).spans
         assert torch.equal(one.values, whole_batch.span_slice(4, 6).values)
         assert torch.equal(one.keys, whole_batch.keys[4:6])
-        other = feed.feed(ROWS[name].slice(2, 1), np.array([3])).spans
+        other = feed.feed(rows_of(branch, 2, 3, 3), np.array([3])).spans
         assert not torch.equal(other.values, one.values)
         first, second = one.span_slice(0, 1), one.span_slice(1, 2)
         assert not torch.equal(first.values, second.values)
-        digests = [feed.feed(ROWS[name].slice(i, 1), np.array([2])).spans.digest() for i in range(len(ROWS[name]))]
+        digests = [feed.feed(rows_of(branch, i, i + 1, 2), np.array([2])).spans.digest() for i in range(size)]
         assert sum(digests) % 2**40 == whole_batch.digest()
 
 

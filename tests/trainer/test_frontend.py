@@ -9,6 +9,7 @@ from mediarows import image_rows
 from tiny import VOCABULARY, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
+from trainer.data.patches import PatchBatch
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend, embedding_width, load_vit
 from trainer.model.language_model import UnfitEncoderError, load_hf_config, load_model
@@ -102,6 +103,28 @@ def test_embeddings_equal_those_of_vit(vit):
     assert deviation([ours], [theirs.reshape(10, 16)]) < 1e-5
 
 
+def test_every_channel_has_its_mean_and_deviation():
+    """Against pixels that are normalised as an image; a number for all channels keeps its bits."""
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    pixels = torch.randint(0, 256, (2, 8, 8, 3), dtype=torch.uint8)
+    normal = (pixels.double() / 255 - torch.tensor(mean).double()) / torch.tensor(std).double()
+
+    def patches(images):
+        return images.view(2, 2, 4, 2, 4, 3).permute(0, 1, 3, 5, 2, 4).reshape(8, 48)
+
+    def states(values, **settings):
+        frontend = Frontend(FrontendConfig(**SIZES, **settings), 48, 4, 16, 0, (0.0, 1.0)).double()
+        return frontend(PatchBatch(values, torch.arange(1, 5).repeat(2), torch.tensor([4, 4])))
+
+    given = states(patches(pixels), mean=mean, std=std)
+    assert deviation([given], [states(patches(normal))]) < 1e-6
+    assert deviation([given], [states(patches(pixels), mean=0.456, std=0.224)]) > 1e-3
+    assert torch.equal(
+        states(patches(pixels), mean=0.4, std=0.2), states(patches(pixels), mean=(0.4,) * 3, std=(0.2,) * 3)
+    )
+    assert "mean" not in Frontend(FrontendConfig(mean=mean, std=std), 48, 4, 16, 0).state_dict()
+
+
 @pytest.mark.parametrize(
     ("changes", "width", "message"),
     [
@@ -131,6 +154,8 @@ def test_another_model_is_no_vit(tmp_path):
         ({"patch": [0, 8]}, "both numbers must be at least 1"),
         ({"mean": float("nan")}, "finite"),
         ({"std": float("inf")}, "finite"),
+        ({"std": (0.2, 0.0, 0.2)}, "greater than 0"),
+        ({"mean": (0.4, 0.5)}, "mean"),
     ],
 )
 def test_settings_that_would_take_all_memory_or_give_no_number(wrong, told):

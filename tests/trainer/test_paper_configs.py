@@ -8,6 +8,11 @@ from common.config import load_config
 from pipeline.config import PipelineConfig
 from trainer.setup.config import TrainConfig
 
+VISUAL = {  # encoder, texts a step, their rate, epochs, weight, rate and temperature of the images
+    "visualcse": ("bert-base-uncased", 64, 3e-5, 1, 0.05, 1e-6, 0.07),
+    "visualcse-roberta": ("roberta-base", 128, 2e-5, 1, 0.2, 1e-7, 0.07),
+    "visualcse-sup": ("bert-base-uncased", 128, 3e-5, 3, 100.0, 1e-7, 0.05),
+}
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -53,6 +58,24 @@ def test_simcse_has_the_table_of_its_readme(name, encoder, batch, rate, epochs):
     assert (config.objective.mlm_copies, config.objective.supervised) == ("all", name == "simcse-sup")
 
 
-@pytest.mark.parametrize("name", ["simcse-unsup", "simcse-roberta", "simcse-sup", "visualcse", "audiocse"])
+@pytest.mark.parametrize("name", ["simcse-unsup", "simcse-roberta", "simcse-sup", *VISUAL, "audiocse"])
 def test_no_sentence_is_held_back_where_stsb_validates(name):
     assert (prepare_of(name).held_out_share, train_of(name).export) == (0, "best")
+
+
+@pytest.mark.parametrize("name", VISUAL)
+def test_visualcse_has_the_settings_of_its_scripts(name):
+    config, image = train_of(name), train_of(name).also["image"]
+    texts = config.encoder.pretrained, config.batch_documents, config.optim.lr, config.epochs
+    assert (*texts, image.weight, image.optim.lr, image.objective.temperature) == VISUAL[name]
+    assert prepare_of(name).tokenizer.name == config.encoder.pretrained
+    assert prepare_of(name).content.kind == ("triples" if name == "visualcse-sup" else "sentences")
+    assert config.objective.supervised == (name == "visualcse-sup")
+    assert image.batch_documents == 48
+    assert (image.frontend.mean, image.frontend.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def test_audiocse_feeds_one_masked_mixture_twice():
+    objective = train_of("audiocse").also["audio"].objective
+    assert objective.masks.model_dump() == {"mels": 48, "frames": 192, "shared": True}
+    assert objective.mixup == 0.5

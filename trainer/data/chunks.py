@@ -17,8 +17,8 @@ _CHUNK_TOKENS = 16 * 1024 * 1024  # a chunk of long documents must easily fit th
 _shards: dict[str, ShardSet] = {}  # opened once per process
 
 
-Fetch = Callable[[pa.Table, NDArray[np.int64]], pa.Table]
-"""Changes rows of the shards, given the epoch of each; it must not import torch."""
+Fetch = Callable[[pa.Table, NDArray[np.int64], ShardSet], pa.Table]
+"""Changes rows of the shards, given the epoch of each and the shards; it must not import torch."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,11 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
                 raise ShardError(f"{rank_plan.address} holds other shards than at the start of the run")
         _shards[rank_plan.folder] = ShardSet(folder, "train", look=False)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
-    return fetched(_shards[rank_plan.folder].take(documents), epochs, rank_plan.fetch)
+    return fetched(_shards[rank_plan.folder], documents, epochs, rank_plan.fetch)
 
 
-def fetched(table: pa.Table, epochs: np.ndarray, fetch: Fetch | None = None) -> pa.Table:
+def fetched(shards: ShardSet, documents: np.ndarray, epochs: np.ndarray, fetch: Fetch | None = None) -> pa.Table:
     """Rows of shards as a feed reads them: without the columns of their origin, with the epoch, changed by `fetch`."""
-    table = table if fetch is None else fetch(table, epochs)
+    table = shards.take(documents)
+    table = table if fetch is None else fetch(table, epochs, shards)
     return table.drop_columns(["source", "offset"]).append_column("epoch", pa.array(epochs, pa.int64()))

@@ -83,11 +83,14 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
     rates = [layer.p for layer in model.modules() if isinstance(layer, Dropout)]
-    if config.objective.needs_dropout and all(limit(rate) == limit(0.0) for rate in rates):
-        found.append(
-            f"encoder: it drops nothing, so the two views of objective {config.objective.kind} would be equal; set "
+    objectives = [one.objective for one in config.branches().values()]
+    if all(limit(rate) == limit(0.0) for rate in rates):
+        found += [
+            f"encoder: it drops nothing, so the two views of objective {one.kind} would be equal; set "
             "encoder.dropout=0.1"
-        )
+            for one in objectives
+            if one.needs_dropout
+        ]
     positions = max_span_tokens(model)
     texts = config.objective.text_tokens
     setting, tokens = ("spans", config.spans.max_tokens) if texts is None else ("objective", texts)

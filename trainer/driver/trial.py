@@ -126,7 +126,7 @@ def _batch(config: TrainConfig, name: str, shards: ShardSet, feed: Feed, step: i
     plan = Plan(one.seed, shards.num_documents, one.batch_documents, one.unit_documents)
     start, end = plan.slice(0, config.scaling.least_workers)
     epochs, documents = plan.documents(step, step + 1, start, end)
-    rows = fetched(shards.take(documents), epochs, getattr(feed, "fetch", None)).combine_chunks()
+    rows = fetched(shards, documents, epochs, getattr(feed, "fetch", None)).combine_chunks()
     unit = plan.unit_documents
     batch = feed.feed(rows, epochs) if unit is None else feed_units(feed, rows, epochs, start // unit, unit)
     return replace(batch, digest=batch.spans.digest()).to(device)

@@ -36,6 +36,9 @@ class Frontend(nn.Module):
         normal: mean and standard deviation of values, unless the settings have others.
     """
 
+    mean: Tensor | float
+    std: Tensor | float
+
     def __init__(
         self,
         config: FrontendConfig,
@@ -47,8 +50,12 @@ class Frontend(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.mean = normal[0] if config.mean is None else config.mean
-        self.std = normal[1] if config.std is None else config.std
+        for name, given, default in (("mean", config.mean, normal[0]), ("std", config.std, normal[1])):
+            if isinstance(given, tuple):  # a patch has the values of one channel after those of the other
+                each = torch.tensor(given, dtype=torch.float64).repeat_interleave(patch_values // len(given))
+                self.register_buffer(name, each, persistent=False)
+            else:
+                setattr(self, name, default if given is None else given)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeding.torch_seed(seed, "frontend"))
             self.patches = nn.Linear(patch_values, width)

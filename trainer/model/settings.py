@@ -1,11 +1,12 @@
 """Settings of the encoder, readable without torch."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from common.config import Strict
 
+Positive = Annotated[float, Field(gt=0)]
 _MOST_PATCHES = 2**16  # of a clip, and values of a patch: a mistyped number must not take all memory
 
 
@@ -31,10 +32,12 @@ class FrontendConfig(Strict):
     """Height and width in pixels of the square crops of images."""
     positions: bool = True
     """Add a learned embedding for each place of a patch."""
-    mean: float | None = Field(default=None)
-    """Mean that is subtracted from pixels in [0, 1], or from log-mel values; null: 0.5 for images, 0 for sounds."""
-    std: float | None = Field(default=None, gt=0)
-    """Standard deviation by which the difference is divided; null: 0.5 for images, 1 for sounds."""
+    mean: float | tuple[float, float, float] | None = None
+    """Mean that is subtracted from pixels in [0, 1], one number or one each for red, green and blue, or from log-mel
+    values; null: 0.5 for images, 0 for sounds."""
+    std: Positive | tuple[Positive, Positive, Positive] | None = None
+    """Standard deviation by which the difference is divided, one number or one for each channel; null: 0.5 for images,
+    1 for sounds."""
 
     @model_validator(mode="after")
     def _fits(self) -> "FrontendConfig":

@@ -16,6 +16,8 @@ _LATER_OF_BRANCHES: dict[str, object] = {  # of the main one too
     "objective.loss.exclude_same_document": False,
     "objective.mlm_copies": "first",
     "objective.initializer_range": None,
+    "objective.masks.shared": False,
+    "objective.mixup": 0.0,
 }
 
 

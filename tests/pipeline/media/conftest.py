@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import PipelineConfig, config_hash, identity
+from pipeline.duplicates.search import find_duplicates
+from pipeline.duplicates.table import DUPLICATES
+from pipeline.job.selection import most_frequent_labels, write_selected
 from pipeline.job.units import plan_units
-from pipeline.job.worker import write_unit
+from pipeline.job.worker import CANDIDATES, write_unit
 from pipeline.readers.skipped import Skipped
 from pipeline.shards.ledger import ledger_entries
 from pipeline.shards.manifest import MANIFEST, build_manifest
@@ -40,6 +43,11 @@ def prepare_media(tmp_path: Path):
         units, problems = plan_units(config.corpus, config.unit_mib, skipped, config.content)
         assert problems == []
         sidecars = [write_unit(unit, folder, config, None, None) for unit in units]
+        if config.duplicates.enabled:
+            names, labels = [unit.name for unit in units], most_frequent_labels(sidecars, config.content)
+            found = find_duplicates(folder / CANDIDATES, names, config.duplicates, labels=labels)
+            found.replace(folder / DUPLICATES)
+            sidecars = [write_selected(unit, folder, config, None) for unit in units]
         settings = config.geometry, identity(config), config_hash(config), skipped.kinds()
         manifest = build_manifest(sidecars, None, *settings)
         (folder / MANIFEST).write_text(manifest.model_dump_json())

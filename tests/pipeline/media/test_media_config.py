@@ -28,6 +28,17 @@ def test_no_tokenizer_is_needed_and_texts_still_need_one():
             PipelineConfig.model_validate(BASE | {"content": content})
 
 
+def test_outputs_of_before_keep_their_settings():
+    """`max_labels` decides the shards only if it is given."""
+    for content in ("images", "audio"):
+        plain, kept = (
+            identity(PipelineConfig.model_validate(BASE | {"content": {"kind": content, "max_labels": most}}))
+            for most in (None, 5)
+        )
+        assert "max_labels" not in plain["content"]
+        assert kept["content"]["max_labels"] == 5
+
+
 def test_a_missing_tokenizer_is_told_with_other_problems(tmp_path):
     (tmp_path / "c.yaml").write_text("prepare: {output: out, corpus: {kind: files, paths: [in]}, seed: -1}")
     with pytest.raises(ConfigError) as caught:
@@ -60,6 +71,9 @@ def test_printed_settings_can_be_given_back(tmp_path):
         ({"content": {"kind": "images", "label": "(a)(b)"}}, r"has 2 groups; put the label"),
         ({"content": {"kind": "images", "label": "cats"}}, "has 0 groups"),
         ({"content": {"kind": "images", "label": "(a"}}, "is not a regular expression"),
+        ({"content": {"kind": "images", "max_labels": 0}}, "greater than or equal to 1"),
+        ({"content": {"kind": "images", "max_labels": 2, "label": None}}, "content.label = null gives no labels"),
+        ({"content": {"kind": "images", "max_labels": 2}, "duplicates": {"exact": False}}, "set duplicates.exact=true"),
         ({"content": {"kind": "images", "side": 0}}, "greater than or equal to 8"),
         ({"content": {"kind": "audio", "max_seconds": 0}}, "greater than 0"),
         ({"content": {"kind": "audio", "side": 8}}, "Extra inputs"),

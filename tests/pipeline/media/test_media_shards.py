@@ -95,6 +95,47 @@ def test_no_labels_and_labels_of_a_pattern(folder, make_media, prepare_media, tm
     assert prepare_media(long, tmp_path / "long")[0].failed == {"bad_label": 1}
 
 
+SPEAKERS = {"anna": (3, 2), "bela": (1, 2), "carl": (2,), "dora": (4, 1)}
+"""Chapters of each speaker, with their numbers of clips, as in LibriSpeech: SPEAKER/CHAPTER/clip."""
+
+
+def test_speakers_are_the_folders_above_and_the_most_frequent_are_kept(tmp_path, make_media, prepare_media):
+    """Counted over all units, copies included; dora and anna have five rows each, bela three, carl two."""
+    files = {
+        f"{speaker}/{speaker}-{chapter}/{clip}.wav": sound(
+            tone(number=10 * chapter + clip, seconds=0.1 + 0.01 * len(speaker) * row)
+        )
+        for row, (speaker, chapters) in enumerate(SPEAKERS.items())
+        for chapter, clips in enumerate(chapters)
+        for clip in range(clips)
+    }
+    folder = spread(tmp_path / "in", files | {"bela/loose.wav": sound(tone(number=99))})
+    given = {"duplicates": {"exact": True}, "unit_mib": 0.02}
+    manifest, ledger, _ = prepare_media(make_media({"kind": "audio", "label": "parent_folder"}, folder, **given))
+    counts = {speaker: sum(chapters) for speaker, chapters in SPEAKERS.items()}
+    assert manifest.labels == counts
+    assert manifest.failed == {"no_label": 1}
+    assert "has no folder above its folder" in ledger["bela/loose.wav", 0].detail
+    for most, kept in ((3, "anna bela dora"), (2, "anna dora"), (1, "anna"), (9, "anna bela carl dora")):
+        content = {"kind": "audio", "label": "parent_folder", "max_labels": most}
+        manifest, ledger, out = prepare_media(make_media(content, folder, **given), tmp_path / f"top{most}")
+        assert manifest.labels == {name: counts[name] for name in kept.split()}
+        rare = sum(counts.values()) - sum(manifest.labels.values())
+        assert manifest.dropped == ({"rare_label": rare} if rare else {})
+        assert {row["label"] for row in taken(out).values()} == set(kept.split())
+    assert ledger["carl/carl-0/0.wav", 0].fate == "train"
+
+
+def test_copies_are_counted_among_the_labels_and_then_removed(tmp_path, make_media, prepare_media):
+    files = {f"{name}/{number}.png": png(7 if name == "b" else number) for name in "ab" for number in range(3)}
+    files["a/2.png"] = b"no image"
+    content = {"kind": "images", "max_labels": 1}
+    config = make_media(content, spread(tmp_path / "in", files), duplicates={"exact": True})
+    manifest, _, _ = prepare_media(config)
+    assert manifest.labels == {"b": 1}
+    assert manifest.dropped == {"duplicate": 2, "rare_label": 2}
+
+
 MEMBERS = [
     ("a/000.png", png(0)),
     ("a/000.cls", b"3\n"),

@@ -34,6 +34,8 @@ class MaskConfig(Strict):
     """Largest number of mel bands that are masked (48 in AudioCSE)."""
     frames: int = Field(default=0, ge=0)
     """Largest number of frames that are masked (192 in AudioCSE); at most half of a clip."""
+    shared: bool = False
+    """true: both views have the same masks and differ by dropout alone, as in AudioCSE. false: each has its own."""
 
 
 class SupconConfig(ObjectiveConfig):
@@ -60,12 +62,20 @@ class SupconConfig(ObjectiveConfig):
     """Views of images."""
     masks: MaskConfig = MaskConfig()
     """Views of sounds."""
+    mixup: Share = 0.0
+    """Probability that a clip is mixed with another clip of the corpus, before it is masked (0.5 in AudioCSE). The
+    share of the clip follows Beta(10, 10), and the mixture has the label of the louder part. Sounds only."""
 
     @model_validator(mode="after")
     def _scaled(self) -> "SupconConfig":
         if self.released_supcon and "base_temperature" in self.model_fields_set:
             raise ValueError("base_temperature has no effect with released_supcon = true; remove it")
         return self
+
+    @property
+    def needs_dropout(self) -> bool:
+        """True if the views of a sound have the same masks."""
+        return self.masks.shared
 
     @property
     def learns(self) -> str:
@@ -92,7 +102,11 @@ class SupconConfig(ObjectiveConfig):
                 f"frontend.size = {frontend.size}: must be a multiple of both sides of frontend.patch = "
                 f"{list(frontend.patch)}"
             )
+        if content.kind == "images" and (self.mixup or self.masks != MaskConfig()):
+            found.append("objective.mixup and objective.masks are for sounds; the shards hold images; remove them")
         if content.kind == "audio":
+            if isinstance(frontend.mean, tuple) or isinstance(frontend.std, tuple):
+                found.append("frontend.mean and frontend.std: sounds have one channel; give one number each")
             mels = int(getattr(content, "mels", 0))
             if width > mels:
                 found.append(f"frontend.patch = {list(frontend.patch)}: the shards have {mels} mel bands")

@@ -40,13 +40,11 @@ class Crops:
     seed: int
 
     def __call__(self, rows: pa.Table, epochs: NDArray[np.int64]) -> pa.Table:
-        """The rows with the column `views` instead of `image`; rows of sounds are returned unchanged.
+        """The rows with the column `views` instead of `image`.
 
         Raises:
             ShardError: an image cannot be decoded, or is of another size than its row says.
         """
-        if "image" not in rows.column_names:  # sounds
-            return rows
         keys, minor = document_keys(rows), epochs.astype(np.uint64)
         drawn = [
             seeding.unit(seeding.words(self.seed, f"crop {view}", keys, minor, 3 * _TRIES + 10))

@@ -16,10 +16,12 @@ from common import seeding
 from trainer.data.batches import RankBatch
 from trainer.data.packing import dropout_words
 from trainer.data.patches import PatchBatch
-from trainer.data.rows import document_keys, ragged
+from trainer.data.rows import document_keys
 from trainer.model.settings import FrontendConfig
 from trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from trainer.objectives.supcon.crops import NUM_VIEWS, VIEWS, Crops
+from trainer.objectives.supcon.fetch import ClipFetch
+from trainer.objectives.supcon.mixup import MIXED, Mixup, clips_of
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,25 @@ class ClipFeed:
     seed: int
 
     @property
-    def fetch(self) -> Crops:
-        """Makes the views of images in the tasks that read shards; it leaves sounds unchanged."""
-        return Crops(self.config.crops, self.frontend.size, self.seed)
+    def fetch(self) -> ClipFetch:
+        """The work of the tasks that read shards: views of images, mixtures of sounds."""
+        mixup = Mixup(self.config.mixup, self.seed) if self.config.mixup else None
+        return ClipFetch(Crops(self.config.crops, self.frontend.size, self.seed), mixup)
 
     def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
-        """The clips of n rows of images or sounds."""
+        """The clips of n rows of images or sounds.
+
+        Raises:
+            ValueError: sounds are to be mixed, and `fetch` was not called.
+        """
         keys, minor = document_keys(rows), epochs.astype(np.uint64)
         values: NDArray[Any]
         if "frames" in rows.column_names:
+            if self.config.mixup and MIXED not in rows.column_names:
+                raise ValueError(f"objective.mixup = {self.config.mixup}: the clips were not mixed; call `fetch` first")
             values, sizes = self._sounds(rows, keys, minor)
         else:
-            rows = rows if VIEWS in rows.column_names else self.fetch(rows, epochs)
+            rows = rows if VIEWS in rows.column_names else self.fetch.crops(rows, epochs)
             values, sizes = self._images(rows)
         lengths = sizes + 1
         starts = np.cumsum(lengths) - lengths
@@ -75,13 +84,12 @@ class ClipFeed:
         self, rows: pa.Table, keys: seeding.U64, epochs: seeding.U64
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """`(patches, F)` values, the patches of the first frames first, and the number of patches of each view."""
-        frames, offsets = ragged(rows.column("frames"))
-        counts = rows.column("num_frames").to_numpy()
         deep, wide = self.frontend.patch
         parts, sizes = [], []
-        masks = [masked_bands(self.config.masks, self.seed, view, keys, epochs) for view in range(NUM_VIEWS)]
-        for row, count in enumerate(counts.tolist()):
-            clip = frames[offsets[row] : offsets[row + 1]].astype(np.float32).reshape(count, -1)
+        views = [0] * NUM_VIEWS if self.config.masks.shared else range(NUM_VIEWS)
+        masks = [masked_bands(self.config.masks, self.seed, view, keys, epochs) for view in views]
+        for row, clip in enumerate(clips_of(rows)):
+            count = len(clip)
             for mask in masks:
                 view = mask.applied(clip, row)
                 columns, bands = max(1, count // deep), view.shape[1] // wide
