@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from pipeline.job.units import Unit, read_unit
 from pipeline.job.worker import judged_records
 from pipeline.readers.corpus import MIB, ReadFailure
 from pipeline.shards.content import MEDIA_KINDS, ContentKind, bytes_noun, noun_of, size_noun
-from pipeline.shards.manifest import SPLITS, Counts, Manifest
+from pipeline.shards.manifest import SPLITS, Manifest
 from pipeline.shards.media import Clip, Image, Media
 from pipeline.shards.schema import UINT16_VOCABULARY
 from pipeline.tokenizer.tokenization import TokenizerInfo
@@ -70,6 +71,10 @@ class Estimate(Strict):
     """Duration on `num_cpus` CPUs, without Ray's start; None in an estimate of an earlier version."""
     deviations: dict[str, float] = Field(default_factory=dict)
     """Standard deviations of the estimates, by name."""
+    not_kept: dict[str, int] = Field(default_factory=dict)
+    """Documents of the sample that are not kept, by reason, the most frequent first."""
+    hint: str | None = None
+    """Setting that would keep more of them."""
     kind: ContentKind = Field(default="documents", exclude_if=lambda kind: kind not in MEDIA_KINDS)
     """Kind of the rows; in the file only if they are images or audio."""
 
@@ -81,10 +86,12 @@ class Estimate(Strict):
         return [
             f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
             f"  {noun_of(self.kind):11} {self.documents:,}{self._range('documents')}, {kept}",
+            *([f"  not kept    {self._reasons} (in the sample)"] if self.not_kept else []),
             f"  {bytes_noun(self.kind):11} {self.text_bytes / MIB:,.1f} MiB",
             f"  {size_noun(self.kind):11} {self.num_tokens:,} kept{self._range('num_tokens')}",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
             f"  time        {long} on {self.num_cpus} CPUs (and up to a minute for Ray to start)",
+            *([f"  hint        {self.hint}"] if self.hint else []),
         ]
 
     def bounds(self, name: str) -> tuple[int, int] | None:
@@ -125,6 +132,10 @@ class Estimate(Strict):
     def _seconds(self) -> float:
         return self.cpu_seconds / self.num_cpus if self.seconds is None else self.seconds
 
+    @property
+    def _reasons(self) -> str:
+        return ", ".join(f"{number:,} {reason}" for reason, number in self.not_kept.items())
+
     def _range(self, name: str) -> str:
         bounds = self.bounds(name)
         return f" ({bounds[0]:,} to {bounds[1]:,})" if bounds and bounds[0] < bounds[1] else ""
@@ -158,7 +169,9 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
                 started = now
                 if time.perf_counter() - began > _SAMPLE_SECONDS * one.stands_for / total:
                     break
-    _warn(seen.counts(), config, units, failures)
+    counts = seen.counts()
+    if problem := nothing_kept(counts, config, failures):
+        get_logger().warning("in the sample: %s", problem)
     found = sum((stratum.estimate() for stratum in strata), Found())
     spread = sum((stratum.variance() for stratum in strata), Found())
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
@@ -177,17 +190,13 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         cpu_seconds=found.cpu_seconds,
         num_cpus=num_cpus,
         seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
+        not_kept=dict(Counter({**counts.dropped, **counts.failed}).most_common()),
+        hint=lines_hint(
+            counts.read, counts.dropped, identity(config), (part.source for unit in units for part in unit.parts)
+        ),
         kind=config.content.kind,
         deviations={name: round(math.sqrt(getattr(spread, name)), 3) for name in _RANGED},
     )
-
-
-def _warn(counts: Counts, config: PipelineConfig, units: Sequence[Unit], failures: Sequence[ReadFailure]) -> None:
-    """Warns, as `prepare` would, if no document of the sample is kept or if lines should be whole files."""
-    sources = (part.source for unit in units for part in unit.parts)
-    hint = lines_hint(counts.read, counts.dropped, identity(config), sources)
-    for problem in filter(None, (nothing_kept(counts, config, failures), hint)):
-        get_logger().warning("in the sample: %s", problem)
 
 
 def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:

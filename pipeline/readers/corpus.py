@@ -101,15 +101,20 @@ TextField = str | Annotated[list[str], Field(min_length=1), AfterValidator(_dist
 
 
 class FilesCorpus(Strict):
-    """JSONL, plain text, Markdown, Parquet, Arrow, CSV, TSV; compressed (gz, xz, zst, bz2); tar archives of them."""
+    """JSONL, text, Markdown, reStructuredText, Parquet, Arrow, CSV, TSV; compressed (gz, xz, zst, bz2); tar."""
 
     kind: Literal["files"]
     paths: list[str] = Field(min_length=1)
     """Files, folders (searched recursively, hidden names left out) or globs: local, or s3:// gs:// hf:// and so on.
     Other files in folders are counted by their suffix in the plan, the manifest and the report."""
+    exclude: list[str] = Field(default_factory=list)
+    """Patterns of files to leave out of folders and globs, such as `drafts/*` or `*.rst`, matched with the path
+    relative to the folder; `*` also matches `/`. Their number is in the plan."""
     format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
     """auto uses the content, then the name. text: one document a line; text_file: one document a file. A .txt is
-    read as text, but as text_file if it is the member of an archive, as in OpenWebText; .md is read as text_file."""
+    read as text, but as text_file if it is the member of an archive, as in OpenWebText. A .md, a .rst and text in a
+    file without an ending are read as text_file, and a .json if its first line is an object with the key of the
+    text."""
     text_field: TextField = "text"
     """Key or column that holds the text in JSONL, Parquet, Arrow and CSV. Several, as in [title, body], are joined by
     newlines; empty ones are left out."""

@@ -1,5 +1,8 @@
 """Format detection, by content and name, and the records of one file or member of an archive."""
 
+import codecs
+import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -35,6 +38,7 @@ from pipeline.readers.tables import Rows, read_arrow_stream, read_parquet
 MAX_DEPTH = 4
 """Largest depth of nested archives, each of which may be compressed; OpenWebText has two levels."""
 _MIN_DOCUMENT_BYTES = 64
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _PARQUET = b"PAR1"
 _ARROW_FILE = b"ARROW1\0\0"
 
@@ -88,7 +92,36 @@ def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format |
         return "arrow"
     suffix = bare_suffix(name)
     named: Format | None = "jsonl" if suffix == JSON_SUFFIX else SUFFIXES.get(suffix)
+    if not suffix:
+        return "jsonl" if is_json_lines(head, rules) else "text_file" if is_prose(head) else None
     return "text_file" if named == "text" and inside else named
+
+
+def is_json_lines(head: bytes, rules: Rules) -> bool:
+    """Returns True if the first line is an object with a key that is read, as far as the head of the file shows it."""
+    line, newline, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    names = rules.keys.values() if rules.keys else rules.text_names
+    if not line.startswith(b"{") or not any(json.dumps(name).encode() in line for name in names):
+        return False
+    try:
+        return not newline or isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def is_prose(head: bytes) -> bool:
+    """Returns True if a file begins like text: UTF-8 without control characters, no markup and no program."""
+    if encoding_of(head):
+        return True
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return (
+        bool(text.strip())
+        and not _CONTROL.search(text)
+        and not text.lstrip("\ufeff \r\n\t").startswith(("<", "#!", "{", "["))
+    )
 
 
 def read_stream(

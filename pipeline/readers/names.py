@@ -10,6 +10,7 @@ SUFFIXES: dict[str, Format] = {
     ".text": "text",
     ".md": "text_file",
     ".markdown": "text_file",
+    ".rst": "text_file",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
@@ -19,9 +20,10 @@ SUFFIXES: dict[str, Format] = {
 }
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
 AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".oga", ".opus"})
-MARKDOWN = {".md", ".markdown"}
+MARKDOWN = {".md", ".markdown", ".rst"}
 JSON_SUFFIX = ".json"
-"""Read as JSON Lines if the file is named explicitly; in a searched folder it is more often a description."""
+"""Read as JSON Lines if the file is named explicitly, or if its first line is an object with the key of the text; in a
+searched folder it is more often a description."""
 TAR_SUFFIX = ".tar"
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import BinaryIO
 
 import pyarrow.parquet as pq
@@ -19,11 +20,11 @@ from pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_delimited, cu
 from pipeline.readers.delimited import DELIMITERS
 from pipeline.readers.encodings import encoding_of
 from pipeline.readers.fields import FIELD_FORMATS, fields_problem
-from pipeline.readers.files import Rules, format_of, rules_of
+from pipeline.readers.files import Rules, format_of, is_json_lines, rules_of
 from pipeline.readers.hub import hub_inputs
 from pipeline.readers.names import JSON_SUFFIX, TAR_SUFFIX, bare_suffix
 from pipeline.readers.places import find_inputs, open_input, stream_of
-from pipeline.readers.skipped import UNREADABLE, Skipped, advice_on, describe_skipped
+from pipeline.readers.skipped import EXCLUDED, UNREADABLE, Skipped, advice_on, describe_skipped
 from pipeline.readers.streams import (
     BLOCK_BYTES,
     COMPRESSED_SUFFIXES,
@@ -101,7 +102,9 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             problems.append(f"corpus.paths: {given!r} matches no file; looked at {where}")
         usable: list[Input] = []
         for file in matches:
-            if not file.searched or corpus.format != "auto" or _is_candidate(file, rules):
+            if file.searched and any(fnmatchcase(file.source, pattern) for pattern in corpus.exclude):
+                skipped.add(EXCLUDED, file.source)
+            elif not file.searched or corpus.format != "auto" or _is_candidate(file, rules):
                 usable.append(file)
             else:
                 skipped.add_file(file.source)
@@ -125,6 +128,8 @@ def _is_unicode(name: str) -> bool:
 def _is_candidate(file: Input, rules: Rules) -> bool:
     """Returns True if a file found in a folder may be readable, by its name or because it is compressed."""
     suffix = bare_suffix(file.source)
+    if suffix in ("", JSON_SUFFIX) and not rules.blobs:  # their content decides
+        return True
     if file.lost and (not suffix or os.path.isdir(file.path)):  # noqa: PTH112
         return True
     compressed = any(file.source.lower().endswith(ending) for ending in COMPRESSED_SUFFIXES)
@@ -157,7 +162,7 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
                 return Cut(cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
             known = format_of(head, file.source, rules, inside=False)
-            if known is None or (file.searched and rules.format is None and bare_suffix(file.source) == JSON_SUFFIX):
+            if known is None or (file.searched and not _is_data(head, file, rules)):
                 return _unknown(file, rules)
             if rules.blobs and known == "parquet":
                 return cut_parquet(file, opened, (rules.blobs.column,), part_bytes, rules.blobs.setting)
@@ -235,7 +240,7 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     weight = file.num_bytes * COMPRESSION_RATIO
     whole = [make_part(file, "stream", 0, file.num_bytes, file.num_bytes, weight)]
     suffix = bare_suffix(file.source)
-    named = rules.format is not None or suffix in rules.suffixes or suffix in (TAR_SUFFIX, JSON_SUFFIX)
+    named = rules.format is not None or suffix in rules.suffixes or suffix == TAR_SUFFIX
     if named and weight <= part_bytes:
         return Cut(whole)
     opened.seek(0)
@@ -250,4 +255,11 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
         key = member_key if rules.blobs else None
         return Cut(cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, key))
     nested = is_tar(head) or compression_of(head) is not None
-    return Cut(whole) if named or nested or format_of(head, file.source, rules, inside=False) else _unknown(file, rules)
+    known = format_of(head, file.source, rules, inside=False) is not None and _is_data(head, file, rules)
+    return Cut(whole) if named or nested or known else _unknown(file, rules)
+
+
+def _is_data(head: bytes, file: Input, rules: Rules) -> bool:
+    """Returns False for a .json that a search met, if its first line is no object with a key that is read."""
+    named = not file.searched or rules.format is not None or rules.blobs is not None
+    return named or bare_suffix(file.source) != JSON_SUFFIX or is_json_lines(head, rules)

@@ -11,6 +11,7 @@ OTHERS = "others"
 NO_ENDING = "no ending"
 LINKED_FOLDER = "links to folders"
 FOLDER = "folders that match a pattern"
+EXCLUDED = "excluded by corpus.exclude"
 SPECIAL = "pipes, sockets and devices"
 UNREADABLE = "unreadable"
 """Kind of folders, links and files that cannot be read. Each of them also gives a failure record."""
@@ -20,7 +21,7 @@ _MARKUP = "extract the text first (for example with trafilatura), or read the ma
 _OFFICE = "convert them to text, Markdown or JSONL"
 _UNPACK = "unpack them, or pack them as tar"
 _ADVICE = {
-    JSON_SUFFIX: "if they hold JSON Lines, name them in corpus.paths or set corpus.format=jsonl",
+    JSON_SUFFIX: "their first line is no object with the key of the text (corpus.text_field)",
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), _MARKUP),
     **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".rtf", ".epub"), _OFFICE),
     **dict.fromkeys((".zip", ".7z", ".rar"), _UNPACK),
@@ -63,13 +64,18 @@ class Skipped:
 
 
 def describe_skipped(kinds: dict[str, Skip]) -> list[str]:
-    """A line for each kind: the number, an example and a remedy."""
+    """A line for all kinds of files that are not read, with examples and remedies, and one for unreadable files."""
     lines = []
-    for kind, skip in kinds.items():
-        advice = f"; {_ADVICE[kind]}" if kind in _ADVICE else ""
-        what = "cannot be read, and each counts as a failure" if kind == UNREADABLE else "are not read"
-        name = "folders, links and files" if kind == UNREADABLE else kind
-        lines.append(f"{skip.files:,} {name} {what} (for example {skip.example!r}){advice}")
+    if told := [f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in kinds.items() if kind != UNREADABLE]:
+        remedies: dict[str, list[str]] = {}
+        for kind in kinds:
+            if kind in _ADVICE:
+                remedies.setdefault(_ADVICE[kind], []).append(kind)
+        advice = "".join(f"; {', '.join(names)}: {remedy}" for remedy, names in remedies.items())
+        lines.append(f"not read: {', '.join(told)}{advice}")
+    if lost := kinds.get(UNREADABLE):
+        what = "folders, links and files cannot be read, and each counts as a failure"
+        lines.append(f"{lost.files:,} {what} (for example {lost.example!r})")
     return lines
 
 

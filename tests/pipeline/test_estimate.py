@@ -64,18 +64,23 @@ def test_what_is_read_to_its_end_has_no_range(tmp_path, make_config):
 
 
 @pytest.mark.parametrize(
-    ("text", "advice"),
+    ("text", "advice", "shown"),
     [
         (
             "one two three\n" * 50,
-            ["none of 50 documents is long enough: the longest has", "set corpus.format=text_file"],
+            ["none of 50 documents is long enough: the longest has"],
+            ["  not kept    50 too_short (in the sample)", "  hint        50 of 50 documents are empty or too short"],
         ),
-        ("\xff\n" * 50, ["no document could be read, all 50 failed (50 invalid_utf8)"]),
-        ("one two three " * 400 + "\n", []),
+        (
+            "\xff\n" * 50,
+            ["no document could be read, all 50 failed (50 invalid_utf8)"],
+            ["  not kept    50 invalid_utf8 (in the sample)"],
+        ),
+        ("one two three " * 400 + "\n", [], []),
     ],
     ids=["short", "unreadable", "kept"],
 )
-def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplog, text, advice):
+def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplog, text, advice, shown):
     (tmp_path / "a.txt").write_bytes(text.encode("latin-1"))
     lines = plan_ahead(make_config(tmp_path / "a.txt", geometry={"num_anchors": 1, "max_tokens": 64})).lines()
     assert any("seconds on" in line for line in lines)
@@ -83,6 +88,11 @@ def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplo
     assert len(told) == len(advice)
     for line, words in zip(told, advice, strict=True):
         assert words in line
+    found = [line for line in lines if line.startswith(("  not kept", "  hint"))]
+    assert len(found) == len(shown)
+    for line, words in zip(found, shown, strict=True):
+        assert line.startswith(words)
+    assert not shown[1:] or lines[-1].endswith("set corpus.format=text_file")
 
 
 def test_seconds_are_compared_from_a_minute_on(tmp_path, make_config):

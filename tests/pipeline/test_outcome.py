@@ -51,13 +51,13 @@ def test_what_is_not_read_is_in_the_manifest_the_message_and_the_report(made, ca
     told = summary(manifest, "out")
     assert "not read: 2 .html ('b.html'), 1 unreadable ('gone.jsonl')" in told
     page = str(header(gather(folder)))
-    assert "2 .html are not read" in page
+    assert "not read: 2 .html" in page
     assert "trafilatura" in page
     assert "text_file" in page
     assert "gone.jsonl" in str(too_many_failed(sidecar.counts, [sidecar], config))
     assert too_many_failed(sidecar.counts, [sidecar], config.model_copy(update={"max_error_share": 0.03})) is None
     assert not problems(config)
-    assert "2 .html are not read (for example 'b.html')" in caplog.text
+    assert "not read: 2 .html ('b.html')" in caplog.text
 
 
 def test_a_manifest_of_a_search_that_read_everything_is_as_it_was(made):

@@ -39,7 +39,7 @@ CONTENTS = {
     "data/c d.parquet": parquet(["p", "q", "r"]),
     "data/deep/e.tar": tar([("x.txt", b"in a tar"), ("../y.txt", b"")]),
     "data/.hidden/f.txt": b"hidden",
-    "data/readme.rst": b"not a document",
+    "data/readme.log": b"not a document",
 }
 READ = [(f"{name}", f"line {n}") for name in ("a.jsonl", "b.jsonl.gz") for n in range(100)]
 READ += [("c d.parquet", letter) for letter in "pqr"]

@@ -107,7 +107,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 
 def test_sources_are_relative_to_the_given_root_and_order_is_by_name(tmp_path):
-    for name in ("b/x.txt", "a/y.txt", ".hidden/z.txt", "a/readme.rst"):
+    for name in ("b/x.txt", "a/y.txt", ".hidden/z.txt", "a/readme.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert [r.source for r in read_all(files(tmp_path))] == ["a/y.txt", "b/x.txt"]

@@ -108,25 +108,60 @@ def test_files_of_other_kinds_are_counted_by_their_endings(folder):
         path.write_bytes(gzip.compress(b"sql") if name.endswith(".gz") else b"text")
     records, skipped, problems = search(folder)
     assert not problems
-    assert records == [("a.txt", "read"), ("k.md", "text")]
+    assert records == [("README", "text"), ("a.txt", "read"), ("k.md", "text")]
     counts = {kind: number for kind, (number, _) in skipped.items()}
-    kinds = [".html", ".json", ".odd", ".pdf", ".png", ".sql", ".zip", "no ending", "others"]
+    kinds = [".html", ".json", ".odd", ".pdf", ".png", ".sql", ".zip", "others"]
     assert counts == {".xml": 2} | dict.fromkeys(kinds, 1)
     assert skipped[".xml"] == (2, "b.xml")
 
 
-def test_every_kind_has_a_line_that_says_what_to_do():
+def test_content_decides_without_an_ending_and_for_json(folder):
+    rows = b'{"text": "one"}\n{"text": "two"}\n'
+    described = b'{\n "text": "a description"\n}\n'
+    contents = {"LICENSE": b"prose", "rows": rows, "run": b"#!/bin/sh\n", "page": b" <html>", "core": b"\x7fELF\0"}
+    contents |= {
+        "empty": b"",
+        "r.json": rows,
+        "d.json": described,
+        "o.json": b'{"name": "x"}',
+        "g.rst": b"Title\n=====",
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+        (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+    records, skipped, problems = search(folder)
+    assert not problems
+    twice = [("LICENSE", "prose"), ("g.rst", "Title\n====="), ("r.json", "one"), ("r.json", "two")]
+    twice += [("rows", "one"), ("rows", "two")]
+    expected = [("a.txt", "read"), *twice, *((f"{name}.gz", text) for name, text in twice)]
+    assert sorted(records) == sorted(expected)
+    assert skipped == {"no ending": (8, "core"), ".json": (4, "d.json")}
+    assert outcomes(read_all(files(folder / "o.json"))) == [("o.json", "no_text_field")]  # named, so read
+
+
+def test_excluded_files_are_counted_and_not_read(folder):
+    for name in ("drafts/deep/b.txt", "c.md", "d.pdf", "kept/drafts.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    records, skipped, problems = search(folder, exclude=["drafts/*", "*.md", "*.pdf"])
+    assert not problems
+    assert records == [("a.txt", "read"), ("kept/drafts.txt", "kept/drafts.txt")]
+    assert skipped == {"excluded by corpus.exclude": (3, "c.md")}
+    assert search(folder / "c.md", exclude=["*.md"])[0] == [("c.md", "c.md")]  # named, so read
+
+
+def test_one_line_says_what_is_not_read_and_what_to_do():
     skipped = Skipped()
     for name in ("a.xml", "b.html", "c.pdf", "d.zip", "e.json", "f.xyz"):
         skipped.add_file(name)
-    told = "\n".join(describe_skipped(skipped.kinds()))
+    (told,) = describe_skipped(skipped.kinds())
     for words in (
-        "1 .xml are not read (for example 'a.xml')",
+        "1 .xml ('a.xml')",
         "trafilatura",
         "text_file",
         "convert",
         "unpack",
-        "jsonl",
+        "corpus.text_field",
     ):
         assert words in told
 
@@ -144,7 +179,7 @@ def test_a_folder_of_nothing_else_says_what_is_in_it(folder):
     (folder / "a.txt").rename(folder / "a.html")
     (problem,) = search(folder)[2]
     assert "holds no file named like" in problem
-    assert "1 .html are not read" in problem
+    assert "not read: 1 .html" in problem
     (problem,) = search(folder / "a.html")[2]
     assert "trafilatura" in problem
 
