@@ -130,6 +130,11 @@ class ObjectiveConfig(Strict):
         del run
         return None
 
+    def remark_on_loss(self, run: RunContext, terms: dict[str, float]) -> str | None:
+        """A warning about a loss from which nothing is left to learn, or None; logged if it holds for ten steps."""
+        del run, terms
+        return None
+
     def remark_after_first_step(self, run: RunContext, terms: dict[str, float]) -> str | None:
         """A warning about the loss terms of the first step, or None."""
         del run, terms

@@ -23,6 +23,7 @@ from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat
 from trainer.worker.stopwatch import Stopwatch
 from trainer.worker.turns import TakenStep, Turns
+from trainer.worker.vanished import VanishedLoss
 
 
 @dataclass
@@ -186,6 +187,10 @@ class Recorder:
     pending: TakenStep | None = None
     began: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        """Begins to watch the loss."""
+        self.vanished = VanishedLoss(self.loop.config.objective, self.loop.stepper.objective.run)
+
     def settle(self) -> None:
         """Records the pending step, if there is one.
 
@@ -199,6 +204,8 @@ class Recorder:
         if step == self.first:
             self.loop.log_first_step(step, measured, self.metrics)
         if self.metrics:
+            if remark := self.vanished.add(measured.terms):
+                get_logger().warning("step %d: %s", step, remark)
             documents = self.loop.config.batch_documents
             speed = rates(measured, self.began, documents, self.batches.waited_seconds, self.peak)
             self.loop.heartbeat.line = self.metrics.step(step, measured, speed)

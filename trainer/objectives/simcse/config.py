@@ -10,6 +10,7 @@ from trainer.objectives.config import RunContext
 from trainer.objectives.masking import MaskingConfig
 from trainer.objectives.text_settings import TextObjectiveConfig
 
+_VANISHED = 1e-3
 _NEEDS = ("entailment", "contradiction")
 
 
@@ -76,9 +77,19 @@ class SimcseConfig(TextObjectiveConfig):
 
     def remark_before(self, run: RunContext) -> str | None:
         """A warning about a batch without other sentences, or None."""
-        if run.batch_documents > 1 or self.supervised or self.mlm:
+        if run.batch_documents > 1 or self.supervised:
             return None
         return "batch_documents = 1: a sentence has no other to be told from, so the loss is always 0; increase it"
+
+    def remark_on_loss(self, run: RunContext, terms: dict[str, float]) -> str | None:
+        """A warning about a contrastive loss that is nearly 0, or None."""
+        if terms.get("contrastive", 1.0) >= _VANISHED:
+            return None
+        return (
+            f"the contrastive loss is {terms['contrastive']:.4f}: no negatives left to learn from, because each text "
+            "is already much nearer to its positive than to the other texts of its batch. Increase batch_documents "
+            f"(now {run.batch_documents}){'; only the MLM loss still trains' if self.mlm else ', or end the run'}"
+        )
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports shards that do not fit the mode."""
