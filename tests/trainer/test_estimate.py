@@ -77,6 +77,11 @@ def test_a_plan_from_real_steps_and_its_score(data, tmp_path, capsys):
     assert 0 < found.step_seconds < 60
     assert find_estimate(config.model_copy(update={"batch_documents": 17}), manifests) is None
     assert find_estimate(config.model_copy(update={"run": str(tmp_path / "other")}), manifests) is None
+    (tmp_path / "run.estimate.json").write_text("{}")
+    assert find_estimate(config, manifests) is None
+    (tmp_path / "run.estimate.json").unlink()
+    (tmp_path / "run.estimate.json").mkdir()
+    assert find_estimate(config, manifests) is None, "a run ends also without it"
 
 
 def test_a_finished_run_scores_its_plan(tmp_path):

@@ -181,10 +181,10 @@ def plan_hash(config: TrainConfig, manifests: Mapping[str, Manifest]) -> str:
 
 
 def find_estimate(config: TrainConfig, manifests: Mapping[str, Manifest]) -> TrainEstimate | None:
-    """The estimate of this run; None if `--plan` was not used, or for other settings or data."""
+    """The estimate of this run; None if there is none that can be read, or it is of other settings or data."""
     try:
         found = TrainEstimate.model_validate_json(_path(run_folder(config.run, config.cache)).read_bytes())
-    except (FileNotFoundError, ValidationError):
+    except (OSError, ValidationError):  # must not stop the end of a run
         return None
     return found if found.plan_hash == plan_hash(config, manifests) else None
 
@@ -201,8 +201,6 @@ def _advice(config: TrainConfig, made: TrainEstimate, shards: ShardSet) -> list[
     """What to change, and why."""
     manifest = shards.manifest
     found = validation_remarks(config, manifest, made.steps)
-    if remark := config.objective.remark_before(config.context(manifest.short_documents)):
-        found.append(remark)
     if made.read_share < _LITTLE:
         more = math.ceil(_MORE * made.passes)
         share = _coverage(config, shards, more).share
