@@ -96,7 +96,10 @@ def test_of_a_dead_host_a_date_in_the_future_is_no_heartbeat(tmp_path, holder):
     take(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", *DAMAGED.values()], ids=["empty", *DAMAGED])
+INSIDE = {"nested deeply inside": b'{"x": ' + b"[" * 100_000}
+
+
+@pytest.mark.parametrize("content", [b"", *DAMAGED.values(), *INSIDE.values()], ids=["empty", *DAMAGED, *INSIDE])
 def test_a_damaged_lock_is_nobodys(tmp_path, log, content):
     (tmp_path / LOCK).write_bytes(content)
     take(tmp_path)

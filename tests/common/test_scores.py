@@ -1,6 +1,7 @@
 """The file between a follower and the trainer: whole lines only, whatever was killed."""
 
 import pytest
+from diskcalls import disk_calls
 
 from common.scores import SCORES, ScoreLine, append_score, comparable, read_scores
 
@@ -46,3 +47,17 @@ def test_scores_on_test_data_of_an_older_version_do_not_count():
 def test_a_name_that_is_not_known_is_no_setting():
     with pytest.raises(ValueError, match="extra"):
         line(1, mean=3)
+
+
+APPEND = """
+from common.scores import ScoreLine, append_score
+def prepare(here): pass
+def act(here):
+    for step in (1, 2):
+        append_score(here, ScoreLine(step=step, checkpoint="c", choice="x", score=1.0, tasks={}))
+"""
+
+
+def test_each_score_is_one_line_on_disk(tmp_path):
+    assert disk_calls(APPEND, tmp_path) == [["fsync", SCORES]] * 2
+    assert (tmp_path / "0" / SCORES).read_text().count("\n") == 2

@@ -88,6 +88,7 @@ DAMAGE = {
     "a window before the document": (poke("windows", VALUES, {0: -4}), "starts at -4, not at 0"),
     "windows of another document": (poke("windows", OFFSETS, {1: 2}), "windows, but its"),
     "more tokens said than there are": (poke("num_tokens", NUMBERS, {0: 900}), "num_tokens = 900, but it has 14"),
+    "fewer tokens said than there are": (poke("num_tokens", NUMBERS, {0: 9}), "num_tokens = 9, but it has 14"),
     "a token beyond the vocabulary": (poke("tokens", VALUES, {16: 1000}), "document 1: token id 1000 is beyond"),
     "no number of tokens": (swap("num_tokens", without_first), "num_tokens holds nulls"),
     "no token": (swap("tokens", without_tokens), "tokens holds nulls"),
