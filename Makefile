@@ -58,7 +58,7 @@ chaos-short: setup ## nine of the faults, several to a run: at most 5 minutes on
 soak: setup ## training for half an hour with a random fault every minute
 	$(BIN)/python -m benchmarks.chaos.soak --patience 3 --json runs/soak.json
 
-mutants: setup ## plant 250 bugs one by one, and see that the fast tests notice: results in runs/mutants.json, hours
+mutants: setup ## plant 400 bugs one by one, and see which the fast tests notice: runs/mutants.json, hours
 	$(BIN)/python -m benchmarks.mutants
 
 gpu: setup ## on a machine with a GPU: check kernels and host syncs, profile, benchmark; figures and MFU in runs/gpu.json
