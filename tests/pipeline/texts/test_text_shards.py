@@ -78,6 +78,14 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(("windows", "found"), [([0, 4], None), ([0], "1 windows"), ([0, 4, 8], "3 windows")])
+def test_a_document_has_the_windows_of_its_length(windows, found):
+    columns = {"tokens": pa.array([list(range(9))], pa.list_(pa.uint16())), "num_tokens": pa.array([9], pa.int64())}
+    columns["windows"] = pa.array([windows], pa.list_(pa.int32()))
+    problem = content_problem(pa.record_batch(columns), Geometry(num_anchors=1, max_tokens=4), "drop", 50)
+    assert problem == (found and (0, f"{found}, but its 9 tokens have 2 of 4"))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_contradictory_numbers_are_found_before_anything_follows_them(name):
     kind, row, changes = WRONG[name]
