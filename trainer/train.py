@@ -200,10 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if early:
             early.end()
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in summary["last_scores"].items())
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
     sys.stdout.write(f", ended early: {summary['why']}" if summary["ended"] == "early" else "")
-    sys.stdout.write(f"; held-out {scores}" if scores else "")
+    verdict = summary["verdict"].get("sentence", "")
+    sys.stdout.write(f"; {verdict}" if verdict else "")
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
     if compared := summary.get("estimate"):

@@ -12,6 +12,7 @@ from sentence_transformers import SentenceTransformer
 from tiny import declutr
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
+from common.storage import read_json
 from evaluation.encoders.loading import load_encoder
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.weights import collect, load_parameters
@@ -78,6 +79,10 @@ def test_the_folder_tells_where_it_comes_from(finished):
         assert fact in card
     for name, value in state.scores.items():
         assert f"| {name} | {value:.4f} |" in card
+    verdict = read_json(finished / "run" / "summary.json")["verdict"]
+    assert f"Result on that other half: {verdict['sentence']}." in card
+    assert (verdict["score"], verdict["rows"]) == ("distant_recall_at_1", 20)
+    assert verdict["exported"] == pytest.approx(state.scores["reported_distant_recall_at_1"])
 
 
 def test_a_run_killed_before_its_export_exports_with_the_same_command(data, finished, copied):

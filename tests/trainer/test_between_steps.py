@@ -19,10 +19,11 @@ from trainer.checkpoints.saver import SaveError
 from trainer.checkpoints.store import fetch_run, store_of
 from trainer.checkpoints.weights import collect
 from trainer.data.stream import Ahead
-from trainer.metrics.metrics import MetricsWriter
+from trainer.metrics.metrics import MetricsWriter, read_metrics
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.unloaded import Unloaded
 from trainer.objectives.declutr.config import DeclutrConfig
+from trainer.objectives.row_score import RowScore, choosing_rows
 from trainer.parallel.world import Request, World
 from trainer.setup.cache import run_folder
 from trainer.step.step import NonFiniteLossError
@@ -379,3 +380,58 @@ def test_an_error_of_the_reading_thread_is_raised_in_its_reader():
         found.extend(Ahead(items()))
     assert found == [1, 2]
     assert list(Ahead(iter(range(20)))) == list(range(20))
+
+
+class Numbers:
+    """A validator whose rows have these values plus the number of its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def scores(self, encoder):
+        del encoder
+        self.calls += 1
+        keys = np.arange(40, dtype=np.uint64)
+        return {"mrr": RowScore(keys, keys.astype(float) + self.calls), "effective_rank": 3.0}
+
+
+def validated(run):
+    """A loop that can validate, at the step from which it goes on."""
+    one = worker(run, checkpoint={"every_steps": 100}, validation={"score": "mrr"})
+    one.validator = Numbers()
+    return one, one.checkpointing.resume()
+
+
+def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path, log):
+    one, done = validated(tmp_path)
+    reporting = np.flatnonzero(~choosing_rows(0, np.arange(40, dtype=np.uint64)))
+    assert (done, one.checkpointing.start) == (0, 0)
+    with contextlib.closing(MetricsWriter(tmp_path, 0)) as records, one.checkpointing.writing(nothing):
+        one.validate(0, records)
+        scores = one.validate(2, records)
+        one.checkpointing.save(2, scores)
+        one.checkpointing.saver.wait()
+    assert [line.rpartition(": ")[0] for line in log] == [f"validated after step {step} of 6" for step in (0, 2)]
+    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "validation"]
+    assert [line["step"] for line in lines] == [0, 2]
+    assert lines[1]["reported_mrr"] == reporting.mean() + 2 != lines[1]["mrr"]
+    two, done = validated(tmp_path)
+    assert (done, two.checkpointing.start) == (2, None), "the start is not validated again"
+    with two.checkpointing.writing(nothing):
+        two.checkpointing.save(3, {})
+        two.checkpointing.save(4, two.validate(4, None))
+        two.checkpointing.saver.wait()
+    folder = tmp_path / "checkpoints"
+    start = [float(row) + 1 for row in reporting]
+    found = [checkpoint.read_state(checkpoint.checkpoint_path(folder, step)).reported for step in (2, 4)]
+    assert [one.start for one in found] == [start, start]
+    assert [one.rows[0] for one in found] == [start[0] + 1, start[0]]
+    (tmp_path / "fork.json").write_text('{"from": "elsewhere", "step": 4}')
+    three, done = validated(tmp_path)
+    assert (done, three.checkpointing.start) == (4, 4), "a fork starts with the weights that it takes over"
+    three.validate(4, None)
+    with three.checkpointing.writing(nothing):
+        three.checkpointing.save(5, {})
+        three.checkpointing.saver.wait()
+    newest = checkpoint.read_state(checkpoint.checkpoint_path(folder, 5)).reported
+    assert (newest.start, newest.rows) == (start, []), "step 5 was not validated"

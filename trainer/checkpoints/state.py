@@ -13,6 +13,21 @@ FORK = "fork.json"
 """The file of a forked run that names its origin."""
 
 
+Rows = list[float] | list[tuple[float, float]]
+"""Values of rows, as in `RowScore`."""
+
+
+class Reported(Strict):
+    """Values of the held-out rows that report the result, for weights at the start and after a step."""
+
+    score: str
+    """Name of the score."""
+    start: Rows
+    """Values of the weights with which the run started."""
+    rows: Rows
+    """Values of the weights of the checkpoint; empty when they were not validated."""
+
+
 class RunState(Strict):
     """State of a run after a step. The position in the data follows from `step` alone (trainer/data/plan.py)."""
 
@@ -32,6 +47,8 @@ class RunState(Strict):
     """The same of each branch, if the run has additional ones; runs of earlier versions lack it."""
     scores: dict[str, float]
     """Held-out scores of these weights; empty when they were not validated."""
+    reported: Reported | None = Field(default=None, exclude_if=lambda reported: reported is None)
+    """What the held-out rows that choose nothing say; None in runs without scores of rows."""
     files: dict[str, str]
     """Checksum of each other file of the checkpoint (trainer/checkpoints/tensorfile.py)."""
     sizes: dict[str, int] = Field(default_factory=dict)

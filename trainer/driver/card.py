@@ -7,6 +7,7 @@ from pipeline.shards.content import MEDIA_KINDS
 from pipeline.shards.manifest import data_hash, load_manifest
 from trainer.checkpoints.state import RunState
 from trainer.metrics.settings import STSB
+from trainer.objectives.row_score import REPORTED
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
@@ -32,8 +33,11 @@ these lines:
 """How to load an encoder, by pooling."""
 
 
-def model_card(config: TrainConfig, state: RunState) -> str:
-    """Text of the model card: origin, data, configuration and scores of the encoder."""
+def model_card(config: TrainConfig, state: RunState, verdict: str) -> str:
+    """Text of the model card: origin, data, configuration and scores of the encoder.
+
+    `verdict` is a sentence that compares it with the start of the run.
+    """
     manifest = load_manifest(data_folder(config.data, config.cache))
     objective, kind, tokenizer = config.objective, manifest.content.kind, manifest.text_tokenizer
     rows = _ROWS.get(kind, kind)
@@ -54,7 +58,9 @@ Trained for {state.step} steps of {config.batch_documents} {rows} ({state.docume
 {dropped}{also}
 {_USE.get(config.encoder.pooling, _SENTENCE_TRANSFORMERS)}
 ## Held-out scores of these weights
-{objective.scored}{sts}
+{objective.scored}{sts} One half of the held-out rows chooses; `{REPORTED}` marks the other half.
+
+Result on that other half: {verdict}.
 
 | score | value |
 | --- | --- |

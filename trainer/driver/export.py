@@ -16,6 +16,7 @@ from trainer.checkpoints.weights import load_objective, load_parameters
 from trainer.driver.card import model_card
 from trainer.driver.dense import write_steps
 from trainer.driver.exported import EXPORT, SETTINGS, read_settings
+from trainer.driver.verdict import verdict_of
 from trainer.metrics.settings import FOLLOWED
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
@@ -54,9 +55,11 @@ def export(config: TrainConfig, run: Path) -> Path:
         if layers := objective.exported():
             load_objective(path, objective)
             write_steps(aside, layers)
-        write_text(aside / "README.md", model_card(config, state))
+        verdict = verdict_of(config, state)
+        write_text(aside / "README.md", model_card(config, state, verdict["sentence"]))
         settings = {
             "step": state.step,
+            "verdict": verdict,
             "pooling": config.encoder.pooling,
             "config": config.model_dump(mode="json"),
             "checkpoint": _identity(state),

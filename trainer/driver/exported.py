@@ -18,6 +18,8 @@ class ExportSettings(msgspec.Struct, frozen=True):
     step: int
     """Step of the exported checkpoint."""
     pooling: str
+    verdict: dict[str, Any] = {}
+    """Comparison with the start of the run (trainer/driver/verdict.py); empty in exports of older versions."""
     checkpoint: str = ""
     """Hash of that checkpoint's state, which has the checksums of its files; empty in exports of older versions."""
     files: dict[str, str] = {}

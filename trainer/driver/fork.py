@@ -95,6 +95,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
                 "files": files,
                 "branches_skipped": {name: n for name, n in state.branches_skipped.items() if name in config.also},
                 "scores": state.scores if state.data_hash == data else {},
+                "reported": None,  # a fork starts with these weights, and validates them
                 "sizes": {name: (folder / name).stat().st_size for name in files},
             }
         )

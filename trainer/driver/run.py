@@ -180,6 +180,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
     from trainer.driver.export import export  # loads torch and transformers, which no start waits for
 
     folder = export(config, run)
+    exported = read_settings(folder)
     summary = {
         "run": config.run,
         "steps": done,
@@ -187,7 +188,8 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         **(early or {}),
         "seconds": read_seconds(run),
         "export": str(folder) if store is None else store.send_folder(EXPORT),
-        "exported_step": read_settings(folder).step,
+        "exported_step": exported.step,
+        "verdict": exported.verdict,
         **first_and_last_scores(run),
     }
     manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}

@@ -1,5 +1,6 @@
 """Intervals of a run: a number of steps, or a share of all steps."""
 
+import contextlib
 import math
 from typing import Annotated, Any
 
@@ -12,6 +13,9 @@ def _read(value: Any) -> Any:
     Raises:
         ValueError: it is neither.
     """
+    if isinstance(value, str):  # YAML reads 1e-3 as a text
+        with contextlib.suppress(ValueError):
+            value = float(value)
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     if not number or (value > 1 and value != int(value)):
         raise ValueError(
@@ -26,4 +30,4 @@ Interval = Annotated[int | float, BeforeValidator(_read)]
 
 def steps_between(interval: float, total_steps: int) -> int:
     """An interval as a number of steps, for a run of `total_steps`; a share is rounded up to whole steps. 0 is 0."""
-    return int(interval) if interval == 0 or interval >= 1 else math.ceil(total_steps * interval - 1e-9)
+    return int(interval) if interval == 0 or interval >= 1 else max(1, math.ceil(total_steps * interval - 1e-9))

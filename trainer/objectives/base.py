@@ -57,7 +57,10 @@ class Validator(Protocol):
     """Scores an encoder on held-out rows; every worker takes part."""
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        """Scores by name, the same on every worker; None if embeddings are not finite."""
+        """Scores by name, the same on every worker; None if embeddings are not finite.
+
+        Only a `RowScore`, which has the values of its rows, can be compared with the start of the run.
+        """
 
 
 class Objective(nn.Module, ABC, Generic[Config]):

@@ -3,23 +3,28 @@
 Legend: N rows, H embedding size.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.seeding import U64
+from trainer.objectives.row_score import RowScore
 
-def retrieval(anchors: Tensor, positives: Tensor) -> dict[str, float]:
-    """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine.
+
+def retrieval(anchors: Tensor, positives: Tensor, keys: U64) -> dict[str, float]:
+    """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine; scores of rows.
 
     Ties count against the encoder, so that equal embeddings do not look perfect.
 
     Args:
         anchors: `(N, H)`.
         positives: `(N, H)`.
+        keys: `(N,)` keys of the rows.
     """
     scores = F.normalize(anchors, dim=-1) @ F.normalize(positives, dim=-1).T
-    ranks = (scores >= scores.diagonal()[:, None]).sum(dim=1).double()
-    return {"recall_at_1": float((ranks == 1).double().mean()), "mrr": float((1 / ranks).mean())}
+    ranks = (scores >= scores.diagonal()[:, None]).sum(dim=1).double().numpy()
+    return {"recall_at_1": RowScore(keys, (ranks == 1).astype(np.float64)), "mrr": RowScore(keys, 1 / ranks)}
 
 
 def alignment(anchors: Tensor, positives: Tensor) -> float:

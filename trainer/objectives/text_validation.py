@@ -64,4 +64,5 @@ class TextValidator:
         if len(positives) < 2:
             return scores
         anchors = first[torch.from_numpy(having)]
-        return {**retrieval(anchors, positives), "alignment": alignment(anchors, positives), **scores}
+        ranked = retrieval(anchors, positives, texts.keys[having])
+        return {**ranked, "alignment": alignment(anchors, positives), **scores}

@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from common.bootstrap import F64
 from common.console.logs import get_logger
 from common.stores.address import child
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.ranking import EarlyStopping
 from trainer.checkpoints.saver import SaveError, Saver
-from trainer.checkpoints.state import RunState
+from trainer.checkpoints.state import Reported, RunState, read_origin
 from trainer.checkpoints.store import after_save
 from trainer.checkpoints.weights import collect, load
 from trainer.metrics.metrics import METRICS, read_last_step
@@ -22,6 +25,8 @@ from trainer.worker.heartbeat import Heartbeat
 from trainer.worker.reporter import Reporter
 from trainer.worker.turns import Turns
 
+_NO_ROWS: F64 = np.empty(0)
+
 
 class Checkpointing:
     """Resumes from checkpoints, saves them, and ends the run for all workers at the same step.
@@ -29,6 +34,7 @@ class Checkpointing:
     Attributes:
         early: true if the run ended before its last step because its scores no longer improved.
         early_stopping: judges the scores on the first worker.
+        start: the step with whose weights the run starts, if it is now there: 0, or a fork's; otherwise None.
         saver: saver of the first worker inside `writing`; otherwise None.
     """
 
@@ -44,6 +50,9 @@ class Checkpointing:
         self.early = False
         self.early_stopping = EarlyStopping(run, config.validation.score, config.validation.patience)
         self.saver: Saver | None = None
+        self.start: int | None = None
+        self._reported: Reported | None = None
+        self._validated = 0  # step of its rows
         self._config, self._run, self._turns, self._stepper = config, run, turns, turns.main.stepper
         self._heartbeat = heartbeat
         self._reporter = reporter
@@ -68,6 +77,9 @@ class Checkpointing:
             counts = {"": (state.skipped, state.skipped_in_a_row), **state.branches_skipped}
             for turn in self._turns.turns:
                 turn.bad_losses.skipped, turn.bad_losses.in_a_row = counts.get(turn.stepper.name, (0, 0))
+            self._reported, self._validated = state.reported, done
+        origin = read_origin(self._run)
+        self.start = done if done == (origin.step if origin else 0) else None
         if first:
             self.early_stopping.resume(done)
             self._log_start(done)
@@ -102,10 +114,22 @@ class Checkpointing:
         finally:
             self.saver.close()
 
-    def scored(self, step: int, scores: dict[str, float]) -> None:
-        """Passes held-out scores to early stopping."""
-        if self._stepper.world.rank == 0:
+    def scored(self, step: int, scores: dict[str, float], name: str = "", rows: F64 = _NO_ROWS) -> None:
+        """Passes held-out scores to early stopping, and the values of the reporting rows to the next checkpoint.
+
+        Args:
+            step: step that was validated.
+            scores: the held-out scores.
+            name: the score that is reported; "" for none.
+            rows: values of its reporting rows.
+        """
+        start = [] if self._reported is None else self._reported.start
+        if step == self.start:
+            start = rows.tolist()
+        elif self._stepper.world.rank == 0:
             self.early_stopping.measured(step, scores)
+        self._reported = Reported(score=name, start=start, rows=rows.tolist()) if name else None
+        self._validated = step
 
     def after_step(
         self, step: int, scores: dict[str, float], stop: bool, before_save: Callable[[], None] = lambda: None
@@ -179,7 +203,11 @@ class Checkpointing:
                 place = child(child(self._config.run, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
                 self._metrics[step] = {**line, **scores, "step": step, "checkpoint": place}
             *others, (_, main) = [(turn.stepper.name, turn.bad_losses) for turn in self._turns.turns]
+            reported = self._reported
+            if reported is not None and self._validated != step:
+                reported = reported.model_copy(update={"rows": []})
             state = RunState(
+                reported=reported,
                 step=step,
                 documents=step * self._config.batch_documents,
                 world_size=stepper.world.size,

@@ -16,6 +16,7 @@ from trainer.metrics.metrics import MetricsWriter, rates
 from trainer.model.flops import gpu_name, peak_flops
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import Validator
+from trainer.objectives.row_score import REPORTED, divide
 from trainer.setup.config import TrainConfig
 from trainer.step.measured import NonFiniteLossError, StepMetrics
 from trainer.step.step import Stepper
@@ -72,8 +73,8 @@ class TrainingLoop:
             self.checkpointing.writing(before=metrics.flush if metrics else lambda: None),
         ):
             batches.begin()  # fills while the initial encoder is scored
-            if done == 0:
-                self.validate(0, metrics)
+            if self.checkpointing.start is not None:
+                self.validate(done, metrics)
             return self.take_steps(done, batches, metrics)
 
     def recording(self, done: int) -> AbstractContextManager[MetricsWriter | None]:
@@ -123,15 +124,20 @@ class TrainingLoop:
             return {}
         half = self.device.type == "cuda" and self.config.precision == "bf16"
         with self.heartbeat.doing("validating"), torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            scores = self.validator.scores(self.stepper.encoder)
-        if scores is None:
+            found = self.validator.scores(self.stepper.encoder)
+        if found is None:
             raise NonFiniteLossError(
                 f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
                 "or precision: fp32"
             )
+        score = self.config.validation.score
+        scores, name, rows = divide(found, self.config.seed, score)
         if metrics:
             metrics.scores(step, scores)
-        self.checkpointing.scored(step, scores)
+            chosen = [score, REPORTED + score] if score in scores else scores
+            told = ", ".join(f"{each} {scores[each]:.4f}" for each in chosen)
+            get_logger().info("validated after step %d of %d: %s", step, self.stepper.total_steps, told)
+        self.checkpointing.scored(step, scores, name, rows)
         return scores
 
     def log_first_step(self, step: int, measured: StepMetrics, metrics: MetricsWriter | None) -> None:

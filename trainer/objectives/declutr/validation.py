@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.seeding import U64
 from pipeline.shards.shards import ShardSet
 from trainer.data.rows import document_keys, ragged
 from trainer.model.encoder import Encoder
@@ -46,11 +47,14 @@ class HeldOut(NamedTuple):
         """True if all numbers are finite."""
         return all(bool(numbers.isfinite().all()) for numbers in self)
 
-    def scores(self) -> dict[str, float]:
-        """All held-out scores; `distant_share` is the share of documents whose distant spans are far enough apart."""
-        distant = retrieval(self.distant_anchors, self.distant_positives)
+    def scores(self, keys: U64) -> dict[str, float]:
+        """All held-out scores; `distant_share` is the share of documents whose distant spans are far enough apart.
+
+        `keys` are the `(N,)` keys of the documents.
+        """
+        distant = retrieval(self.distant_anchors, self.distant_positives, keys)
         return {
-            **retrieval(self.anchors, self.positives),
+            **retrieval(self.anchors, self.positives, keys),
             **{f"distant_{name}": value for name, value in distant.items()},
             "distant_share": float(self.reached.mean()),
             "alignment": alignment(self.anchors, self.positives),
@@ -82,7 +86,7 @@ class SpanValidator:
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """All held-out scores; None if embeddings are not finite."""
         held_out = self.embed(encoder)
-        return held_out.scores() if held_out.finite else None
+        return held_out.scores(document_keys(self.shards.take(self.rows))) if held_out.finite else None
 
     def embed(self, encoder: Encoder) -> HeldOut:
         """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
