@@ -1,5 +1,6 @@
 """What a search does not read: a failure where documents may be lost, a count where a file is of no known format."""
 
+import codecs
 import gzip
 import os
 import socket
@@ -121,7 +122,7 @@ def test_content_decides_without_an_ending_and_for_json(folder):
     contents = {"LICENSE": b"prose", "rows": rows, "run": b"#!/bin/sh\n", "page": b" <html>", "core": b"\x7fELF\0"}
     contents |= {
         "empty": b"",
-        "r.json": rows,
+        "r.json": codecs.BOM_UTF8 + rows,
         "d.json": described,
         "o.json": b'{"name": "x"}',
         "g.rst": b"Title\n=====",
