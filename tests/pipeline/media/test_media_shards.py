@@ -244,7 +244,7 @@ def test_another_column_is_named_before_any_work(tmp_path, make_media):
     config = make_media("images", path)
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
     assert re.fullmatch(
-        r"content.image = 'image': .*a.parquet: no column 'image' .*; found \['img', 'label'\]", *problems
+        r"content.image = image: .*a.parquet: no column 'image' .*; found \['img', 'label'\]", *problems
     )
     config = make_media({"kind": "images", "image": "label"}, path)
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
