@@ -5,6 +5,8 @@ from typing import TypeVar
 
 import msgspec
 
+from common.storage import read_regular
+
 Record = TypeVar("Record")
 
 
@@ -19,7 +21,7 @@ def read_record(path: Path, kind: type[Record]) -> Record:
         DamagedError: the content is empty, cut off, or of another type.
         OSError: the file is missing or cannot be read.
     """
-    return decode_record(path.read_bytes(), kind, str(path))
+    return decode_record(read_regular(path), kind, str(path))
 
 
 def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:

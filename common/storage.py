@@ -1,9 +1,11 @@
 """Files that are either whole or absent (write aside, fsync, rename), and hashes of contents."""
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +91,19 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """Reads a file, at most the first `most` bytes.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device, whose reading may never end.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+    with os.fdopen(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(path))
+        return stream.read(most)
+
+
 def read_json(path: Path) -> Any:
     """Reads a JSON file.
 
@@ -97,7 +112,7 @@ def read_json(path: Path) -> Any:
         OSError: the file cannot be read.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path).decode())
     except RecursionError as error:
         raise ValueError("values nested too deeply") from error
 

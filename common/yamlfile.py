@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from common.storage import read_regular
+
 MAX_BYTES = 2**20
 MAX_VALUES = 20_000
 """Largest number of keys and values in a document, aliases expanded."""
@@ -113,8 +115,7 @@ def read_yaml_file(path: Path) -> Any:
         YamlError: as `read_yaml`, or the file is not UTF-8 or too long.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as stream:
-        raw = stream.read(MAX_BYTES + 1)
+    raw = read_regular(path, MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
         raise YamlError(f"is longer than {MAX_BYTES:,} bytes")
     try:

@@ -83,8 +83,13 @@ def load_encoder(
     encoder, tokenizer, recipe, unused = loaded
     if not getattr(tokenizer, "is_fast", False):
         raise EncoderError(f"{name}: its tokenizer {type(tokenizer).__name__} is not from the tokenizers library")
-    limit = min(_model_limit(encoder), tokenizer.model_max_length, (recipe and recipe.max_tokens) or 10**9)
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not longest >= 1:
+        raise EncoderError(f"{name}: its tokenizer_config.json has model_max_length = {longest!r}, not a length")
+    limit = min(_model_limit(encoder), int(min(longest, 10**9)), (recipe and recipe.max_tokens) or 10**9)
     least = len(tokenizer("")["input_ids"]) + 1
+    if limit < least:
+        raise EncoderError(f"{name}: it takes {limit} tokens, and one token with its special tokens needs {least}")
     if max_tokens is not None and max_tokens < least:
         raise EncoderError(f"max_tokens = {max_tokens}: {name} needs {least} for one token with its special tokens")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

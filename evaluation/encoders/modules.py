@@ -37,6 +37,9 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
 }
 _MOST_FEATURES = 2**31
+_MOST_MODULES = 32
+_MOST_TOKENS = 2**24
+_MOST_PROMPT = 16_384
 _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
@@ -80,8 +83,12 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
         return None
     try:
         modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in read_json(path)]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise EncoderError(f"{path} is damaged or half downloaded ({error!r})") from error
+    if len(modules) > _MOST_MODULES:
+        raise EncoderError(
+            f"{name}: modules.json lists {len(modules):,} modules; at most {_MOST_MODULES} are supported"
+        )
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= {"Dense", "Normalize", "Dropout"}:
         raise EncoderError(
@@ -99,8 +106,7 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
             after.append(layer)
     settings = _json(name, _inside(modules[0][1], "sentence_bert_config.json"))
     options = _json(name, "config_sentence_transformers.json")
-    chosen = options.get("default_prompt_name")
-    prompt = (options.get("prompts") or {}).get(chosen, "") if chosen else ""
+    prompt = _prompt(name, options)
     pooled = _json(name, _inside(modules[1][1], "config.json"), required=True)
     if prompt and not pooled.get("include_prompt", True):
         raise EncoderError(f"{name}: leaves its prompt {prompt!r} out of the pooling, which is not supported")
@@ -109,21 +115,43 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
         pooling=pooling or _pooling(name, pooled),
         after=after,
         size=size,
-        max_tokens=settings.get("max_seq_length"),
+        max_tokens=_max_tokens(name, settings.get("max_seq_length")),
         lower_case=bool(settings.get("do_lower_case")),
         prompt=prompt,
     )
 
 
+def _prompt(name: str, options: dict[str, Any]) -> str:
+    """The default prompt; empty if there is none."""
+    chosen, prompts = options.get("default_prompt_name"), options.get("prompts") or {}
+    prompt = prompts.get(chosen, "") if isinstance(chosen, str) and isinstance(prompts, dict) else ""
+    if not (chosen is None or isinstance(chosen, str)) or not isinstance(prompts, dict) or not isinstance(prompt, str):
+        raise EncoderError(f"{name}: config_sentence_transformers.json is damaged: its prompts must be texts by name")
+    if len(prompt) > _MOST_PROMPT:
+        raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {_MOST_PROMPT:,}")
+    return prompt
+
+
+def _max_tokens(name: str, length: Any) -> int | None:
+    """`max_seq_length`, checked."""
+    if length is not None and not (type(length) is int and 1 <= length <= _MOST_TOKENS):
+        raise EncoderError(
+            f"{name}: sentence_bert_config.json has max_seq_length = {str(length)[:40]}; it must be a number from 1 to "
+            f"{_MOST_TOKENS:,}"
+        )
+    return length
+
+
 def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
     """Pooling from the old form (one flag per kind) or the new form."""
     declared = settings.get("pooling_mode", [kind for flag, kind in _FLAGS.items() if settings.get(flag)] or "mean")
-    kinds = [declared] if isinstance(declared, str) else list(declared)
+    kinds = [declared] if not isinstance(declared, list) else declared
     for kind in get_args(Pooling):
         if kinds == [kind]:
             return kind  # type: ignore[no-any-return]
     raise EncoderError(
-        f"{name}: pooling {'+'.join(kinds)!r} is not one of {', '.join(get_args(Pooling))}; --pooling overrides it"
+        f"{name}: pooling {'+'.join(map(str, kinds))!r} is not one of {', '.join(get_args(Pooling))}; --pooling "
+        "overrides it"
     )
 
 
@@ -171,7 +199,7 @@ def _json(name: str, file: str, required: bool = False) -> dict[str, Any]:
         raise EncoderError(f"{name}: {file} is missing; the folder is incomplete, copy or download it again")
     try:
         found = read_json(path) if path else {}
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise EncoderError(f"{path} is damaged or half downloaded ({error})") from error
     if not isinstance(found, dict):
         raise EncoderError(f"{path} is damaged: it holds a {type(found).__name__} instead of settings")

@@ -1,19 +1,28 @@
 """Loading of encoders in the formats of transformers and sentence-transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import normalizers
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig
 
 from common import seeding
 from common.hub import hub_problem
 from evaluation.encoders.choice import Pooling
 from evaluation.encoders.modules import Recipe, read_recipe
 from evaluation.encoders.protocol import EncoderError
-from evaluation.encoders.weights import DAMAGE, broken_file, check_weights, explain
+from evaluation.encoders.weights import broken_file, bytes_of_weights, check_weights, explain
 from pipeline.tokenizer.tokenization import sentencepiece_problem
+from trainer.model.bounds import (
+    BoundsError,
+    check_config,
+    check_folder,
+    check_size,
+    check_steps,
+    check_tokenizer,
+)
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.layouts import embedding_layout
@@ -25,19 +34,35 @@ Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
 
 def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool, seed: int | None) -> Loaded:
     """Load a transformers model, padded if it cannot pack; with a seed, use random weights."""
+    local = Path(name).is_dir()
+    try:
+        if local:
+            check_folder(Path(name))
+            if (Path(name) / "adapter_config.json").exists():  # transformers would fetch its base from the hub
+                raise BoundsError("it is an adapter of another model; merge it into that model and save both")
+    except (BoundsError, OSError) as error:
+        raise EncoderError(f"{name} is not loaded: {error}") from error
     recipe = read_recipe(name, pooling)
     if recipe and recipe.size and seed is not None:
         raise EncoderError(f"untrained:{name}: has dense layers after its pooling, which would stay trained")
     where: dict[str, Any] = {"subfolder": recipe.subfolder} if recipe and recipe.subfolder else {}
     trust = {"trust_remote_code": trust_remote_code}
-    local = Path(name).is_dir()
     if not local and hub_problem():
         where["local_files_only"] = True  # files of an earlier download
     unused: tuple[str, ...] = ()
+    folder = Path(name, recipe.subfolder if recipe else "")
     try:
+        check_config(PretrainedConfig.get_config_dict(name, **where)[0])
+        if local:
+            check_tokenizer(folder)
         config = AutoConfig.from_pretrained(name, **where, **trust)
         tokenizer = AutoTokenizer.from_pretrained(name, **where, **trust)
+        check_steps(json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {})
         if seed is None:
+            if local:
+                with torch.device("meta"):
+                    planned = AutoModel.from_config(config, **_without_pooler(config), **trust)
+                check_size(sum(one.numel() for one in planned.parameters()), bytes_of_weights(folder))
             kinds = _without_pooler(config) | where | trust
             # Sizes that differ are reported with the other weights, by name.
             kinds |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -49,8 +74,9 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
                 model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
     except EncoderError:
         raise
-    except DAMAGE as error:
-        folder = Path(name, recipe.subfolder if recipe else "")
+    except BoundsError as error:
+        raise EncoderError(f"{name} is not loaded: {error}") from error
+    except Exception as error:  # transformers and tokenizers raise any kind for files that they did not write
         broken = (broken_file(folder) or sentencepiece_problem(folder)) if local else ""
         raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or explain(error)}") from error
     if recipe and recipe.lower_case:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+import torch
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from common.credentials import redact
 from common.hub import cache_only
@@ -17,13 +17,15 @@ from evaluation.encoders.choice import Pooling
 from evaluation.encoders.modules import Recipe
 from evaluation.encoders.pretrained import Loaded
 from evaluation.encoders.protocol import EncoderError
-from evaluation.encoders.weights import DAMAGE, explain
+from evaluation.encoders.weights import explain
 from pipeline.shards.manifest import TOKENIZER
 from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS
+from trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
 from trainer.checkpoints.weights import load_objective, load_parameters
 from trainer.driver.exported import EXPORT, SETTINGS
+from trainer.model.bounds import check_folder, check_size, check_tokenizer
 from trainer.model.encoder import Encoder
+from trainer.model.language_model import load_hf_config
 from trainer.setup.build import build_encoder, new_objective
 from trainer.setup.config import TrainConfig
 
@@ -35,7 +37,10 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
     in it is opened, because a request carries this user's credentials.
     """
     if (path / CHECKPOINTS).is_dir():
-        found = checkpoint.find_latest(path / CHECKPOINTS)
+        try:
+            found = checkpoint.find_latest(path / CHECKPOINTS)
+        except checkpoint.UnreadableError as error:
+            raise EncoderError(str(error)) from error
         if found is None:
             raise EncoderError(f"{path}: the run has no complete checkpoint yet")
         path = found[0]
@@ -46,28 +51,33 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
-        encoder = _cached_encoder(config, tokenizer)
+        encoder = _cached_encoder(config, tokenizer, path / ENCODER)
         checkpoint.read_state(path)
         load_parameters(path, encoder)
         recipe = _layers_behind(config, path, encoder)
     except EncoderError:
         raise
-    except (*DAMAGE, ValidationError) as error:
+    except Exception as error:  # the libraries raise any kind for files that they did not write
         raise EncoderError(
             f"{path} cannot be loaded; it needs its run's config.yaml and shards: {explain(error)}"
         ) from error
     return encoder.eval(), tokenizer, recipe, ()
 
 
-def _cached_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
+def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encoder:
     """Build the encoder without asking the hub for the name in `encoder.pretrained`.
 
     Raises:
+        BoundsError: it has many more weights than the checkpoint's file.
         EncoderError: its files are neither in a folder nor in the hub's cache.
     """
     name = config.encoder.pretrained
     try:
         with cache_only("the run that names it may come from someone else"):
+            hf = load_hf_config(config.encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
+            with torch.device("meta"):
+                planned = AutoModelForMaskedLM.from_config(hf, trust_remote_code=config.encoder.trust_remote_code)
+            check_size(sum(one.numel() for one in planned.parameters()), weights.stat().st_size)
             return build_encoder(config, tokenizer)
     except OSError as error:
         if name is None or expand(name).exists():
@@ -128,4 +138,6 @@ def _tokenizer_of(path: Path, data: str) -> Any:
             f"with a tokenizer on this machine ({folder.absolute()}); copy the shards there, or score the run's "
             f"{EXPORT} folder, which contains its tokenizer"
         )
+    check_folder(folder)
+    check_tokenizer(folder)
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -82,10 +82,16 @@ def broken_file(folder: Path) -> str:
     return ""
 
 
+def bytes_of_weights(folder: Path) -> int:
+    """Bytes of the files of weights in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+
+
 def explain(error: Exception) -> str:
     """Message of an error; if the model's code must be trusted, the option for that."""
     if "trust_remote_code" not in str(error):
-        return str(error)
+        told = " ".join(str(error).split())
+        return told if isinstance(error, DAMAGE) else f"{type(error).__name__}: {told}"
     return "it comes with Python code, which is not run; if you trust that code, add --trust-remote-code"
 
 

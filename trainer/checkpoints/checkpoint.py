@@ -9,6 +9,7 @@ its own update. Nothing in it is pickled.
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,7 +91,10 @@ def read_state(path: Path, verify: bool = True) -> RunState:
         state = RunState.model_validate(read_json(path / STATE), strict=True)
         _check_state(path, state)
         for name, expected in state.files.items():
-            size = (path / name).stat().st_size
+            status = (path / name).stat()
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path}: {name} is a pipe or a device, not a file")
             if size != state.sizes.get(name, size):
                 raise CheckpointError(f"{path}: {name} is truncated or altered ({size} bytes, not {state.sizes[name]})")
             if verify and not has_checksum(path / name, expected):

@@ -15,6 +15,7 @@ from common.hub import hub_or_cache
 from common.paths import expand
 from common.suggestions import meant
 from trainer.data.vocabulary import Vocabulary
+from trainer.model.bounds import check_config, check_folder
 from trainer.model.dropout import NEVER
 from trainer.model.settings import EncoderConfig
 from trainer.model.silence import silence
@@ -50,17 +51,22 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used only from scratch.
 
     Raises:
+        BoundsError: its files ask for more than a model may have.
         UnfitEncoderError: the model is a decoder or another type without a masked language model.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.pretrained is not None:
         with _source(config.pretrained) as source:
+            if expand(source).is_dir():
+                check_folder(expand(source))
+            check_config(PretrainedConfig.get_config_dict(source)[0])
             hf = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     else:
         assert config.scratch is not None
         given = dict(config.scratch)
+        check_config(given)
         if given["model_type"] not in CONFIG_MAPPING:
             near = meant(str(given["model_type"]), list(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
             raise UnfitEncoderError(f"transformers has no model type {given['model_type']!r}{near}")
