@@ -248,10 +248,10 @@ def test_documents_are_compared_over_the_borders_of_batches(tmp_path, search, mo
 @pytest.mark.parametrize("count", [17, 18, 19, 40])
 def test_the_first_and_the_last_of_a_group_are_compared_whatever_its_size(tmp_path, search, count):
     """They have as few equal slots as the limit allows; what is between them has only the group's band in common."""
-    config = DuplicatesConfig(exact=False, near=NearConfig(similarity=0.625, bands=8, rows=1))
+    config = DuplicatesConfig(exact=False, near=NearConfig(similarity=0.625, bands=2, rows=4))
     signatures = np.arange(count * 8, dtype=np.uint32).reshape(count, 8) + 1000
-    signatures[:, 0] = 7
-    signatures[-1, 1:5] = signatures[0, 1:5]
+    signatures[:, :4] = 7
+    signatures[-1, 4] = signatures[0, 4]
     ids = [bytes([number]) * 16 for number in range(count)]
     write_keys(tmp_path, "00000", config, ids, list(range(count)), list(signatures))
     pairs = join(search(tmp_path, ["00000"], config))
