@@ -10,38 +10,33 @@ import numpy as np
 import pytest
 import tinyruns as runs
 from sentevalsets import write_sets
-from transformers import AutoTokenizer
 
 from cli.main import main
-from trainer.model.language_model import build_model, load_hf_config
-from trainer.model.settings import EncoderConfig
+from common.config import load_config
+from pipeline.config import PipelineConfig
+from trainer.setup.config import TrainConfig
 
 SECTION = (runs.ROOT / "README.md").read_text().split("\n## Your own corpus\n")[1].split("\n## ")[0]
 BLOCK = [line.removeprefix("    ") for line in SECTION.splitlines() if line.startswith("    ")]
 COMMANDS = [shlex.split(line, comments=True)[1:] for line in BLOCK if line.startswith("declutr ")]
 SNIPPET = "\n".join(line for line in BLOCK if not line.startswith("declutr "))
 # What differs: everything is small.
+SHAPE = "{model_type: roberta, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 48}"
 SIZES = {
     "prepare": ["held_out_share=0.1"],
-    "verify-gradients": ["--documents", "2", "--processes", "2"],
+    "train": [f"encoder.scratch={SHAPE}"],
     "evaluate": ["--allow-unchecked", "--tasks", "SST2,STS12"],
 }
 
 
 @pytest.fixture(scope="module")
-def home(data, tmp_path_factory):
-    """A user's folder: our configs, texts, an encoder in the place of distilroberta-base, SentEval's data."""
+def home(tmp_path_factory):
+    """A user's folder: our configs, texts, SentEval's data."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "configs").symlink_to(runs.ROOT / "configs")
     (folder / "my/texts").mkdir(parents=True)
     runs.write_corpus(folder / "my/texts/my.jsonl", documents=40, words=(1200, 1600))
     (folder / "sentences.txt").write_text("A sentence.\nAnd another one.\n")
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    encoder = EncoderConfig(scratch={**runs.SCRATCH, "max_position_embeddings": 514})
-    model = build_model(encoder, load_hf_config(encoder, len(tokenizer), ids), seed=0)
-    model.save_pretrained(folder / "distilroberta-base")
-    tokenizer.save_pretrained(folder / "distilroberta-base")
     write_sets(folder / "senteval")
     return folder
 
@@ -79,5 +74,17 @@ def test_the_commands_do_what_they_say(home, monkeypatch, capfd):
             shown = "".join(capfd.readouterr())
         assert status == 0, f"{command}: {shown}"
         assert "DeprecationWarning" not in shown, f"{command}: {shown}"
+        if command[0] == "train":
+            planned = "--plan" in command
+            assert ("planned from" if planned else "estimated before: step_seconds") in shown, shown
     exec(SNIPPET, names := {})
     np.testing.assert_allclose(names["embeddings"], np.load("embeddings.npy")[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("row", [line for line in SECTION.splitlines() if "yaml" in line and line.startswith("| ")])
+def test_the_commands_of_the_table_are_valid(row, monkeypatch):
+    """Their configs and overrides are read, by the command that the column names."""
+    monkeypatch.chdir(runs.ROOT)
+    prepare, train = (shlex.split(cell.strip(" `")) for cell in row.split("|")[2:4])
+    load_config(prepare[0], "prepare", PipelineConfig, [*prepare[1:], "corpus.paths=[my/texts]", "output=data/mine"])
+    load_config(train[0], "train", TrainConfig, [*train[1:], "data=data/mine", "run=runs/mine"])
