@@ -13,7 +13,7 @@ FORK = "fork.json"
 """The file of a forked run that names its origin."""
 
 
-Rows = list[float] | list[tuple[float, float]]
+Rows = list[float] | list[list[float]]
 """Values of rows, as in `RowScore`."""
 
 
