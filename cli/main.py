@@ -21,6 +21,10 @@ _COMMANDS = {
         "cli.verify_gradients:run",
     ),
     "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "cli.embed:run"),
+    "adapt": (
+        "ENCODER CORPUS... --output DIR: fit an encoder to your documents, and say whether it is better",
+        "cli.adapt:run",
+    ),
     "whiten": (
         "ENCODER SHARDS --output DIR: fit an encoder to documents by a closed form, without training",
         "cli.whiten:run",

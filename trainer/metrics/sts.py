@@ -42,17 +42,17 @@ class StsPairs:
     gold: list[float]
 
 
-def read_pairs(folder: Path) -> list[tuple[float, str, str]]:
-    """Judgement and texts of each pair of STS-B's development set.
+def read_pairs(folder: Path, file: str = FILE) -> list[tuple[float, str, str]]:
+    """Judgement and texts of each pair of a file of STS-B, by default its development set.
 
     Raises:
         StsError: the file is missing or damaged; the message names it and the line.
     """
-    path = folder / FILE
+    path = folder / file
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise StsError(f"{path}: {error}; name the folder of STS-B with {FILE}") from error
+        raise StsError(f"{path}: {error}; name the folder of STS-B with {file}") from error
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -1,0 +1,123 @@
+"""The candidates of an adaptation, from the cheapest to the dearest, each a folder that can be loaded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig, train_config
+from adaptation.whiten import WhitenConfig, whiten
+from common.storage import folder_aside
+from evaluation.encoders.loading import load_encoder
+from evaluation.encoders.transformer import TransformerEncoder
+from evaluation.encoders.written import write_transformer
+from trainer.model.behind import Normalize
+from trainer.train import train
+
+CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
+SHARES = (0.25, 0.5, 0.75)
+MOST_STEPS, LEAST_STEPS = 400, 20
+_STEP_COST = 2.5
+"""Time of a step relative to the embedding of as many tokens: the backward through the last layers, and the update."""
+_LOAD = 60.0
+"""Seconds that a start of the training takes besides its steps, with room for a slow machine."""
+
+
+def halfway(part: float) -> str:
+    """Name of the candidate that is `part` of the way from the start to the trained encoder."""
+    return f"trained, {part:.0%} of the way"
+
+
+ORDER = (CLOSED, *(halfway(part) for part in SHARES), TRAINED, BOTH)
+"""All candidates. An interpolation costs no more than the training that it needs, and changes the encoder less."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Makes candidates in a folder; what exists there is kept.
+
+    Attributes:
+        config: what to adapt.
+        data: the prepared corpus.
+        folder: for the candidates.
+        address: of a Ray cluster.
+    """
+
+    config: AdaptConfig
+    data: Path
+    folder: Path
+    address: str | None = None
+
+    def place(self, name: str) -> Path:
+        """Folder of a candidate."""
+        if name == TRAINED:
+            return self.folder / "run" / "export"
+        return self.folder / name.replace(",", "").replace("%", "").replace(" ", "-")
+
+    def steps_within(self, seconds: float, tokens_per_second: float) -> int:
+        """Steps of training for which the time suffices; 0 if fewer than 20.
+
+        Args:
+            seconds: time left for the training and for what follows it, which takes about a third of it.
+            tokens_per_second: of the start's forward.
+        """
+        tokens = 2 * BATCH_DOCUMENTS * (3 * WINDOW_TOKENS // 4 + 2)
+        steps = int((seconds * 2 / 3 - _LOAD) * tokens_per_second / (tokens * _STEP_COST))
+        return 0 if steps < LEAST_STEPS else min(steps, MOST_STEPS)
+
+    def make(self, name: str, start: TransformerEncoder, steps: int) -> Path:
+        """Makes a candidate unless it exists; return its folder."""
+        place = self.place(name)
+        if name == TRAINED:
+            layers = int(start.encoder.model.config.num_hidden_layers)
+            pooling = start.encoder.config.pooling
+            train(train_config(self.config, self.data, self.folder / "run", steps, layers, pooling))
+        elif place.is_dir():
+            return place
+        elif name == CLOSED:
+            whiten(self._whitening(self.config.encoder), place, self.address)
+        elif name == BOTH:
+            whiten(self._whitening(str(self.make(TRAINED, start, steps))), place, self.address)
+        else:
+            part = next(share for share in SHARES if halfway(share) == name)
+            trained = load_encoder(str(self.make(TRAINED, start, steps)))
+            assert isinstance(trained, TransformerEncoder)
+            with folder_aside(place) as aside:
+                write_between(start, trained, part, aside)
+        return place
+
+    def _whitening(self, encoder: str) -> WhitenConfig:
+        return WhitenConfig(
+            encoder=encoder,
+            shards=str(self.data),
+            passage_tokens=PASSAGE_TOKENS,
+            trust_remote_code=self.config.trust_remote_code,
+        )
+
+
+def write_between(start: TransformerEncoder, trained: TransformerEncoder, part: float, folder: Path) -> None:
+    """Writes the encoder whose weights are (1 - part) of the start's plus `part` of the trained one's.
+
+    The object `trained` gets these weights and must not be used again.
+    """
+    ends = dict(trained.encoder.named_parameters())
+    with torch.no_grad():
+        for name, weight in start.encoder.named_parameters():
+            ends[name].copy_(torch.lerp(weight, ends[name], part))
+    write_transformer(trained, [], folder)
+
+
+def wanted(steps: int, trained: bool) -> Iterator[str]:
+    """The candidates that are tried.
+
+    Args:
+        steps: of the training; 0: there is no time for it.
+        trained: the trainer can train the start.
+    """
+    yield from ORDER if steps and trained else (CLOSED,)
+
+
+def can_train(start: TransformerEncoder) -> bool:
+    """True if the trainer computes the start's embeddings: no layers behind its pooling but a normalisation."""
+    return all(isinstance(module, Normalize) for module in start.after)

@@ -1,0 +1,100 @@
+"""Settings of `declutr adapt`, and the configurations of the steps that follow from them."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from common.config import Strict
+from pipeline.config import PipelineConfig
+from trainer.setup.config import TrainConfig
+
+PASSAGE_TOKENS = 62
+"""Tokens of a passage without special ones."""
+WINDOW_TOKENS = 64
+HELD_OUT = 0.4
+"""Share of the documents that is not trained on: half of it chooses, the other half reports."""
+TRAINED_SHARE = 3
+"""One of this many layers is trained, the last ones."""
+BATCH_DOCUMENTS = 64
+
+
+class AdaptConfig(Strict):
+    """What to adapt to what."""
+
+    encoder: str
+    """Folder or name of the encoder to start from."""
+    corpus: list[str] = Field(min_length=1)
+    """Files, folders or globs of documents."""
+    format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
+    """Format of the corpus, as `corpus.format` of `prepare`."""
+    text_field: list[str] = Field(default=["text"], min_length=1)
+    """Column or columns with the text of a document."""
+    pairs: str | None = None
+    """File with the user's own queries and answers (`declutr evaluate --pairs`); it becomes the primary measure."""
+    stsb: str | None = None
+    """Folder of STS-B with sts-test.csv, to measure what was lost in general."""
+    minutes: float = Field(default=30, gt=0, le=10_000)
+    """Time for everything, also over several starts of the command; it decides the number of training steps."""
+    steps: int | None = Field(default=None, ge=1)
+    """Steps of the training; null: as many as there is time for, at most 400."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the split, the training and the intervals."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the encoder. Only for encoders you trust."""
+
+
+def prepare_config(config: AdaptConfig, output: Path) -> PipelineConfig:
+    """The preparation of the corpus with the encoder's tokenizer: documents of at least two windows."""
+    field = config.text_field[0] if len(config.text_field) == 1 else config.text_field
+    settings: dict[str, Any] = {
+        "output": str(output),
+        "corpus": {"kind": "files", "paths": config.corpus, "format": config.format, "text_field": field},
+        "tokenizer": {"kind": "pretrained", "name": config.encoder, "trust_remote_code": config.trust_remote_code},
+        "geometry": {"num_anchors": 1, "max_tokens": WINDOW_TOKENS},
+        "short_documents": "fewer_anchors",
+        "held_out_share": HELD_OUT,
+        "seed": config.seed,
+    }
+    return PipelineConfig.model_validate(settings)
+
+
+def train_config(config: AdaptConfig, data: Path, run: Path, steps: int, num_layers: int, pooling: str) -> TrainConfig:
+    """The training: one anchor a document, a positive far from it, the last layers alone.
+
+    Args:
+        config: what to adapt.
+        data: the prepared corpus.
+        run: folder of the run.
+        steps: number of optimizer steps.
+        num_layers: layers of the encoder.
+        pooling: of the encoder.
+    """
+    settings: dict[str, Any] = {
+        "run": str(run),
+        "data": str(data),
+        "encoder": {
+            "pretrained": config.encoder,
+            "trust_remote_code": config.trust_remote_code,
+            "pooling": pooling,
+            "dropout": 0.0,
+            "num_trainable_layers": max(1, num_layers // TRAINED_SHARE),
+        },
+        "spans": {
+            "num_anchors": 1,
+            "num_positives": 1,
+            "min_tokens": WINDOW_TOKENS // 2,
+            "max_tokens": WINDOW_TOKENS,
+            "strategy": "distant",
+            "min_distance_tokens": 96,
+        },
+        "objective": {"kind": "declutr", "terms": "contrastive", "loss": {"temperature": 0.05}},
+        "optim": {"lr": 5e-5, "weight_decay": 0.01, "schedule": "linear", "warmup_fraction": 0.1, "max_grad_norm": 1.0},
+        "batch_documents": BATCH_DOCUMENTS,
+        "microbatch_tokens": 8192,
+        "steps": steps,
+        "seed": config.seed,
+        "validation": {"every_steps": 0},
+        "scaling": {"workers": 1},
+    }
+    return TrainConfig.model_validate(settings)

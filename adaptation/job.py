@@ -1,0 +1,329 @@
+"""`declutr adapt`: documents in, a better encoder out, or the reason why not; the same command continues."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from adaptation.candidates import CLOSED, Workshop, can_train, wanted
+from adaptation.config import AdaptConfig, prepare_config
+from adaptation.crossfit import cross_fitted
+from adaptation.documents import Split, all_documents, held_out_documents
+from adaptation.general import STSB_TEST, compare_stsb, moved
+from adaptation.measures import Passages, make_passages
+from adaptation.page import page
+from adaptation.result import Example, Result, Row, write_result
+from adaptation.scores import DISTANT, PAIRS, TestSet, Values, compared
+from adaptation.state import AdaptError, State, opened
+from adaptation.verdict import Verdict, choose, judge
+from adaptation.whiten import WhitenConfig
+from common import seeding
+from common.bootstrap import MIN_ROWS, Comparison
+from common.console.logs import get_logger
+from common.excerpt import shorten
+from common.lock import RunLock
+from common.paths import expand
+from common.storage import folder_aside, hash_json, read_json, write_json, write_text
+from evaluation.encoders.loading import load_encoder
+from evaluation.encoders.protocol import EncoderError
+from evaluation.encoders.transformer import TransformerEncoder
+from evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
+from pipeline.prepare import prepare
+from pipeline.shards.manifest import load_manifest
+
+ENCODER, REPORT = "encoder", "report.html"
+_START, _START_IDF = "start", "start + IDF cosine"
+_EXAMPLES, _SHOWN_CHARACTERS = 3, 300
+
+
+def adapt(config: AdaptConfig, output: Path, address: str | None = None) -> Result:
+    """Adapts an encoder to documents and judges the result on documents that neither trained nor chose it.
+
+    Writes `result.json` and `report.html` to `output`, and `encoder/` if the verdict is "better".
+
+    Args:
+        config: what to adapt.
+        output: folder of everything that is made; the same command continues there.
+        address: of a Ray cluster.
+
+    Raises:
+        AdaptError: the folder is of another adaptation, or an input cannot be used.
+        EncoderError: the encoder cannot be loaded.
+        ConfigError, ShardError: the corpus cannot be prepared.
+        RunLockedError: another command works in the folder.
+    """
+    pairs = _checked(config)
+    output.mkdir(parents=True, exist_ok=True)
+    lost = f"another command has taken over {output}"
+    with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
+        start = _load(config.encoder, config.trust_remote_code)
+        return _Adaptation(config, output, address, state, start, pairs).run()
+
+
+def _checked(config: AdaptConfig) -> RetrievalTest | None:
+    """The user's pairs; all problems of the files that can be found before any work."""
+    problems, pairs = [], None
+    if config.pairs is not None:
+        try:
+            pairs = read_test(expand(config.pairs))
+        except PairsError as error:
+            problems.append(str(error))
+    if config.stsb is not None and not (expand(config.stsb) / STSB_TEST).is_file():
+        problems.append(f"--stsb {config.stsb}: holds no {STSB_TEST}")
+    if problems:
+        raise AdaptError("\n".join(problems))
+    return pairs
+
+
+def _load(name: str, trust_remote_code: bool = False) -> TransformerEncoder:
+    encoder = load_encoder(name, trust_remote_code=trust_remote_code)
+    if not isinstance(encoder, TransformerEncoder):
+        raise EncoderError(f"{name}: only a transformer can be adapted")
+    return encoder
+
+
+@dataclass
+class _Adaptation:
+    """One start of the command."""
+
+    config: AdaptConfig
+    output: Path
+    address: str | None
+    state: State
+    start: TransformerEncoder
+    pairs: RetrievalTest | None
+
+    @cached_property
+    def shop(self) -> Workshop:
+        return Workshop(self.config, self.output / "data", self.output / "candidates", self.address)
+
+    @property
+    def primary(self) -> str:
+        return DISTANT if self.pairs is None else PAIRS
+
+    @property
+    def rows(self) -> str:
+        return "documents" if self.pairs is None else "queries"
+
+    def run(self) -> Result:
+        self._say("preparing the corpus")
+        prepared = prepare_config(self.config, self.output / "data")
+        prepare(prepared)
+        documents = held_out_documents(prepared, self.output / "data", self.config.seed)
+        sets = {
+            split: TestSet(make_passages(each, self.start.tokenizer), self._half(split))
+            for split, each in documents.items()
+        }
+        reporting = [len(sets["test"].pairs.queries) if sets["test"].pairs else sets["test"].passages.num_documents]
+        if reporting[0] < MIN_ROWS:
+            if self.pairs is not None:
+                raise AdaptError(
+                    f"--pairs {self.config.pairs}: {reporting[0]} of its queries are left for the test, which needs at "
+                    f"least {MIN_ROWS}; give about {2 * MIN_ROWS} queries, or none to use passages of the documents"
+                )
+            return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
+        development = self._development(sets["development"])
+        made = [name for name in development if name in set(wanted(1, trained=True))]
+        chosen = choose(made, development, self.primary, self.config.seed)
+        return self._judged(sets["test"], made, chosen)
+
+    def _development(self, test: TestSet) -> dict[str, Values]:
+        """Values of the start and of every candidate on development rows, in the order of their cost."""
+        self._say("scoring the start and the lexical baselines on development documents")
+        found = {_START: self._scored(test, self.start)}
+        for name, values in self._baselines(test).items():
+            self._tell(name, found[_START], values)
+        steps = self._steps(test)
+        names = list(wanted(steps, can_train(self.start)))
+        if not can_train(self.start):
+            get_logger().warning(
+                "%s has layers behind its pooling, which training would not use: only the closed form is tried",
+                self.config.encoder,
+            )
+        for number, name in enumerate(names, 1):
+            self._say(f"candidate {number} of {len(names)}: {name}")
+            folder = self.shop.make(name, self.start, steps)
+            found[name] = self._scored(test, _load(str(folder), self.config.trust_remote_code))
+            self._tell(name, found[_START], found[name])
+        self._keep("development", found)
+        return found
+
+    def _tell(self, name: str, start: Values, values: Values) -> None:
+        told = compared(start, values, self.config.seed)[self.primary].sentence()
+        get_logger().info(
+            "%s against the start, %s recall@1 of development %s: %s", name, self.primary, self.rows, told
+        )
+
+    def _baselines(self, test: TestSet) -> dict[str, Values]:
+        return {**test.lexical(), _START_IDF: test.encoder(self.start, with_idf=True)}
+
+    def _steps(self, test: TestSet) -> int:
+        """Steps of the training for which there is time, decided once."""
+        if decided := self.config.steps or self.state.steps:
+            self.state.decide_steps(decided)
+            return decided
+        began = time.monotonic()
+        self.start.embed_ids(test.passages.ids)
+        rate = sum(map(len, test.passages.ids)) / max(1e-3, time.monotonic() - began)
+        steps = self.shop.steps_within(self.state.seconds_left, rate)
+        self.state.decide_steps(steps)
+        if not steps:
+            get_logger().warning(
+                "--minutes %g: too few for a training on this machine; only the closed form is tried",
+                self.config.minutes,
+            )
+        return steps
+
+    def _judged(self, test: TestSet, made: Sequence[str], chosen: str) -> Result:
+        """The verdict on the chosen candidate, with every row of the table on test documents."""
+        self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
+        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps")
+        encoders = {name: _load(str(self.shop.place(name)), self.config.trust_remote_code) for name in made}
+        start = self._scored(test, self.start)
+        values = {name: self._scored(test, one) for name, one in encoders.items()}
+        self._keep("test", {_START: start, **values})
+        seed = self.config.seed
+        rows = [Row.of(_START, "start", start, start, seed)]
+        rows += [Row.of(name, "baseline", start, each, seed) for name, each in self._baselines(test).items()]
+        rows += [Row.of(name, "candidate", start, each, seed) for name, each in values.items()]
+        verdict = judge(start, values[chosen], self.primary, seed)
+        examples = _examples(test, self.start, encoders[chosen])
+        return self._finish(verdict, chosen, encoders[chosen], rows, looks, examples)
+
+    def _few(self, passages: Passages) -> Result:
+        """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
+        get_logger().warning(
+            "%d documents with two passages or more: too few for a test of their own, so the closed form is scored by "
+            "five fits, each on four fifths of them",
+            passages.num_documents,
+        )
+        config = WhitenConfig(encoder=self.config.encoder, shards=str(self.output / "data"))
+        if passages.num_documents < 10:
+            nothing = {DISTANT: np.empty(0)}
+            return self._finish(judge(nothing, nothing, DISTANT, 0), CLOSED, None, [], 1, [])
+        start, values = cross_fitted(passages, self.start, config.power, config.shrinkage)
+        seed = self.config.seed
+        rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
+        looks = self.state.look(CLOSED)
+        self.shop.make(CLOSED, self.start, 0)
+        encoder = _load(str(self.shop.place(CLOSED)), self.config.trust_remote_code)
+        verdict = judge(start, values, DISTANT, seed)
+        return self._finish(verdict, CLOSED, encoder, rows, looks, [])
+
+    def _finish(
+        self,
+        verdict: Verdict,
+        chosen: str,
+        encoder: TransformerEncoder | None,
+        rows: list[Row],
+        looks: int,
+        examples: list[Example],
+    ) -> Result:
+        """Writes the result, the page and, if it is better, the encoder."""
+        stsb, general = self._general(encoder)
+        better, place = verdict.outcome == "better", self.output / ENCODER
+        if better:
+            with folder_aside(place, replace=True) as aside:
+                shutil.copytree(self.shop.place(chosen), aside, dirs_exist_ok=True)
+            general += ". Rebuild existing indexes: the embeddings differ from those of the start."
+        elif place.exists():
+            shutil.rmtree(place)
+        manifest = load_manifest(self.output / "data")
+        facts: dict[str, float] = {
+            "documents": manifest.totals["kept"],
+            "steps": self.state.steps or 0,
+            "seconds": round(self.state.seconds),
+        }
+        sentence = f"{verdict.sentence(self.rows)} ({chosen}; {self.primary} recall@1)"
+        result = Result(
+            verdict=verdict,
+            sentence=sentence,
+            chosen=chosen,
+            primary=self.primary,
+            rows=rows,
+            general=general,
+            stsb=stsb,
+            looks=looks,
+            encoder=place if better else None,
+            examples=examples,
+            facts=facts,
+        )
+        write_result(result, self.output)
+        write_text(self.output / REPORT, page(result))
+        return result
+
+    def _general(self, encoder: TransformerEncoder | None) -> tuple[Comparison | None, str]:
+        """What the candidate lost in general, with its words."""
+        if encoder is None:
+            return None, ""
+        if self.config.stsb is None:
+            told = f"Cosines of general sentences moved by {moved(self.start, encoder):.3f} on average"
+            return None, f"{told} (--stsb FOLDER measures STS-B)"
+        one = compare_stsb(self.start, encoder, expand(self.config.stsb), self.config.seed)
+        assert one.interval is not None
+        low, high = (100 * end for end in one.interval)
+        return one, (
+            f"STS-B test: {100 * one.before:.2f} before, {100 * one.after:.2f} after, difference "
+            f"{100 * one.difference:+.2f} (95% interval {low:+.2f} to {high:+.2f})"
+        )
+
+    def _scored(self, test: TestSet, encoder: TransformerEncoder) -> Values:
+        """Values of an encoder, kept in the folder so that a later start does not compute them again."""
+        what = [
+            encoder.fingerprint,
+            hash_json(test.passages.texts),
+            hash_json(test.pairs.queries if test.pairs else []),
+        ]
+        path = self.output / "scores" / f"{hash_json(what)[:32]}.json"
+        if path.is_file():
+            return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
+        found = test.encoder(encoder)
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, _plain(found))
+        return found
+
+    def _keep(self, split: str, found: dict[str, Values]) -> None:
+        """Writes the values of every row, from which all intervals can be computed again."""
+        write_json(self.output / "scores" / f"{split}.json", {name: _plain(values) for name, values in found.items()})
+
+    def _half(self, split: Split) -> RetrievalTest | None:
+        """The user's pairs of a split, by a draw for each query."""
+        if self.pairs is None:
+            return None
+        keys = np.array([int(hash_json(query)[:16], 16) for query in self.pairs.queries], np.uint64)
+        drawn = seeding.unit(seeding.words(self.config.seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
+        mine = np.flatnonzero((drawn < 0.5) == (split == "development")).tolist()
+        queries = [self.pairs.queries[place] for place in mine]
+        return RetrievalTest(queries, self.pairs.texts, [self.pairs.relevant[place] for place in mine])
+
+    def _say(self, what: str) -> None:
+        get_logger().info("%s; %.0f minutes left", what, self.state.seconds_left / 60)
+
+
+def _plain(values: Values) -> dict[str, list[float | None]]:
+    """Values as JSON has them: null for a row without a value."""
+    return {key: [None if value != value else value for value in each.tolist()] for key, each in values.items()}
+
+
+def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncoder) -> list[Example]:
+    """Passages that find their document only after the adaptation, and passages that found it only before."""
+    passages = test.passages
+    first, second = test.nearest(before), test.nearest(after)
+    right = [passages.owners[found] == passages.owners for found in (first, second)]
+    chosen = [*np.flatnonzero(~right[0] & right[1])[:_EXAMPLES], *np.flatnonzero(right[0] & ~right[1])[:_EXAMPLES]]
+
+    def told(place: int, own: bool) -> tuple[str, bool]:
+        return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS), own
+
+    return [
+        Example(
+            told(place, own=True)[0],
+            told(first[place], bool(right[0][place])),
+            told(second[place], bool(right[1][place])),
+        )
+        for place in chosen
+    ]

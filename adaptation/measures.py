@@ -1,0 +1,156 @@
+"""What an adapted encoder is measured by: distant passages, headings, and the user's pairs.
+
+Every measure has a value for each row (a document or a query), so that two encoders are compared on the same rows.
+Legend: n documents, P passages of all of them, Q queries.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from adaptation.config import PASSAGE_TOKENS, WINDOW_TOKENS
+from adaptation.documents import HeldOutDocument
+
+F64 = NDArray[np.float64]
+F32 = NDArray[np.float32]
+_PASSAGES = 8
+_DISTANCE = 96
+"""Tokens between two passages of which one must find the other."""
+_HEADING = re.compile(r"#{1,6}\s+(.+)")
+_MOST_WORDS, _MOST_HEADINGS = 20, 8
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Passages of the documents of a split, and the headings that belong to the documents.
+
+    Attributes:
+        texts: `P` passages, by document.
+        ids: `P` lists of token ids, special ones included.
+        owners: `(P,)` number of the document of each, ascending.
+        starts: `(P,)` token at which each starts.
+        queries: Q headings; no passage contains them.
+        targets: `(Q,)` number of the document of each heading.
+        num_documents: n.
+    """
+
+    texts: list[str]
+    ids: list[list[int]]
+    owners: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    queries: list[str]
+    targets: NDArray[np.int64]
+    num_documents: int
+
+    @cached_property
+    def galleries(self) -> NDArray[np.int64]:
+        """`(8, n)` passages: one of every document, at the same place relative to the document's length."""
+        counts = np.bincount(self.owners, minlength=self.num_documents)
+        first = np.cumsum(counts) - counts
+        return first + np.arange(_PASSAGES)[:, None] * counts // _PASSAGES
+
+    def distant(self, scores: F32) -> F64:
+        """`(n,)` recall@1 of passages that search another one of their document, NaN without a distant pair.
+
+        Each passage searches each gallery, which has one passage of every document. Its own document's passage must be
+        at least 96 tokens away and must have the highest score; a tie is not the highest.
+
+        Args:
+            scores: `(P, P)`, row searches column.
+        """
+        hits, pairs = np.zeros(self.num_documents), np.zeros(self.num_documents)
+        for gallery in self.galleries:
+            own = gallery[self.owners]
+            far = np.abs(self.starts[own] - self.starts) >= PASSAGE_TOKENS + _DISTANCE
+            table = scores[:, gallery]
+            best = (table >= scores[np.arange(len(own)), own][:, None]).sum(axis=1) == 1
+            np.add.at(hits, self.owners, best & far)
+            np.add.at(pairs, self.owners, far)
+        with np.errstate(invalid="ignore"):
+            return hits / pairs
+
+    def headings(self, scores: F32) -> F64:
+        """`(n, 2)` headings of each document that find it first, and headings of it; a tie finds nothing.
+
+        The score of a document is that of its best passage.
+
+        Args:
+            scores: `(Q, P)`.
+        """
+        found = np.zeros((self.num_documents, 2))
+        if not self.queries:
+            return found
+        starts = np.flatnonzero(np.diff(self.owners, prepend=-1))
+        table = np.maximum.reduceat(scores, starts, axis=1)
+        own = table[np.arange(len(table)), self.targets]
+        np.add.at(found[:, 0], self.targets, (table >= own[:, None]).sum(axis=1) == 1)
+        np.add.at(found[:, 1], self.targets, 1)
+        return found
+
+
+def share(values: F64) -> float:
+    """Hits of `(n, 2)` hits and queries by all queries; NaN without queries."""
+    return float(values[:, 0].sum() / values[:, 1].sum()) if values[:, 1].any() else float("nan")
+
+
+def make_passages(documents: Sequence[HeldOutDocument], tokenizer: Any) -> Passages:
+    """Cuts documents into at most 8 passages of 62 tokens, spread evenly, after their headings were taken out.
+
+    Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
+    those of several documents, such as "Introduction", and those of one word are left out.
+    """
+    parts = [_headings(document.text) for document in documents]
+    common = Counter(heading for headings, _ in parts for heading in {each.lower() for each in headings})
+    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    engine.no_truncation()
+    engine.no_padding()
+    before, after = _specials(engine)
+    texts, ids, owners, starts, queries, targets = [], [], [], [], [], []
+    number = 0
+    for headings, body in parts:
+        encoded = engine.encode(body, add_special_tokens=False)
+        windows = np.arange(len(encoded.ids) // WINDOW_TOKENS) * WINDOW_TOKENS
+        if len(windows) < 2:
+            continue
+        chosen = windows[np.unique(np.linspace(0, len(windows) - 1, _PASSAGES).round().astype(np.int64))]
+        for start in chosen.tolist():
+            end = start + PASSAGE_TOKENS
+            ids.append([*before, *encoded.ids[start:end], *after])
+            texts.append(body[encoded.offsets[start][0] : encoded.offsets[end - 1][1]])
+            owners.append(number)
+            starts.append(start)
+        own = [heading for heading in dict.fromkeys(headings) if common[heading.lower()] == 1]
+        queries += own[:_MOST_HEADINGS]
+        targets += [number] * len(own[:_MOST_HEADINGS])
+        number += 1
+    return Passages(
+        texts, ids, np.array(owners, np.int64), np.array(starts, np.int64), queries, np.array(targets, np.int64), number
+    )
+
+
+def _headings(text: str) -> tuple[list[str], str]:
+    """The headings of a document, and its text without their lines."""
+    found, kept = [], []
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        match = _HEADING.fullmatch(line)
+        heading = match[1].strip() if match else line if number == 0 and len(lines) > 1 else None
+        if heading is None or len(heading.split()) > _MOST_WORDS:
+            kept.append(line)
+        elif len(heading.split()) > 1:
+            found.append(heading)
+    return found, "\n".join(kept)
+
+
+def _specials(engine: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids before and after the tokens of a text."""
+    one = engine.encode("a", add_special_tokens=True)
+    places = [place for place, special in enumerate(one.special_tokens_mask) if not special]
+    return one.ids[: places[0]], one.ids[places[-1] + 1 :]

@@ -1,0 +1,115 @@
+"""Scores of a candidate on every measure of a split: an encoder, a lexical baseline, or both added.
+
+Legend: n documents, P passages, Q queries.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaptation.measures import F32, F64, Passages, share
+from common.bootstrap import Comparison, Statistic, compare, mean
+from evaluation.encoders.transformer import TransformerEncoder
+from evaluation.retrieval.compare import score_encoder
+from evaluation.retrieval.lexical import Lexicon
+from evaluation.retrieval.pairs import RetrievalTest
+
+DISTANT, HEADINGS, PAIRS = "distant", "headings", "pairs"
+MEANING = {
+    DISTANT: "recall@1 of a passage that searches another one of its document, at least 96 tokens away",
+    HEADINGS: "recall@1 of a title or heading that searches its document",
+    PAIRS: "recall@1 of your queries",
+}
+STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, PAIRS: mean}
+Values = dict[str, F64]
+"""Values of each row by measure: `(n,)` distant, `(n, 2)` headings, `(Q,)` pairs."""
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """What a split is scored on.
+
+    Attributes:
+        passages: of its documents.
+        pairs: the user's pairs of this split, if there are any.
+    """
+
+    passages: Passages
+    pairs: RetrievalTest | None = None
+
+    @cached_property
+    def lexicon(self) -> Lexicon:
+        """Words of the passages."""
+        return Lexicon(self.passages.texts)
+
+    @cached_property
+    def pairs_lexicon(self) -> Lexicon:
+        """Words of the texts that the pairs search."""
+        return Lexicon(self.pairs.texts if self.pairs else [])
+
+    @cached_property
+    def idf(self) -> tuple[F32, F32]:
+        """IDF cosines of passages with passages, and of headings with passages."""
+        return self._lexical(self.lexicon.idf_cosine)
+
+    def lexical(self) -> dict[str, Values]:
+        """Values of BM25 and of the IDF cosine."""
+        bm25 = self._values(*self._lexical(self.lexicon.bm25))
+        idf = self._values(*self.idf)
+        if self.pairs is not None:
+            for found, scores in ((bm25, self.pairs_lexicon.bm25), (idf, self.pairs_lexicon.idf_cosine)):
+                found[PAIRS] = _first(self.pairs, scores(self.pairs.queries))
+        return {"BM25": bm25, "IDF cosine": idf}
+
+    def encoder(self, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
+        """Values of an encoder, with the IDF cosines added to its own on request."""
+        found = self._values(*self._cosines(encoder, with_idf))
+        if self.pairs is not None:
+            row = score_encoder(self.pairs, encoder, self.pairs_lexicon)[int(with_idf)]
+            found[PAIRS] = row.values[:, 0]
+        return found
+
+    def nearest(self, encoder: TransformerEncoder) -> NDArray[np.int64]:
+        """`(P,)` passage of another document or far away in the same one that is nearest to each passage."""
+        scores, _ = self._cosines(encoder, with_idf=False)
+        owners, starts = self.passages.owners, self.passages.starts
+        near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < 158)
+        found: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
+        return found
+
+    def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> tuple[F32, F32]:
+        rows = _unit(encoder.embed_ids(self.passages.ids))
+        queries = _unit(encoder.encode(self.passages.queries))
+        passages, headings = rows @ rows.T, queries @ rows.T
+        if with_idf:
+            passages, headings = passages + self.idf[0], headings + self.idf[1]
+        return passages, headings
+
+    def _values(self, passages: F32, headings: F32) -> Values:
+        found = {DISTANT: self.passages.distant(passages)}
+        if self.passages.queries:
+            found[HEADINGS] = self.passages.headings(headings)
+        return found
+
+    def _lexical(self, scores: Callable[[Sequence[str]], F32]) -> tuple[F32, F32]:
+        return scores(self.passages.texts), scores(self.passages.queries)
+
+
+def _unit(rows: F32) -> F32:
+    unit: F32 = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    return unit
+
+
+def _first(test: RetrievalTest, scores: F32) -> F64:
+    """`(Q,)` recall@1 of pairs."""
+    from evaluation.retrieval.measures import measures
+
+    return measures(scores, test.relevant)[:, 0]
+
+
+def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
+    """Differences of two candidates by measure."""
+    return {name: compare(before[name], after[name], seed, STATISTICS[name]) for name in before if name in after}

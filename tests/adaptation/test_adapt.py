@@ -1,0 +1,113 @@
+"""`declutr adapt` from documents to a verdict, with a tiny encoder."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+
+from adaptation.candidates import ORDER, TRAINED, write_between
+from adaptation.config import AdaptConfig, train_config
+from adaptation.job import adapt
+from adaptation.state import AdaptError
+from cli.adapt import run
+from evaluation.encoders.loading import load_encoder
+from pipeline.tokenizer.tokenization import train_tokenizer
+
+WORDS = [f"word{number}" for number in range(300)]
+
+
+def corpus(path, count, words=160):
+    """Documents that each use a few words of their own."""
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(rng.choice(WORDS, 25), words)) for _ in range(count)]
+    rows = [{"text": f"# Heading of document {number}\n{text}"} for number, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A folder with a tiny encoder with random weights."""
+    folder = tmp_path_factory.mktemp("encoder")
+    train_tokenizer([" ".join(WORDS)] * 20, 1000).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=100, **shape)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("session")
+def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
+    documents = corpus(tmp_path / "documents.jsonl", 700)
+    config = AdaptConfig(encoder=str(encoder), corpus=[str(documents)], steps=20)
+    output = tmp_path / "adapted"
+    result = adapt(config, output)
+    written = json.loads((output / "result.json").read_text())
+    assert [row["name"] for row in written["rows"]] == ["start", "BM25", "IDF cosine", "start + IDF cosine", *ORDER]
+    assert result.chosen in ORDER
+    assert result.verdict.comparison.rows >= 100
+    assert (output / "encoder").exists() == (result.verdict.outcome == "better")
+    assert written["steps"] == 20
+    scores = {row["name"]: row["scores"]["distant"] for row in written["rows"]}
+    assert scores["IDF cosine"] > 0.9  # its documents share words alone
+    assert result.sentence in (output / "report.html").read_text().replace("&#x27;", "'")
+    again = adapt(config, output)
+    assert (again.sentence, again.looks) == (result.sentence, 1)
+    with pytest.raises(AdaptError, match="holds an adaptation with another seed; name another folder"):
+        adapt(config.model_copy(update={"seed": 1}), output)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("session")
+def test_adapt_of_few_documents_tells_nothing(encoder, tmp_path):
+    documents = corpus(tmp_path / "documents.jsonl", 30)
+    result = adapt(AdaptConfig(encoder=str(encoder), corpus=[str(documents)]), tmp_path / "adapted")
+    assert result.verdict.outcome == "too few documents to tell"
+    assert result.verdict.comparison.rows == 30
+    assert not (tmp_path / "adapted" / "encoder").exists()
+
+
+def test_adapt_refuses_all_poor_inputs_at_once(encoder, tmp_path, capsys):
+    (tmp_path / "pairs.csv").write_text("question,answer\na,b\n")
+    given = ["--pairs", str(tmp_path / "pairs.csv"), "--stsb", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert run([str(encoder), str(tmp_path), *given]) == 1
+    told = capsys.readouterr().err
+    assert "has no query and no text" in told
+    assert "holds no sts-test.csv" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_write_between_is_the_start_at_0_and_the_end_at_1(encoder, tmp_path):
+    start = load_encoder(str(encoder))
+    texts = ["word1 word2", "word3"]
+    for part in (0.0, 0.5, 1.0):
+        trained = load_encoder(str(encoder))
+        for parameter in trained.encoder.parameters():
+            parameter.data += 0.1
+        ends = dict(trained.encoder.named_parameters())
+        wanted = {name: (1 - part) * p + part * ends[name] for name, p in start.encoder.named_parameters()}
+        folder = tmp_path / f"{part}"
+        folder.mkdir()
+        write_between(start, trained, part, folder)
+        found = load_encoder(str(folder))
+        for name, parameter in found.encoder.named_parameters():
+            assert (parameter - wanted[name]).abs().max() < 1e-6, name
+    assert np.isfinite(found.encode(texts)).all()
+    assert TRAINED in ORDER
+
+
+def test_train_config_is_that_of_the_config_file():
+    from common.config import load_config
+    from trainer.setup.config import TrainConfig
+
+    file = load_config("configs/adapt.yaml", "train", TrainConfig)
+    ours = train_config(AdaptConfig(encoder="models/x", corpus=["-"]), Path("data"), Path("run"), 10, 6, "mean")
+    for section in ("spans", "objective", "optim"):
+        assert getattr(ours, section) == getattr(file, section), section
+    for name in ("dropout", "num_trainable_layers", "pooling"):
+        assert getattr(ours.encoder, name) == getattr(file.encoder, name), name
+    assert (ours.batch_documents, ours.microbatch_tokens) == (file.batch_documents, file.microbatch_tokens)

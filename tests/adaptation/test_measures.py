@@ -1,0 +1,95 @@
+"""Passages, headings and their measures against plain writings."""
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from adaptation.documents import HeldOutDocument
+from adaptation.measures import Passages, make_passages, share
+from pipeline.tokenizer.tokenization import train_tokenizer
+
+WORDS = [f"word{number}" for number in range(50)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([" ".join(WORDS)] * 20, 400).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def text(words, seed):
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
+
+
+def drawn(counts, seed=0):
+    """Passages of documents with these numbers of windows, and random scores."""
+    rng = np.random.default_rng(seed)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    starts = np.concatenate([np.arange(count) * 80 for count in counts])
+    targets = rng.integers(0, len(counts), 12)
+    passages = Passages(["a"] * len(owners), [], owners, starts, ["q"] * 12, targets, len(counts))
+    return passages, rng.normal(size=(len(owners), len(owners))).round(1), rng.normal(size=(12, len(owners))).round(1)
+
+
+def test_distant_equals_a_plain_writing():
+    counts = [8, 3, 2, 5, 8, 1]
+    passages, scores, _ = drawn(counts)
+    first = np.cumsum([0, *counts])
+    expected = []
+    for document, count in enumerate(counts):
+        hits = []
+        for number in range(8):
+            gallery = [int(first[d]) + number * c // 8 for d, c in enumerate(counts)]
+            for query in range(int(first[document]), int(first[document]) + count):
+                own = gallery[document]
+                if abs(passages.starts[query] - passages.starts[own]) >= 62 + 96:
+                    hits.append(all(scores[query, own] > scores[query, other] for other in gallery if other != own))
+        expected.append(np.mean(hits) if hits else np.nan)
+    found = passages.distant(scores)
+    assert np.array_equal(found, expected, equal_nan=True)
+    assert np.isnan(found).tolist() == [False, False, True, False, False, True]
+    assert 0 < np.nanmean(found) < 1
+
+
+def test_headings_equal_a_plain_writing():
+    passages, _, scores = drawn([8, 3, 2, 5])
+    expected = np.zeros((4, 2))
+    for query, target in enumerate(passages.targets):
+        best = [scores[query, passages.owners == document].max() for document in range(4)]
+        expected[target] += [all(best[target] > other for d, other in enumerate(best) if d != target), 1]
+    found = passages.headings(scores)
+    assert np.array_equal(found, expected)
+    assert share(found) == pytest.approx(expected[:, 0].sum() / 12)
+
+
+def test_scores_that_tell_nothing_apart_find_nothing():
+    passages, scores, headings = drawn([8, 4, 4])
+    assert not np.nan_to_num(passages.distant(np.zeros_like(scores))).any()
+    assert not passages.headings(np.zeros_like(headings))[:, 0].any()
+
+
+def test_make_passages_takes_headings_out_and_leaves_common_ones_out(tokenizer):
+    bodies = [text(300, 0), text(200, 1), "too short"]
+    documents = [
+        HeldOutDocument(0, "a", f"A title of its own\n\n# Introduction here\n{bodies[0]}\n## Results of word1\n"),
+        HeldOutDocument(1, "b", f"# Introduction here\n{bodies[1]}"),
+        HeldOutDocument(2, "c", f"# Another one\n{bodies[2]}"),
+    ]
+    made = make_passages(documents, tokenizer)
+    assert made.num_documents == 2
+    assert made.queries == ["A title of its own", "Results of word1"]
+    assert made.targets.tolist() == [0, 0]
+    assert all(not any(heading in passage for heading in made.queries) for passage in made.texts)
+    assert np.bincount(made.owners).max() <= 8
+    for ids, passage, owner, start in zip(made.ids, made.texts, made.owners, made.starts, strict=True):
+        every = tokenizer(bodies[owner], add_special_tokens=False)["input_ids"]
+        assert ids[1:-1] == every[start : start + 62]
+        assert [ids[0], ids[-1]] == [tokenizer.cls_token_id or tokenizer.bos_token_id, tokenizer.eos_token_id]
+        assert passage.strip() in bodies[owner]
+
+
+def test_make_passages_of_documents_without_headings_has_no_queries(tokenizer):
+    made = make_passages([HeldOutDocument(0, "a", text(300, 0))], tokenizer)
+    assert made.queries == []
+    assert np.isnan(share(made.headings(np.zeros((0, len(made.texts))))))
