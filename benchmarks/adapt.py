@@ -1,0 +1,167 @@
+"""Adaptation of a real encoder to documents of several sources, and the calibration of its verdict.
+
+Settings were chosen on acl-papers, rust-rfcs, swift-evolution and kubernetes-keps; python-peps, ethereum-eips and
+scotus-2009-2011 were not opened for them. `--calibrate N` swaps start and candidates at random instead: how often does
+the verdict say "better" of nothing, and how often does it find a planted gain?
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaptation.config import AdaptConfig
+from adaptation.general import compare_stsb
+from adaptation.job import adapt
+from adaptation.result import Result, Row
+from adaptation.scores import DISTANT, HEADINGS, Values
+from adaptation.verdict import choose, judge
+from benchmarks.record import facts, parser, publish
+from common.bootstrap import Comparison
+from common.storage import read_json
+from evaluation.encoders.loading import load_encoder
+from evaluation.encoders.transformer import TransformerEncoder
+
+SOURCES = {
+    **{name: (name, None) for name in ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")},
+    **{name: (name, None) for name in ("python-peps", "ethereum-eips")},
+    "scotus-2009-2011": ("scotus", ("2009", "2010", "2011")),
+}
+"""File of each source, and the years of its documents."""
+_GAIN = 0.02
+"""Planted gain in recall@1, of calibration."""
+
+
+def main() -> None:
+    """Run the command."""
+    options = parser("adapt", __doc__)
+    options.add_argument("--start", type=Path, required=True, help="folder of an encoder of sentence-transformers")
+    options.add_argument("--corpus", type=Path, required=True, help="folder with SOURCE.jsonl.gz")
+    options.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES)[4:])
+    options.add_argument("--stsb", type=Path, help="folder with STS-B's sts-test.csv")
+    options.add_argument("--seeds", type=int, default=3, help="seeds of split and training")
+    options.add_argument("--minutes", type=float, default=30, help="of each run")
+    options.add_argument("--most-documents", type=int, nargs="+", help="also with only this many documents")
+    options.add_argument("--calibrate", type=int, metavar="N", help="repetitions of the calibration, on finished runs")
+    options.add_argument("--work", type=Path, default=Path("runs/adapt-benchmark"))
+    given = options.parse_args()
+    if given.calibrate:
+        publish(facts("adapt", given.commit) | {"calibration": list(_calibrations(given))}, given.json)
+        return
+    runs: list[dict[str, Any]] = []
+    for source in given.sources:
+        for most in (None, *(given.most_documents or ())):
+            for seed in range(given.seeds if most is None else 1):
+                runs += _runs(given, source, most, seed)
+                publish(facts("adapt", given.commit) | {"runs": runs}, given.json)
+
+
+def _corpus(given: argparse.Namespace, source: str, most: int | None) -> Path:
+    """The documents of a source as a file."""
+    name, years = SOURCES[source]
+    path: Path = given.work / f"{source}{'' if most is None else f'-{most}'}.jsonl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(given.corpus / f"{name}.jsonl.gz", "rt", encoding="utf-8") as stream:
+            lines = [line for line in stream if years is None or any(year in json.loads(line)["id"] for year in years)]
+        path.write_text("".join(lines[:most]), encoding="utf-8")
+    return path
+
+
+def _runs(given: argparse.Namespace, source: str, most: int | None, seed: int) -> Iterator[dict[str, Any]]:
+    """One entry for each row of the table of a run."""
+    corpus = _corpus(given, source, most)
+    output = given.work / f"{corpus.stem}-seed{seed}"
+    stsb = None if given.stsb is None else str(given.stsb)
+    config = AdaptConfig(encoder=str(given.start), corpus=[str(corpus)], stsb=stsb, minutes=given.minutes, seed=seed)
+    result = adapt(config, output)
+    for row in result.rows[1:]:
+        yield {
+            "source": source,
+            "recipe": row.name,
+            "seed": seed,
+            "chosen": row.name == result.chosen,
+            "verdict": result.verdict.outcome if row.name == result.chosen else None,
+            "documents": result.facts["documents"],
+            "steps": result.facts["steps"],
+            "seconds": result.facts["seconds"],
+            "distant": _points(row.differences.get(DISTANT)),
+            "queries": _points(row.differences.get(HEADINGS)),
+            "stsb": _stsb(given, row, output, result, seed),
+        }
+
+
+def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, seed: int) -> dict[str, Any] | None:
+    """Difference of a candidate on STS-B's test set."""
+    if row.name == result.chosen:
+        return _points(result.stsb)
+    if row.kind != "candidate" or given.stsb is None:
+        return None
+    from adaptation.candidates import Workshop
+
+    shop = Workshop(AdaptConfig(encoder=str(given.start), corpus=["-"]), output / "data", output / "candidates")
+    start, other = (load_encoder(str(each)) for each in (given.start, shop.place(row.name)))
+    assert isinstance(start, TransformerEncoder)
+    assert isinstance(other, TransformerEncoder)
+    return _points(compare_stsb(start, other, given.stsb, seed))
+
+
+def _points(one: Comparison | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    low, high = one.interval or (None, None)
+    return {"value": one.difference, "low": low, "high": high, "rows": one.rows}
+
+
+def _calibrations(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """How often the verdict says "better" of exchangeable encoders and of ones with a planted gain, by finished run."""
+    for state in sorted(given.work.glob("*/state.json")):
+        files = [state.parent / "scores" / name for name in ("development.json", "test.json")]
+        if not all(file.is_file() for file in files):
+            continue
+        development, test = map(_values, files)
+        rng = np.random.default_rng(given.seed)
+        outcomes: dict[str, list[str]] = {"nothing": [], "planted": []}
+        for repetition in range(given.calibrate):
+            first, second = _swapped(development, rng), _swapped(test, rng)
+            outcomes["nothing"].append(_outcome(first, second, repetition))
+            outcomes["planted"].append(_outcome(_planted(first, rng), _planted(second, rng), repetition))
+        yield {
+            "run": state.parent.name,
+            "repetitions": given.calibrate,
+            "better_of_nothing": outcomes["nothing"].count("better"),
+            "better_of_planted": outcomes["planted"].count("better"),
+            "planted_points": 100 * _GAIN,
+        }
+
+
+def _values(path: Path) -> dict[str, Values]:
+    return {name: {DISTANT: np.array(each[DISTANT], np.float64)} for name, each in read_json(path).items()}
+
+
+def _swapped(half: dict[str, Values], rng: np.random.Generator) -> dict[str, Values]:
+    """Start and candidates, in a random order for each document: no one of them is better than another."""
+    table = rng.permuted(np.stack([values[DISTANT] for values in half.values()]), axis=0)
+    return {name: {DISTANT: row} for name, row in zip(half, table, strict=True)}
+
+
+def _planted(half: dict[str, Values], rng: np.random.Generator) -> dict[str, Values]:
+    """Candidates that find more: some documents' values are raised by an average of the planted gain."""
+    return {
+        name: values if name == "start" else {DISTANT: values[DISTANT] + rng.exponential(_GAIN, len(values[DISTANT]))}
+        for name, values in half.items()
+    }
+
+
+def _outcome(development: dict[str, Values], test: dict[str, Values], seed: int) -> str:
+    names = [name for name in development if name != "start"]
+    chosen = choose(names, development, DISTANT, seed)
+    return judge(test["start"], test[chosen], DISTANT, seed).outcome
+
+
+if __name__ == "__main__":
+    main()
