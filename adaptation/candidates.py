@@ -1,6 +1,5 @@
 """The candidates of an adaptation, from the cheapest to the dearest, each a folder that can be loaded."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from common.storage import folder_aside
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.transformer import TransformerEncoder
 from evaluation.encoders.written import write_transformer
-from trainer.model.behind import Normalize
 from trainer.train import train
 
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
@@ -101,23 +99,14 @@ def write_between(start: TransformerEncoder, trained: TransformerEncoder, part: 
 
     The object `trained` gets these weights and must not be used again.
     """
-    ends = dict(trained.encoder.named_parameters())
+    pairs = [(start.encoder, trained.encoder), (start.after, trained.after)]
     with torch.no_grad():
-        for name, weight in start.encoder.named_parameters():
-            ends[name].copy_(torch.lerp(weight, ends[name], part))
+        for before, after in pairs:
+            for weight, end in zip(before.parameters(), after.parameters(), strict=True):
+                end.copy_(torch.lerp(weight, end, part))
     write_transformer(trained, [], folder)
 
 
-def wanted(steps: int, trained: bool) -> Iterator[str]:
-    """The candidates that are tried.
-
-    Args:
-        steps: of the training; 0: there is no time for it.
-        trained: the trainer can train the start.
-    """
-    yield from ORDER if steps and trained else (CLOSED,)
-
-
-def can_train(start: TransformerEncoder) -> bool:
-    """True if the trainer computes the start's embeddings: no layers behind its pooling but a normalisation."""
-    return all(isinstance(module, Normalize) for module in start.after)
+def wanted(steps: int) -> tuple[str, ...]:
+    """The candidates that are tried; only the closed form if there is no time for a step of training."""
+    return ORDER if steps else (CLOSED,)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptation.candidates import CLOSED, Workshop, can_train, wanted
+from adaptation.candidates import CLOSED, ORDER, Workshop, wanted
 from adaptation.config import AdaptConfig, prepare_config
 from adaptation.crossfit import cross_fitted
 from adaptation.documents import Split, all_documents, held_out_documents
@@ -127,7 +127,7 @@ class _Adaptation:
                 )
             return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
         development = self._development(sets["development"])
-        made = [name for name in development if name in set(wanted(1, trained=True))]
+        made = [name for name in ORDER if name in development]
         chosen = choose(made, development, self.primary, self.config.seed)
         return self._judged(sets["test"], made, chosen)
 
@@ -138,12 +138,7 @@ class _Adaptation:
         for name, values in self._baselines(test).items():
             self._tell(name, found[_START], values)
         steps = self._steps(test)
-        names = list(wanted(steps, can_train(self.start)))
-        if not can_train(self.start):
-            get_logger().warning(
-                "%s has layers behind its pooling, which training would not use: only the closed form is tried",
-                self.config.encoder,
-            )
+        names = wanted(steps)
         for number, name in enumerate(names, 1):
             self._say(f"candidate {number} of {len(names)}: {name}")
             folder = self.shop.make(name, self.start, steps)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from common.hub import hub_problem
 from common.storage import read_json
@@ -19,7 +17,7 @@ from evaluation.encoders.choice import Pooling
 from evaluation.encoders.names import missing, near
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.weights import DAMAGE
-from trainer.model.behind import Normalize
+from trainer.model.behind import Normalize, load_dense, modules_of
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -29,14 +27,6 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "torch.nn.modules.linear.Identity": nn.Identity,
-    "torch.nn.modules.activation.Tanh": nn.Tanh,
-    "torch.nn.modules.activation.ReLU": nn.ReLU,
-    "torch.nn.modules.activation.GELU": nn.GELU,
-    "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
-}
-_MOST_FEATURES = 2**31
 _MOST_MODULES = 32
 _MOST_TOKENS = 2**24
 _MOST_PROMPT = 16_384
@@ -158,35 +148,21 @@ def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
 def _dense(name: str, folder: str, previous: int | None) -> tuple[nn.Module, int]:
     """A dense layer and its output size; `previous` is the output size of the dense layer before it."""
     settings = _json(name, _inside(folder, "config.json"), required=True)
-    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
-    plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
-    plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
-    if activation not in _ACTIVATIONS or settings.get("use_residual") or not plain:
-        raise EncoderError(f"{name}: its dense layer {folder} ({activation}) is of a kind that is not supported")
-    sizes = settings.get("in_features"), settings.get("out_features")
-    if not all(type(size) is int and 0 < size < _MOST_FEATURES for size in sizes):
-        raise EncoderError(
-            f"{name}: {folder}/config.json has in_features and out_features of {sizes[0]!r} and {sizes[1]!r}; they "
-            f"must be numbers from 1 to {_MOST_FEATURES - 1:,}"
-        )
-    if previous not in (None, sizes[0]):
-        raise EncoderError(f"{name}: its dense layer {folder} takes {sizes[0]} numbers, the one before {previous}")
     path = _file(name, _inside(folder, "model.safetensors")) or _file(name, _inside(folder, "pytorch_model.bin"))
     if path is None:
         raise EncoderError(f"{name}: its dense layer {folder} has no weights")
     try:
-        with torch.device("meta"):  # no memory for sizes that the weights do not have
-            layer = nn.Linear(settings["in_features"], settings["out_features"], bias=bool(settings.get("bias", True)))
-        pickled = path.suffix == ".bin"
-        weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
-        if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-            raise ValueError("it is no table of tensors")
-        named = {key.removeprefix("linear."): value.float() for key, value in weights.items()}
-        layer.load_state_dict(named, assign=True)
+        layer = load_dense(settings, path, folder)
+    except ValueError as error:
+        raise EncoderError(f"{name}: {error}") from error
     except DAMAGE as error:
         told = " ".join(str(error).split())
         raise EncoderError(f"{path}: does not hold the weights that its config.json describes ({told})") from error
-    return nn.Sequential(layer, _ACTIVATIONS[activation]()), layer.out_features
+    if previous not in (None, layer.linear.in_features):
+        raise EncoderError(
+            f"{name}: its dense layer {folder} takes {layer.linear.in_features} numbers, the one before {previous}"
+        )
+    return modules_of([layer])[0], layer.linear.out_features
 
 
 def _inside(folder: str, file: str) -> str:

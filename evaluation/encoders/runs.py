@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from common.credentials import redact
@@ -23,6 +22,7 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
 from trainer.checkpoints.weights import load_objective, load_parameters
 from trainer.driver.exported import EXPORT, SETTINGS
+from trainer.model.behind import modules_of
 from trainer.model.bounds import check_folder, check_size, check_tokenizer
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import load_hf_config
@@ -94,11 +94,10 @@ def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe 
     if not (layers := objective.exported()):
         return None
     load_objective(path, objective)
-    steps = [nn.Sequential(layer.linear, layer.activation) for layer in layers]
     return Recipe(
         subfolder="",
         pooling=config.encoder.pooling,
-        after=nn.Sequential(*steps),
+        after=modules_of(layers),
         size=layers[-1].linear.out_features,
         max_tokens=None,
         lower_case=False,

@@ -63,7 +63,7 @@ class TransformerEncoder:
     @property
     def size(self) -> int:
         """Numbers in an embedding."""
-        return self.embedding_size or self.encoder.hidden_size
+        return self.embedding_size or self.encoder.output_size
 
     @property
     def device(self) -> torch.device:

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
-
 from common.storage import read_json, write_json
 from evaluation.encoders.transformer import TransformerEncoder
-from trainer.driver.dense import Step, write_steps
+from trainer.driver.dense import write_steps
 from trainer.driver.export import write_encoder
-from trainer.model.behind import Dense, Normalize
+from trainer.model.behind import Step, steps_of
 
 
 def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder: Path) -> None:
@@ -22,20 +20,3 @@ def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder:
         named = {"prompts": {"default": encoder.prompt}, "default_prompt_name": "default"}
         write_json(folder / "config_sentence_transformers.json", options | named)
     write_steps(folder, [*steps_of(encoder.after), *more])
-
-
-def steps_of(after: nn.Sequential) -> list[Step]:
-    """The steps behind the pooling of a loaded encoder.
-
-    Raises:
-        TypeError: a step is of a kind that no folder has.
-    """
-    steps: list[Step] = []
-    for module in after:
-        if isinstance(module, Normalize):
-            steps.append(module)
-        elif isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear):
-            steps.append(Dense(module[0], module[1]))
-        else:
-            raise TypeError(f"{type(module).__name__} is no step behind a pooling")
-    return steps

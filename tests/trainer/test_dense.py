@@ -9,10 +9,15 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from evaluation.encoders.loading import load_encoder
+from pipeline.shards.manifest import load_manifest
+from trainer.data.batches import SpanBatch
 from trainer.driver.dense import write_steps
 from trainer.driver.export import write_encoder
-from trainer.model.behind import Dense
+from trainer.model.behind import Dense, Normalize, steps_of
+from trainer.parallel.world import World
 from trainer.setup.build import build_encoder
+from trainer.setup.turns import build_branch, used_parameters
+from trainer.step.microbatch import Microbatch
 
 TEXTS = ["some words", "others", "some words and others"]
 
@@ -41,3 +46,43 @@ def test_everyone_loads_the_layers(tmp_path, activation, bias):
     assert np.abs(theirs - expected.numpy()).max() < 1e-6
     ours = load_encoder(str(folder)).encode(TEXTS)
     assert np.abs(np.asarray(ours) - theirs).max() < 1e-5
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_an_encoder_with_layers_is_a_start_that_embeds_as_before(tmp_path, layers):
+    """Training, held-out scores and export use the layers; without layers, a normalisation changes nothing."""
+    torch.manual_seed(3)
+    data = shards(tmp_path / "data")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    config = config_of(data, "unused")
+    scratch = build_encoder(config, tokenizer)
+    folder = tmp_path / "start"
+    folder.mkdir()
+    write_encoder(scratch, tokenizer, folder)
+    dense = [Dense(nn.Linear(scratch.hidden_size, 5), nn.Tanh())] * layers
+    write_steps(folder, [Normalize(), *dense, Normalize()])
+    pretrained = config.encoder.model_copy(update={"pretrained": str(folder), "scratch": None})
+    config = config.model_copy(update={"encoder": pretrained})
+    encoder = build_encoder(config, tokenizer).eval()
+    assert encoder.output_size == encoder.embedding_size == (5 if layers else scratch.hidden_size)
+    assert len(encoder.behind) == 2 * layers
+    before = load_encoder(str(folder)).encode(TEXTS)
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    nothing = torch.empty(0, dtype=torch.int64)
+    batch = SpanBatch(
+        torch.tensor([one for row in ids for one in row]), torch.tensor([len(row) for row in ids]), nothing, nothing
+    )
+    with torch.no_grad():
+        own = nn.functional.normalize(encoder.embed(batch), dim=-1).numpy()
+        trained, _ = encoder(batch)
+    assert np.abs(own - before).max() < 1e-5
+    assert trained.shape == (3, encoder.output_size)
+    assert used_parameters(
+        encoder, [build_branch(config, "", encoder, load_manifest(data), World(), Microbatch())]
+    ) >= {id(parameter) for parameter in encoder.behind.parameters()}
+    again = tmp_path / "again"
+    again.mkdir()
+    write_encoder(encoder, tokenizer, again)
+    write_steps(again, steps_of(encoder.behind))
+    after = load_encoder(str(again)).encode(TEXTS)
+    assert np.abs(after / np.linalg.norm(after, axis=1, keepdims=True) - before).max() < 1e-5

@@ -119,12 +119,12 @@ def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
     [
         (("Transformer", "Pooling", "Normalize"), {"pooling_mode_mean_tokens": True}, ()),
         (("Transformer", "Pooling"), {"pooling_mode": "mean"}, ()),
-        (("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, ("its module Dense is not used",)),
+        (("Transformer", "Pooling", "LSTM"), {"pooling_mode": "mean"}, ("its module LSTM is not used",)),
         (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, ("differs from encoder.pooling = mean",)),
     ],
 )
 def test_modules_of_a_sentence_encoder_that_are_not_taken_over(data, tmp_path, pretrained, log, kinds, pooling, told):
-    """A dense layer, or another pooling, is not dropped without a word."""
+    """A module that is not trained, or another pooling, is not dropped without a word."""
     folder = pretrained(BertForMaskedLM)
     paths = dict.fromkeys(kinds, "") | {"Pooling": "1_Pooling"}
     modules = [{"path": paths[kind], "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
@@ -134,6 +134,15 @@ def test_modules_of_a_sentence_encoder_that_are_not_taken_over(data, tmp_path, p
     assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
     assert len(log) == len(told)
     assert all(words in line for words, line in zip(told, log, strict=True))
+
+
+def test_a_dense_layer_without_its_files_is_a_problem(data, tmp_path, pretrained):
+    folder = pretrained(BertForMaskedLM)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (problem,) = problems(given(data, tmp_path, {"pretrained": str(folder)}))
+    assert "its dense layer 2_Dense lacks config.json or model.safetensors" in problem
 
 
 def test_a_run_that_has_weights_of_its_own_goes_on(data, tmp_path, pretrained):

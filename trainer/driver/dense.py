@@ -6,9 +6,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from common.storage import read_json, write_json
-from trainer.model.behind import Dense, Normalize
-
-Step = Dense | Normalize
+from trainer.model.behind import Dense, Normalize, Step
 
 
 def write_steps(folder: Path, steps: Sequence[Step]) -> None:

@@ -18,6 +18,7 @@ from trainer.driver.dense import write_steps
 from trainer.driver.exported import EXPORT, SETTINGS, read_settings
 from trainer.driver.verdict import verdict_of
 from trainer.metrics.settings import FOLLOWED
+from trainer.model.behind import steps_of
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
 from trainer.model.silence import silence
@@ -54,7 +55,7 @@ def export(config: TrainConfig, run: Path) -> Path:
         objective = build_objective(config, encoder, load_manifest(data_folder(config.data, config.cache)))
         if layers := objective.exported():
             load_objective(path, objective)
-            write_steps(aside, layers)
+        write_steps(aside, [*steps_of(encoder.behind), *layers])
         verdict = verdict_of(config, state)
         write_text(aside / "README.md", model_card(config, state, verdict["sentence"]))
         settings = {

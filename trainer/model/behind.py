@@ -3,10 +3,25 @@
 Legend: S spans, D embedding size.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "torch.nn.modules.linear.Identity": nn.Identity,
+    "torch.nn.modules.activation.Tanh": nn.Tanh,
+    "torch.nn.modules.activation.ReLU": nn.ReLU,
+    "torch.nn.modules.activation.GELU": nn.GELU,
+    "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
+}
+"""Activations of dense layers, by the names that files have."""
+_MOST_FEATURES = 2**31
 
 
 class Normalize(nn.Module):
@@ -23,3 +38,64 @@ class Dense:
 
     linear: nn.Linear
     activation: nn.Module
+
+
+Step = Dense | Normalize
+
+
+def modules_of(steps: Iterable[Step]) -> nn.Sequential:
+    """The steps as one module; a dense layer is a linear layer and its activation."""
+    return nn.Sequential(
+        *(nn.Sequential(step.linear, step.activation) if isinstance(step, Dense) else step for step in steps)
+    )
+
+
+def steps_of(modules: nn.Sequential) -> list[Step]:
+    """The steps of which `modules_of` made a module.
+
+    Raises:
+        TypeError: a module is of another kind.
+    """
+    steps: list[Step] = []
+    for module in modules:
+        if isinstance(module, Normalize):
+            steps.append(module)
+        elif isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear):
+            steps.append(Dense(module[0], module[1]))
+        else:
+            raise TypeError(f"{type(module).__name__} is no step behind a pooling")
+    return steps
+
+
+def load_dense(settings: dict[str, Any], path: Path, where: str) -> Dense:
+    """Loads a dense layer from its files.
+
+    Args:
+        settings: its config.json.
+        path: its weights.
+        where: names it in messages.
+
+    Raises:
+        ValueError: it is of a kind that is not supported, or its weights are not those that the settings describe.
+        OSError, SafetensorError, UnpicklingError: the weights are damaged.
+    """
+    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
+    plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
+    if activation not in ACTIVATIONS or settings.get("use_residual") or not plain:
+        raise ValueError(f"its dense layer {where} ({activation}) is of a kind that is not supported")
+    sizes = settings.get("in_features"), settings.get("out_features")
+    if not all(type(size) is int and 0 < size < _MOST_FEATURES for size in sizes):
+        raise ValueError(
+            f"{where}/config.json has in_features and out_features of {sizes[0]!r} and {sizes[1]!r}; they must be "
+            f"numbers from 1 to {_MOST_FEATURES - 1:,}"
+        )
+    with torch.device("meta"):  # no memory for sizes that the weights do not have
+        layer = nn.Linear(settings["in_features"], settings["out_features"], bias=bool(settings.get("bias", True)))
+    pickled = path.suffix == ".bin"
+    weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f"{path} is no table of tensors")
+    named = {key.removeprefix("linear."): value.float() for key, value in weights.items()}
+    layer.load_state_dict(named, assign=True)
+    return Dense(layer.requires_grad_(), ACTIVATIONS[activation]())

@@ -3,7 +3,7 @@
 Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_
 from trainer.data.patches import PatchBatch
 from trainer.data.tokentable import TokenTable
 from trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
+from trainer.model.behind import Dense, Step, modules_of
 from trainer.model.compilation import Compilation
 from trainer.model.dropout import DropoutKeys, key_dropout
 from trainer.model.flops import linear_weights
@@ -41,10 +42,16 @@ class Encoder(nn.Module):
         model: the masked language model.
         seed: the run's seed, for the projection's weights.
         unloaded: weights that only the model or only its files have.
+        behind: steps between pooling and projection, which belong to the exported encoder.
     """
 
     def __init__(
-        self, config: EncoderConfig, model: "PreTrainedModel", seed: int, unloaded: Unloaded | None = None
+        self,
+        config: EncoderConfig,
+        model: "PreTrainedModel",
+        seed: int,
+        unloaded: Unloaded | None = None,
+        behind: Sequence[Step] = (),
     ) -> None:
         super().__init__()
         self.model = model
@@ -61,14 +68,18 @@ class Encoder(nn.Module):
         self._compilation = Compilation(model.base_model, config.compile)
         self.set_layout(config)
         self.padding_index = padding_index(model)
+        self.behind = modules_of(behind)
+        widths = [step.linear.out_features for step in behind if isinstance(step, Dense)]
+        self.output_size = widths[-1] if widths else self.hidden_size
+        """Size of the exported encoder's embeddings."""
         self.projection: nn.Module = nn.Identity()
-        self.embedding_size = self.hidden_size
+        self.embedding_size = self.output_size
         if config.projection.kind != "none":
             size = self.embedding_size = config.projection.size
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seeding.torch_seed(seed, "projection"))
                 between = nn.ReLU() if config.projection.kind == "mlp" else nn.Identity()
-                self.projection = nn.Sequential(nn.Linear(self.hidden_size, size), between, nn.Linear(size, size))
+                self.projection = nn.Sequential(nn.Linear(self.output_size, size), between, nn.Linear(size, size))
 
     def set_layout(self, config: EncoderConfig) -> None:
         """Replaces the configuration by one that differs only in its layout."""
@@ -175,7 +186,7 @@ class Encoder(nn.Module):
         return pooled
 
     def embed(self, batch: SpanBatch) -> Tensor:
-        """Pooled embeddings of the spans, `(S, H)`, as the exported encoder computes them."""
+        """Embeddings of the spans, `(S, output_size)`, as the exported encoder computes them."""
         if self.sharded:
             return self._pooled(batch.with_blank())[:-1]
         return self._pooled(batch)
@@ -188,11 +199,12 @@ class Encoder(nn.Module):
         return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks do not accept views
 
     def _pooled(self, batch: SpanBatch) -> Tensor:
-        return self.pool(self.hidden(batch), batch.table.lengths)
+        pooled: Tensor = self.behind(self.pool(self.hidden(batch), batch.table.lengths))
+        return pooled
 
     def _encode(self, batch: AnyBatch, frontend: Frontend | None) -> tuple[Tensor, Tensor]:
         hidden = self.hidden(batch, frontend)
-        embeddings = _at_least_float32(self.projection(self.pool(hidden, batch.table.lengths)))
+        embeddings = _at_least_float32(self.projection(self.behind(self.pool(hidden, batch.table.lengths))))
         if len(batch.selected) == 0:
             return embeddings, embeddings.new_zeros(())
         rows = max(1, _LOGITS // int(self.model.config.vocab_size))

@@ -1,13 +1,43 @@
-"""Parts of a sentence-transformers folder that training does not use: further modules, a different pooling."""
+"""Parts of a sentence-transformers folder: the steps behind its pooling, and what training does not use."""
 
 from pathlib import Path
 from typing import Any
 
 from common.hub import hub_or_cache
 from common.records import DamagedError, read_record
+from trainer.model.behind import Normalize, Step, load_dense
 
-_TAKEN_OVER = ("Transformer", "Pooling", "Normalize")  # scores are cosines, which normalisation does not change
+_TAKEN_OVER = ("Transformer", "Pooling", "Dense", "Normalize")
 _MODES = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}
+
+
+def read_behind(pretrained: str | None) -> list[Step]:
+    """The dense layers of a pretrained encoder, and normalisations before the last of them; trained with it.
+
+    A normalisation at the end is left out, because cosines do not change by it.
+
+    Raises:
+        ValueError: a dense layer is damaged or of a kind that is not supported.
+    """
+    steps: list[Step] = []
+    if pretrained is None:
+        return steps
+    modules = _read(pretrained, "modules.json", list[dict[str, Any]]) or []
+    for module in modules:
+        kind, folder = str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))
+        if kind == "Normalize":
+            steps.append(Normalize())
+        elif kind == "Dense":
+            if Path(folder).is_absolute() or ".." in Path(folder).parts:
+                raise ValueError(f"modules.json names {folder}, which is outside of the encoder's folder")
+            settings = _read(pretrained, f"{folder}/config.json", dict[str, Any])
+            weights = _path(pretrained, f"{folder}/model.safetensors")
+            if settings is None or weights is None:
+                raise ValueError(f"its dense layer {folder} lacks config.json or model.safetensors")
+            steps.append(load_dense(settings, weights, folder))
+    while steps and isinstance(steps[-1], Normalize):
+        steps.pop()
+    return steps
 
 
 def left_out(pretrained: str | None, pooling: str) -> str | None:
@@ -41,6 +71,12 @@ def _read(pretrained: str, name: str, kind: Any) -> Any:
     Raises:
         DamagedError: the file is not JSON of that kind.
     """
+    path = _path(pretrained, name)
+    return None if path is None else read_record(path, kind)
+
+
+def _path(pretrained: str, name: str) -> Path | None:
+    """Path of a file of the encoder; None if it does not exist."""
     from transformers.utils import cached_file
 
     with hub_or_cache():
@@ -50,4 +86,4 @@ def _read(pretrained: str, name: str, kind: Any) -> Any:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    return None if path is None else read_record(Path(path), kind)
+    return None if path is None else Path(path)

@@ -42,7 +42,7 @@ def embed_together(
         world: the workers.
         device: device of the encoder.
     """
-    width = layers[-1].linear.out_features if layers else encoder.hidden_size
+    width = layers[-1].linear.out_features if layers else encoder.output_size
 
     def embed(some: slice) -> Tensor:
         found = encoder.embed(batch_of(some).to(device))

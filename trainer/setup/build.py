@@ -23,6 +23,7 @@ from trainer.model.language_model import (
     vocabulary_of,
 )
 from trainer.model.layouts import fitting_layout
+from trainer.model.sentences import read_behind
 from trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
@@ -64,7 +65,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     settings = config.encoder
     if config.scaling.bitwise:  # compiled kernels depend on the lengths seen before
         settings = settings.model_copy(update={"compile": False})
-    encoder = Encoder(settings, model, config.seed, unloaded)
+    encoder = Encoder(settings, model, config.seed, unloaded, read_behind(config.encoder.pretrained))
     layout = fitting_layout(encoder, any(one.mlm for one in objectives))
     encoder.set_layout(settings.model_copy(update={"layout": layout}))
     return encoder

@@ -142,7 +142,7 @@ def used_parameters(encoder: Encoder, branches: Sequence[Branch]) -> set[int]:
         body = {id(p) for p in encoder.model.base_model.parameters()}
         used |= body if branch.frontend is None else body - skipped
         if branch.objective.config.embeds:
-            used |= {id(p) for p in encoder.projection.parameters()}
+            used |= {id(p) for part in (encoder.behind, encoder.projection) for p in part.parameters()}
         if branch.objective.config.mlm:
             used |= {id(p) for p in encoder.model.parameters()}
     return used - {id(p) for p in frozen_parameters(encoder.model, encoder.config.num_trainable_layers)}

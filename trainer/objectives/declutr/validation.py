@@ -94,9 +94,9 @@ class SpanValidator:
         def rows_of(some: slice) -> Tensor:
             return self._embed(encoder, self.shards.take(self.rows[some]))
 
-        width = 4 * encoder.hidden_size + 1
+        width = 4 * encoder.output_size + 1
         table = compute_together(encoder, len(self.rows), width, rows_of, self.world, self.device, self.chunk_documents)
-        *pairs, reached = table.split([encoder.hidden_size] * 4 + [1], dim=1)
+        *pairs, reached = table.split([encoder.output_size] * 4 + [1], dim=1)
         return HeldOut._make([*pairs, reached.squeeze(1)])
 
     def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
@@ -104,7 +104,7 @@ class SpanValidator:
         epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
         distant, reached = self.sample_distant(documents)
         batches = self.feed.batch(documents, epochs), self.feed.pack(documents, epochs, distant)
-        pairs = [encoder.embed(batch.to(self.device)).view(2, len(documents), encoder.hidden_size) for batch in batches]
+        pairs = [encoder.embed(batch.to(self.device)).view(2, len(documents), encoder.output_size) for batch in batches]
         far = torch.from_numpy(reached).to(pairs[0])[:, None]
         return torch.cat([*pairs[0], *pairs[1], far], dim=1)
 
