@@ -70,7 +70,8 @@ class Workshop:
         if name == TRAINED:
             layers = int(start.encoder.model.config.num_hidden_layers)
             pooling = start.encoder.config.pooling
-            train(train_config(self.config, self.data, self.folder / "run", steps, layers, pooling))
+            run = self.folder / "run"
+            train(train_config(self.config, self.data, run, steps, layers, pooling, self.address))
         elif place.is_dir():
             return place
         elif name == CLOSED:

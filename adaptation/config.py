@@ -1,11 +1,13 @@
 """Settings of `declutr adapt`, and the configurations of the steps that follow from them."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from common.config import Strict
+from common.paths import expand
 from pipeline.config import PipelineConfig
 from trainer.setup.config import TrainConfig
 
@@ -44,7 +46,22 @@ class AdaptConfig(Strict):
     """Run Python code that comes with the encoder. Only for encoders you trust."""
 
 
-def prepare_config(config: AdaptConfig, output: Path) -> PipelineConfig:
+def located(config: AdaptConfig) -> AdaptConfig:
+    """The settings with absolute paths, because workers run in other folders.
+
+    Raises:
+        PathError: a path that cannot exist.
+    """
+    places = {
+        name: value and str(expand(value).absolute()) for name in ("pairs", "stsb") for value in [getattr(config, name)]
+    }
+    if expand(config.encoder).is_dir():
+        places["encoder"] = str(expand(config.encoder).absolute())
+    corpus = [path if "://" in path else str(expand(path).absolute()) for path in config.corpus]
+    return config.model_copy(update=places | {"corpus": corpus})
+
+
+def prepare_config(config: AdaptConfig, output: Path, address: str | None = None) -> PipelineConfig:
     """The preparation of the corpus with the encoder's tokenizer: documents of at least two windows."""
     field = config.text_field[0] if len(config.text_field) == 1 else config.text_field
     settings: dict[str, Any] = {
@@ -54,12 +71,15 @@ def prepare_config(config: AdaptConfig, output: Path) -> PipelineConfig:
         "geometry": {"num_anchors": 1, "max_tokens": WINDOW_TOKENS},
         "short_documents": "fewer_anchors",
         "held_out_share": HELD_OUT,
+        "session": {"address": address},
         "seed": config.seed,
     }
     return PipelineConfig.model_validate(settings)
 
 
-def train_config(config: AdaptConfig, data: Path, run: Path, steps: int, num_layers: int, pooling: str) -> TrainConfig:
+def train_config(
+    config: AdaptConfig, data: Path, run: Path, steps: int, num_layers: int, pooling: str, address: str | None = None
+) -> TrainConfig:
     """The training: one anchor a document, a positive far from it, the last layers alone.
 
     Args:
@@ -69,6 +89,7 @@ def train_config(config: AdaptConfig, data: Path, run: Path, steps: int, num_lay
         steps: number of optimizer steps.
         num_layers: layers of the encoder.
         pooling: of the encoder.
+        address: of a Ray cluster.
     """
     settings: dict[str, Any] = {
         "run": str(run),
@@ -95,6 +116,6 @@ def train_config(config: AdaptConfig, data: Path, run: Path, steps: int, num_lay
         "steps": steps,
         "seed": config.seed,
         "validation": {"every_steps": 0},
-        "scaling": {"workers": 1},
+        "scaling": {"workers": 1, "cpus_per_worker": 2 if address else os.cpu_count() or 1, "address": address},
     }
     return TrainConfig.model_validate(settings)

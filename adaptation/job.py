@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from adaptation.candidates import CLOSED, ORDER, Workshop, wanted
-from adaptation.config import AdaptConfig, prepare_config
+from adaptation.config import AdaptConfig, located, prepare_config
 from adaptation.crossfit import cross_fitted
 from adaptation.documents import Split, all_documents, held_out_documents
 from adaptation.general import STSB_TEST, compare_stsb, moved
@@ -56,6 +56,7 @@ def adapt(config: AdaptConfig, output: Path, address: str | None = None) -> Resu
         ConfigError, ShardError: the corpus cannot be prepared.
         RunLockedError: another command works in the folder.
     """
+    config, output = located(config), output.absolute()
     pairs = _checked(config)
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"
@@ -111,7 +112,7 @@ class _Adaptation:
 
     def run(self) -> Result:
         self._say("preparing the corpus")
-        prepared = prepare_config(self.config, self.output / "data")
+        prepared = prepare_config(self.config, self.output / "data", self.address)
         prepare(prepared)
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
         sets = {

@@ -15,6 +15,7 @@ from adaptation.passages import passages
 from adaptation.whitening import WhiteningError, WithinSums, whitening
 from common.config import Strict
 from common.console.bars import bar
+from common.paths import expand
 from common.storage import folder_aside, write_json, write_text
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.transformer import TransformerEncoder
@@ -55,12 +56,13 @@ def whiten(config: WhitenConfig, output: Path, address: str | None = None) -> Wi
     """Writes the whitened encoder to `output`; return the sums from which it was computed.
 
     Raises:
-        WhiteningError: the encoder has another tokenizer than the shards or is no transformer, or no covariance within
-            documents exists.
+        WhiteningError: the encoder has another tokenizer than the shards or is no transformer, or there are no training
+            documents, or they have no covariance.
         EncoderError: the encoder cannot be loaded.
         FileExistsError: `output` exists.
         ShardError: the shards cannot be read.
     """
+    config = _located(config)
     if output.exists():
         raise FileExistsError(f"--output {output} exists already; name another folder, or delete it")
     encoder = load(config)
@@ -68,6 +70,14 @@ def whiten(config: WhitenConfig, output: Path, address: str | None = None) -> Wi
     with folder_aside(output) as aside:
         write_whitened(config, encoder, sums, aside)
     return sums
+
+
+def _located(config: WhitenConfig) -> WhitenConfig:
+    """The settings with absolute paths, because workers run in other folders."""
+    places = {"shards": str(expand(config.shards).absolute())}
+    if expand(config.encoder).is_dir():
+        places["encoder"] = str(expand(config.encoder).absolute())
+    return config.model_copy(update=places)
 
 
 def load(config: WhitenConfig) -> TransformerEncoder:
@@ -102,6 +112,8 @@ def within_sums(config: WhitenConfig, address: str | None = None) -> WithinSums:
     import ray  # after the session, which keeps it quiet
 
     num_documents = ShardSet(Path(config.shards), "train").num_documents
+    if not num_documents:
+        raise WhiteningError(f"{config.shards}: holds no training documents; prepare more documents")
     starts = range(0, num_documents, _BLOCK_DOCUMENTS)
     resources = ray.cluster_resources()
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))

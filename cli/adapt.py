@@ -57,6 +57,9 @@ def run(arguments: list[str]) -> int:
         *(DamagedError, RunLockedError, TrainingFailedError),
     ) as error:
         return refused(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the same command continues\n")
+        return 130
     except RunStoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")
         return stopped.status
