@@ -29,6 +29,7 @@ COPY --chown=declutr common common
 COPY --chown=declutr pipeline pipeline
 COPY --chown=declutr trainer trainer
 COPY --chown=declutr evaluation evaluation
+COPY --chown=declutr adaptation adaptation
 COPY --chown=declutr doctor doctor
 COPY --chown=declutr inspection inspection
 COPY --chown=declutr cli cli

@@ -65,8 +65,9 @@ def test_token_on_every_host_and_no_port_for_the_world(provider):
 def install_lines():
     """What the Makefile installs, with its variables in place; without Triton, which torch for CUDA installs itself."""
     makefile = (ROOT / "Makefile").read_text()
-    lines = [line.strip() for line in makefile.splitlines() if "-m pip install --quiet --disable" in line]
-    lines = [line for line in lines if "$(TRITON)" not in line]
+    pip = re.search(r"^PIP = (.*)$", makefile, re.MULTILINE)[1]
+    lines = [line.strip().removeprefix("@") for line in makefile.splitlines() if line.startswith("\t@$(PIP)")]
+    lines = [line.replace("$(PIP)", pip) for line in lines]
     assert len(lines) == 3
     return [line.replace("$(BIN)/python -m pip install ", "").replace("$(TORCH)", "torch") for line in lines]
 
