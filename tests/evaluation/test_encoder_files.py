@@ -95,8 +95,8 @@ def module(folder, path):
         (lambda f: change(f / "2_Dense/config.json", in_features="32"), "in_features and out_features of '32' and 12"),
         (lambda f: change(f / "2_Dense/config.json", activation_function=["x"]), "is of a kind that is not supported"),
         (lambda f: dense(f, 7), "its first dense layer takes 7 numbers, and its embeddings have 32 before it"),
-        (lambda f: pickled(f, [1, 2]), r"2_Dense/pytorch_model.bin: .*it is no table of tensors"),
-        (lambda f: pickled(f, {"weight": 3}), r"2_Dense/pytorch_model.bin: .*it is no table of tensors"),
+        (lambda f: pickled(f, [1, 2]), r"2_Dense/pytorch_model.bin is no table of tensors"),
+        (lambda f: pickled(f, {"weight": 3}), r"2_Dense/pytorch_model.bin is no table of tensors"),
         (lambda f: module(f, "2_Dense"), "its dense layer 2_Dense takes 32 numbers, the one before 12"),
         (lambda f: module(f, "../whole/2_Dense"), r"names ../whole/2_Dense, which is outside of the folder"),
         (lambda f: (f / "2_Dense/config.json").unlink(), "2_Dense/config.json is missing"),
@@ -185,7 +185,7 @@ def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):
     ):
         load_encoder(str(step))
     sets = write_sets(tmp_path / "sets", rows=12)
-    given = ["--follow", str(run), "--data", str(sets), "--allow-unchecked", "--once", "--tasks", "STS12"]
+    given = ["--follow", str(run), "--data", str(sets), "--allow-unchecked", "--once", "--tasks", "STSBenchmark"]
     assert main(["evaluate", *given]) == 1
     said = capsys.readouterr().out
     assert said.count("is not a folder with a tokenizer") == 1
