@@ -7,7 +7,7 @@ import numpy as np
 
 from evaluation.report.examples import entries_at
 from inspection.describe import DescribeError, row_lines, span_lines
-from pipeline.duplicates.table import removed
+from pipeline.duplicates.table import OTHER_LABEL, removed
 from pipeline.job.selection import REASONS
 from pipeline.shards.content import size_noun
 from pipeline.shards.ledger import find_entries
@@ -47,7 +47,7 @@ def whereabouts(
             yield f"  language: {entry.language}"
         if entry.fate not in SPLITS:
             yield f"  {'dropped' if entry.id else 'failed'}: {entry.fate}{f' ({entry.detail})' if entry.detail else ''}"
-            if entry.fate in REASONS.values():
+            if entry.fate in (*REASONS.values(), OTHER_LABEL):
                 copy = removed(folder, unit)[ordinal]
                 (kept,) = entries_at(folder, [(int(copy.kept_unit), copy.kept_ordinal)]).values()
                 yield f"  the copy that is kept: {copy.kept_id.hex()}, {kept.source} at {kept.offset}"

@@ -26,7 +26,7 @@ from pipeline.duplicates.config import problems as duplicates_problems
 from pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
 from pipeline.job.opened import Output
 from pipeline.job.opening import open_output, small_files
-from pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
+from pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed
 from pipeline.job.output import PreparePlan, hash_plan, output_problems, plan_of
 from pipeline.job.places import look
 from pipeline.job.progress import seconds_spent
@@ -230,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("prepare: stopped; finished work is kept, the same command continues\n")
         return _INTERRUPTED
     sys.stdout.write(summary(manifest, config.output) + "\n")
+    if hint := labels_hint(manifest):
+        sys.stdout.write(hint + "\n")
     with small_files(config) as folder:
         if estimate := load_estimate(folder):
             sys.stdout.write(estimate.score(manifest, seconds_spent(folder)) + "\n")

@@ -8,7 +8,7 @@ from common.credentials import redact
 from evaluation.report.content import Content
 from evaluation.report.markup import Html, details, in_mib, join, share, tag
 from evaluation.report.readiness import readiness
-from pipeline.job.outcome import lines_hint
+from pipeline.job.outcome import labels_hint, lines_hint
 from pipeline.readers.skipped import describe_skipped
 from pipeline.shards.content import size_noun
 from pipeline.tokenizer.tokenization import TokenizerInfo
@@ -141,6 +141,8 @@ def _glance(content: Content) -> list[str]:
         totals["read"], content.manifest.dropped, content.manifest.config, content.found.sources.all()
     ):
         lines.append(f"{hint}.")
+    if conflict := labels_hint(content.manifest):
+        lines.append(f"{conflict}.")
     lines += [f"{line}." for line in describe_skipped(content.manifest.skipped)]
     return lines
 

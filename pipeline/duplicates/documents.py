@@ -89,6 +89,21 @@ class Documents:
         """Numbers of the documents among the records of their units, `(n,)`."""
         return self._column("ordinals", documents)
 
+    def other_labels(self, kept: I64, copies: I64) -> list[str | None]:
+        """The label of each kept document if that of its copy is another, else None, `(n,)`; empty without labels."""
+        if not len(kept) or self._label(int(kept[0])) is None:
+            return []
+        found: list[str | None] = []
+        for one, copy in zip(kept.tolist(), copies.tolist(), strict=True):
+            of_kept, of_copy = self._label(one), self._label(copy)
+            found.append(None if of_copy in (None, of_kept) else of_kept)
+        return found
+
+    def _label(self, document: int) -> str | None:
+        place = int(self.numbering.units_of(np.array([document], np.int64))[0])
+        labels = self.open(place).labels
+        return None if labels is None else labels[document - int(self.numbering.starts[place])].as_py()
+
     def _column(self, name: str, documents: I64) -> NDArray[Any]:
         order = np.argsort(documents, kind="stable")
         ascending = documents[order]

@@ -9,11 +9,13 @@
 | signatures | uint16                | `num_slots` a document, low halves of the slots; empty if not used    |
 | keys       | uint64                | ascending; the lowest bit is 0 for an exact key, 1 for a band's       |
 | rows       | int32                 | place in `ordinals` of the document that has the key                  |
+| labels     | string                | the label of each image or clip; no column without labels             |
 
 Keys are hashes, so a bucket is a range of keys: one slice of every unit's file, for any number of buckets.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ _SCHEMA = pa.schema(
         pa.field("rows", pa.large_list(pa.int32())),
     ]
 )
+_LABELS = pa.field("labels", pa.large_list(pa.string()))
 _LOWEST = np.uint64(1)
 
 
@@ -62,6 +65,8 @@ class UnitKeys:
     """`(num_documents, num_slots)`; no columns if near-duplicates are not searched for."""
     keys: U64
     rows: NDArray[np.int32]
+    labels: pa.StringArray | None
+    """`(num_documents,)`; None without labels."""
 
     def slice_of(self, first: int, stop: int) -> tuple[U64, NDArray[np.int32]]:
         """Keys in [first, stop) and their rows; `stop` may be 2**64."""
@@ -89,6 +94,7 @@ def write_keys(
     ids: Sequence[bytes],
     ordinals: Sequence[int],
     signatures: Sequence[NDArray[np.uint32]] = (),
+    labels: Sequence[str] = (),
 ) -> None:
     """Writes the keys of a unit's kept documents, whole or not at all. Equal arguments give equal bytes.
 
@@ -99,6 +105,7 @@ def write_keys(
         ids: 16 bytes a document.
         ordinals: the number of each document among all records of the unit, strictly ascending.
         signatures: `(num_slots,)` a document, from a `Signer` of `config.near`; none without `config.near`.
+        labels: the label of each image or clip; none for texts, and without labels.
 
     Raises:
         ValueError: the arguments do not match.
@@ -110,6 +117,8 @@ def write_keys(
         raise ValueError(f"unit {unit}: {len(order)} ordinals for {count} ids; give one a document, ascending")
     if len(signatures) != (count if config.near else 0):
         raise ValueError(f"unit {unit}: {len(signatures)} signatures for {count} documents, near = {config.near}")
+    if len(labels) not in (0, count):
+        raise ValueError(f"unit {unit}: {len(labels)} labels for {count} documents")
     found = [halves[:, :1] & ~_LOWEST] if config.exact else []
     signed = np.zeros((count, 0), np.uint32)
     if config.near:
@@ -123,10 +132,14 @@ def write_keys(
     digest = hashlib.blake2b(made_with(config).encode(), digest_size=16)
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
-    schema = _SCHEMA.with_metadata(
+    if labels:
+        digest.update(json.dumps(labels).encode())
+    schema = (_SCHEMA.append(_LABELS) if labels else _SCHEMA).with_metadata(
         {"digest": digest.hexdigest(), "made_with": made_with(config), "num_slots": str(signed.shape[1])}
     )
-    columns = [_one_row(array, field.type) for array, field in zip(arrays, schema, strict=True)]
+    columns = [_one_row(array, field.type) for array, field in zip(arrays, schema, strict=False)]
+    if labels:
+        columns.append(pa.array([labels], _LABELS.type))
     with write_aside(keys_path(folder, unit)) as aside, pa.ipc.new_file(str(aside), schema) as stream:
         stream.write_batch(pa.record_batch(columns, schema=schema))
 
@@ -152,7 +165,7 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
         batch = reader.get_batch(0)
     except (OSError, pa.ArrowInvalid) as error:
         raise KeysError(f"{path} cannot be read ({error}); delete the unit's sidecar, and it is made again") from error
-    if not batch.schema.equals(_SCHEMA):
+    if not (batch.schema.equals(_SCHEMA) or batch.schema.equals(_SCHEMA.append(_LABELS))):
         raise KeysError(f"{path} is of another version; delete the unit's sidecar, and it is made again")
     metadata = batch.schema.metadata
     ids = batch.column("ids").values.buffers()[1]
@@ -165,6 +178,7 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
         signatures=_flat(batch, "signatures").reshape(len(ordinals), int(metadata[b"num_slots"])),
         keys=_flat(batch, "keys"),
         rows=_flat(batch, "rows"),
+        labels=batch.column("labels").values if "labels" in batch.schema.names else None,
     )
 
 

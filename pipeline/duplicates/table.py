@@ -10,6 +10,8 @@
 | kind         | dictionary<string>      | exact: equal texts; near: verified to be similar                 |
 | similarity   | float                   | 1 for exact, else the share of equal slots                       |
 | cluster_size | int64                   | documents that the kept one represents, including itself         |
+| kept_label   | string                  | the kept one's label if the copy has another, else null; no      |
+|              |                         | column if all labels agree                                       |
 """
 
 import json
@@ -27,6 +29,8 @@ from pipeline.readers.corpus import ID_BYTES
 
 DUPLICATES = "duplicates.arrow"
 KINDS = ("near", "exact")
+OTHER_LABEL = "duplicate_other_label"
+"""Reason of an exact copy whose label differs from that of the kept row."""
 STAMP = b"stamp"
 """Metadata key for the hash of the inputs and settings of a file."""
 LABELS = b"labels"
@@ -45,6 +49,8 @@ class Duplicate:
     kind: Literal["exact", "near"]
     similarity: float
     cluster_size: int
+    kept_label: str | None = None
+    """The kept one's label if it differs."""
 
 
 def write_duplicates(
@@ -65,6 +71,8 @@ def write_duplicates(
         "similarity": pa.array(decisions.similarity),
         "cluster_size": pa.array(decisions.cluster_size),
     }
+    if any(others := documents.other_labels(decisions.kept, decisions.dropped)):
+        columns["kept_label"] = pa.array(others, pa.string())
     batch = pa.record_batch(columns)
     kept = {} if labels is None else {LABELS: json.dumps(labels)}
     batch = batch.replace_schema_metadata({STAMP: stamp, **kept})

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.config import PipelineConfig
+from pipeline.duplicates.table import OTHER_LABEL
 from pipeline.media.labels import NO_LABEL
 from pipeline.readers.columns import NO_TEXT
 from pipeline.readers.corpus import ReadFailure
@@ -117,6 +118,16 @@ def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: Pipelin
         f"with max_error_share={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
     )
     return "\n".join([head, *examples])
+
+
+def labels_hint(manifest: Manifest) -> str | None:
+    """A warning with an example if copies of an image or clip have several labels, else None."""
+    if manifest.conflict is None:
+        return None
+    return (
+        f"{manifest.dropped[OTHER_LABEL]:,} copies have another label than the row that is kept, which is the first in "
+        f"the order of the corpus; correct the labels, or remove both. The first: {manifest.conflict}"
+    )
 
 
 def summary(manifest: Manifest, output: str) -> str:

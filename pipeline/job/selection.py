@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline.config import PipelineConfig
-from pipeline.duplicates.table import kept_labels, removed
+from pipeline.duplicates.table import OTHER_LABEL, kept_labels, removed
 from pipeline.job.unit_writer import UnitWriter, load_sidecar
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
@@ -77,7 +77,12 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                 text = (
                     "" if decoder is None or isinstance(content, Image | Clip) else _decoded(decoder, content, layout)
                 )
-                writer.reject(replace(entry, fate=REASONS[copy.kind], row=None, detail=kept), text)
+                fate = REASONS[copy.kind]
+                if copy.kept_label is not None and isinstance(content, Image | Clip):
+                    fate = OTHER_LABEL
+                    kept += f", label {copy.kept_label!r} there, {content.label!r} here"
+                    writer.conflict = writer.conflict or f"{entry.source!r}: {kept}"
+                writer.reject(replace(entry, fate=fate, row=None, detail=kept), text)
     noted = load_sidecar(candidates, unit.name)
     return writer.finish(noted.stamp if noted else None)
 

@@ -64,6 +64,8 @@ class UnitWriter(ExitStack):
         self._ledger = LedgerWriter(folder, unit.name)
         self._failures: list[ReadFailure] = []
         self.tally = Tally()
+        self.conflict: str | None = None
+        """An example of a copy whose label differs from that of the kept row."""
 
     def __enter__(self) -> Self:
         for part in (*self._shards.values(), self._ledger):
@@ -123,6 +125,7 @@ class UnitWriter(ExitStack):
             shards=[shard for split in SPLITS for shard in self._shards[split].result()],
             ledger=self._ledger.result(),
             stamp=stamp,
+            conflict=self.conflict,
         )
         write_text(sidecar_path(self._folder, self._unit.name), sidecar.model_dump_json(indent=1) + "\n")
         return sidecar

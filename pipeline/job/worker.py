@@ -25,7 +25,7 @@ from pipeline.readers.corpus import Document, Record, document_id
 from pipeline.shards.content import NO_LABEL, Layout
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import TOKENIZER, Sidecar
-from pipeline.shards.media import Media
+from pipeline.shards.media import Clip, Image, Media
 from pipeline.shards.windows import EMPTY, drop_reason
 from pipeline.texts.rows import TextRow, row_id
 from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
@@ -69,11 +69,11 @@ def write_unit(
             else:
                 writer.keep(entry, content, judged.layout)
                 if keys is not None:
-                    keys.add(ordinal, judged)
+                    keys.add(ordinal, judged, content)
             if heartbeat.due():
                 heartbeat.beat(Done.of(writer.tally.counts(), reading.bytes_read))
     if keys is not None:
-        write_keys(target, unit.name, config.duplicates, keys.ids, keys.ordinals, keys.signatures)
+        write_keys(target, unit.name, config.duplicates, keys.ids, keys.ordinals, keys.signatures, keys.labels)
     return writer.finish(stamp_read(unit))
 
 
@@ -84,12 +84,15 @@ class _Keys:
         self.ids: list[bytes] = []
         self.ordinals: list[int] = []
         self.signatures: list[NDArray[np.uint32]] = []
+        self.labels: list[str] = []
         self._signer = Signer(config.near) if config.near else None
 
-    def add(self, ordinal: int, judged: Judged) -> None:
+    def add(self, ordinal: int, judged: Judged, content: NDArray[np.uint32] | Media) -> None:
         """Adds a candidate."""
         self.ids.append(judged.entry.id or b"")
         self.ordinals.append(ordinal)
+        if isinstance(content, Image | Clip) and content.label:
+            self.labels.append(content.label)
         if self._signer is not None:
             self.signatures.append(self._signer.sign(judged.text))
 

@@ -70,6 +70,8 @@ class Sidecar(Strict):
     ledger: LedgerFile
     stamp: Stamp | None = None
     """State of the inputs when they were read; None if an earlier version did not record it."""
+    conflict: str | None = Field(default=None, exclude_if=lambda example: example is None)
+    """An example of a copy whose label differs from that of the kept row."""
 
 
 class Manifest(Strict):
@@ -99,6 +101,8 @@ class Manifest(Strict):
     """Kept hypotheses of pairs and triples, or images or clips, by label; left out of the file if there are none."""
     notes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda notes: not notes)
     """Kept images or clips by what was changed; left out of the file if there are none."""
+    conflict: str | None = Field(default=None, exclude_if=lambda example: example is None)
+    """An example of a copy whose label differs from that of the kept row; left out of the file if there is none."""
 
     @property
     def text_tokenizer(self) -> TokenizerInfo:
@@ -186,6 +190,7 @@ def build_manifest(
         skipped=skipped or {},
         labels=counts.labels,
         notes=counts.notes,
+        conflict=next((sidecar.conflict for sidecar in sidecars if sidecar.conflict), None),
     )
 
 

@@ -1,6 +1,7 @@
 """Shards of images and clips from folders, archives and tables: rows, labels, reasons; totals close."""
 
 import gzip
+import html
 import io
 import json
 import re
@@ -13,6 +14,10 @@ from mediafiles import animated, claimed_png, picture, png, sound, spread, store
 from PIL import Image
 
 from common.storage import hash_file
+from evaluation.report.content import gather
+from evaluation.report.header import header
+from inspection.whereabouts import whereabouts
+from pipeline.job.outcome import labels_hint, summary
 from pipeline.job.units import plan_units
 from pipeline.readers.blobs import with_labels
 from pipeline.readers.corpus import Blob
@@ -134,6 +139,29 @@ def test_copies_are_counted_among_the_labels_and_then_removed(tmp_path, make_med
     manifest, _, _ = prepare_media(config)
     assert manifest.labels == {"b": 1}
     assert manifest.dropped == {"duplicate": 2, "rare_label": 2}
+
+
+def test_copies_in_two_classes_are_told(tmp_path, make_media, prepare_media):
+    """Ten classes in units of their own; c/0 and f/0 are copies of a/0 and d/0, d/1 is one of d/0."""
+    same = {"c/0": 0, "f/0": 300, "d/1": 300}
+    files = {f"{name}/{row}": 100 * place + row for place, name in enumerate("abcdefghij") for row in range(2)} | same
+    folder = spread(tmp_path / "in", {f"{name}.png": png(number) for name, number in files.items()})
+    config = make_media({"kind": "images"}, folder, duplicates={"exact": True}, unit_mib=0.004)
+    manifest, ledger, out = prepare_media(config)
+    assert len(manifest.ledgers) > 3
+    assert manifest.dropped == {"duplicate": 1, "duplicate_other_label": 2}
+    assert ledger["d/1.png", 0].fate == "duplicate"
+    assert ledger["f/0.png", 0].detail.endswith(" is kept, similarity 1.00, label 'd' there, 'f' here")
+    hint = labels_hint(manifest)
+    assert hint.startswith("2 copies have another label than the row that is kept")
+    assert re.search(r"The first: 'c/0.png': \d+:0 is kept, .*, label 'a' there, 'c' here$", hint)
+    assert "2 duplicate_other_label" in summary(manifest, "out")
+    assert html.escape(hint, quote=False) in html.unescape(str(header(gather(out))))
+    told = whereabouts(out, "f/0.png", None, 0, 0)
+    assert any("the copy that is kept" in line and "d/0.png" in line for line in told)
+    unlabelled = make_media({"kind": "images", "label": None}, folder, duplicates={"exact": True})
+    manifest, _, _ = prepare_media(unlabelled, tmp_path / "unlabelled")
+    assert (manifest.dropped, labels_hint(manifest)) == ({"duplicate": 3}, None)
 
 
 MEMBERS = [
