@@ -79,8 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             settings = run_settings(name, seed, work, start, stsb, given.steps, given.lr, source is None)
             _run(work, f"{name}-{seed}", "train", settings)
             run = Path(settings["run"])
-            on_pairs = score(run / EXPORT, pairs, stsb) if METHODS[name].shards == "documents" else None
-            found = scores_of_run(run, on_pairs, scored_start) | branch_losses(run, settings)
+            found = scores_of_run(run, score(run / EXPORT, pairs, stsb), scored_start) | branch_losses(run, settings)
             record.progress(f"{name}, seed {seed}: {_line(found)}")
             runs.append({"method": name, "seed": seed, "start": work.name, **found})
     figures = {
@@ -166,25 +165,22 @@ def _named(scores: Mapping[str, float]) -> dict[str, float]:
     return {name: round(scores[key], 6) for name, key in _SCORES.items() if key in scores}
 
 
-def scores_of_run(run: Path, on_pairs: Mapping[str, float] | None, start: Mapping[str, float]) -> dict[str, Any]:
-    """Steps, seconds and scores of a finished run, after its last step and before its first.
+def scores_of_run(run: Path, last: Mapping[str, float], start: Mapping[str, float]) -> dict[str, Any]:
+    """Steps, seconds and scores of a finished run.
+
+    Its own validation scores the half of the rows that may choose a checkpoint: `stsb_by_step`.
 
     Args:
         run: folder of the run.
-        on_pairs: scores of its encoder on the pairs, if its validation reads documents; None: they are its own.
-        start: scores of the encoder that it started from, for the same case. Other runs validate before their first
-            step, supervised SimCSE with its new head.
+        last: scores of its exported encoder.
+        start: scores of the encoder that it started from.
     """
     summary = read_json(run / SUMMARY)
-    first, last = (_named(summary[f"{when}_scores"]) for when in ("first", "last"))
-    if on_pairs is not None:
-        stsb = last["stsb_dev"]
-        first, last = dict(start), {**on_pairs, "stsb_dev": stsb}
     lines = [line for line in read_metrics(run) if line["kind"] == "validation"]
     return {
         "steps": summary["steps"],
         **last,
-        "start_scores": first,
+        "start_scores": dict(start),
         "stsb_by_step": {str(line["step"]): round(line[STSB], 3) for line in lines},
         "seconds": round(summary["seconds"], 1),
     }
