@@ -136,6 +136,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
 
     The offset of a piece is its place in the file; that of a later piece of joined texts only lies within the line.
     """
+    whole = line
     if offset == 0 and line[:3] == _BOM:
         line = memoryview(line)[3:]
     try:
@@ -156,7 +157,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
             yield _no_text(source, offset, name, f"it is {json_kind(quote.decode('latin-1'))}")
             return
     string = strings[0] if len(names) == 1 else memoryview(b"\\n".join(one for one in strings if len(one)))
-    first = _address(string) - _address(line) if len(names) == 1 else 0
+    first = _address(string) - _address(whole) if len(names) == 1 else 0
     start = 0
     while start < len(string) or start == 0:
         window = bytes(string[start : start + max_bytes + 1])

@@ -1,7 +1,10 @@
 """Whole or absent, and nothing left beside."""
 
+import subprocess
+import sys
+
 import pytest
-from diskcalls import disk_calls, killed_before_each
+from diskcalls import ROOT, disk_calls, killed_before_each
 
 from common import storage
 
@@ -138,6 +141,35 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path):
     assert len(found) > 5
     assert all(names in (["a"], ["sub", "sub/b"]) for names in found), found
     assert found == sorted(found), "once the new one is there, it stays"
+
+
+FAILS = """
+import sys
+from pathlib import Path
+from common import storage
+failed = []
+def fail(event, given):
+    if event == "os.rename" and str(given[1]) == sys.argv[1] and not failed:
+        failed.append(given)
+        raise OSError(5, "Input/output error")
+sys.addaudithook(fail)
+try:
+    with storage.folder_aside(Path(sys.argv[1]), replace=True) as aside:
+        (aside / "b").write_text("new")
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_name(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a").write_text("old")
+    command = [sys.executable, "-c", FAILS, str(tmp_path / "run")]
+    assert (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "Input/output error\n"
+    )
+    assert names(tmp_path) == ["run"]
+    assert names(tmp_path / "run") == ["a"]
 
 
 def test_what_is_set_aside_takes_the_next_free_name(tmp_path):

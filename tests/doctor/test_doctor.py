@@ -216,6 +216,8 @@ def test_versions_and_settings_that_differ_are_named_with_their_nodes(here):
     (setting,) = judgement.settings(nodes)
     assert (setting.name, setting.status, setting.value) == ("NCCL_DEBUG", "warn", "(not set) on n1, n3; INFO on n2")
     assert [f.status for f in judgement.settings({"n1": here, "n2": here})] == ["ok"]
+    absent = edited(here, versions={"ray": "not installed"})
+    assert one(judgement.versions({"n1": absent, "n2": absent}), "version of ray").status == "FAIL"
 
 
 def test_a_secret_in_the_environment_is_not_shown():
@@ -245,6 +247,14 @@ def test_gpus(here):
     assert found[1].value == "GPU 1: 40000 of 81559 MiB used, 97% busy"
     assert judgement.gpus(nodes, NEEDS)[0].status == "warn"  # auto: too few, so CPUs would train
     assert judgement.gpus({"n2": edited(here, gpus=())}, NEEDS)[0].status == "ok"
+    enough = {node: edited(here, gpus=(Gpu("NVIDIA A", 81559, 3, 0),) * 2) for node in ("n1", "n2")}
+    assert [finding.status for finding in judgement.gpus(enough, NEEDS)] == ["ok", "ok", "ok"]  # one per worker
+
+
+@pytest.mark.parametrize(("used_mib", "busy_percent", "status"), [(40000, 0, "warn"), (3, 97, "warn"), (3, 0, "ok")])
+def test_a_gpu_is_in_use_by_its_memory_or_its_work(here, used_mib, busy_percent, status):
+    nodes = {"n1": edited(here, gpus=(Gpu("NVIDIA A", 81559, used_mib, busy_percent),))}
+    assert one(judgement.gpus(nodes, None), "GPUs free").status == status
 
 
 @pytest.mark.parametrize(
@@ -267,6 +277,11 @@ def test_limits_of_a_node(here):
     assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=4000), NEEDS, 2).status == "ok"
     assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 2).status == "warn"
     assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 1).status == "FAIL"
+    assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 3).status == "warn"  # 2 on one
+    assert judgement.object_store("n", edited(here, shm_mib=99), 100).status == "warn"
+    assert judgement.object_store("n", edited(here, shm_mib=100), 100).status == "ok"
+    for share, status in ((0.8, "ok"), (0.9, "warn"), (0.96, "FAIL")):
+        assert judgement.session_disk("n", edited(here, session_used_share=share)).status == status
 
 
 @pytest.mark.parametrize(
@@ -288,6 +303,7 @@ CLOSED = Exposure((), ("127.0.0.1", "10.0.0.3"), "token", "/h/.ray/auth_token", 
         ({"listeners": (Listener("gcs", "::", 6379),), "addresses": ("8.8.8.8",), "auth_mode": ""}, "FAIL"),
         ({"listeners": (Listener("gcs", "10.0.0.3", 6379),), "addresses": ("8.8.8.8",), "auth_mode": ""}, "ok"),
         ({"listeners": (Listener("dashboard", "0.0.0.0", 8265),), "auth_mode": ""}, "warn"),
+        ({"listeners": (Listener("Ray client", "0.0.0.0", 10001),), "auth_mode": ""}, "warn"),
         ({"listeners": None}, "warn"),
     ],
 )

@@ -1,6 +1,8 @@
 """`declutr checkpoints RUN` on folders that the trainer's own writer made."""
 
 import json
+import os
+import time
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import yaml
 
 from cli.main import main
 from common.scores import ScoreLine, append_score, scoring
+from inspection.checkpoints import CheckpointRow, table
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.state import RunState
 
@@ -70,6 +73,10 @@ def test_json_and_an_exit_status_for_the_newest(run, capsys):
     assert found[3]["world_size"] == 3
     assert found[3]["size_bytes"] > 2**20
     assert 0 <= found[3]["age_seconds"] < 600
+    hours_ago = time.time() - 7200
+    os.utime(run / "checkpoints" / "step-00000002" / "encoder.safetensors", (hours_ago, hours_ago))
+    main(["checkpoints", str(run), "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["age_seconds"] < 600, "that of its newest file"
     (run / "checkpoints" / "step-00000008" / "state.json").unlink()
     assert main(["checkpoints", str(run)]) == 1
     assert "BROKEN: state.json is missing" in capsys.readouterr().out
@@ -92,3 +99,15 @@ def test_what_a_follower_gave_decides_where_the_run_goes_by_it(run, capsys):
 def test_no_run(tmp_path, capsys):
     assert main(["checkpoints", str(tmp_path)]) == 1
     assert "has no checkpoint" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["checkpoints", str(tmp_path / "file")]) == 1
+    assert "file is a file; name the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age"), [(59.0, "59 s"), (60.0, "1.0 min"), (3600.0, "1.0 h"), (86399.0, "24.0 h"), (86400.0, "1.0 d")]
+)
+def test_ages_and_sizes_have_the_unit_that_fits(seconds, age):
+    _, line = table([CheckpointRow(4, None, seconds, 10 * 2**20, 1000, 3, 0, {}, [])])
+    assert line.split()[:2] == ["4", "1,000"]
+    assert f" {age}      10.0 " in line

@@ -38,6 +38,18 @@ def test_the_nearest_texts_are_shown_with_their_scores(embedded, tmp_path, capsy
     assert lines[0].endswith("the cat sat on the mat")
 
 
+def test_ten_texts_of_a_line_each_are_shown_below_each_of_several_queries(tmp_path, capsys):
+    texts = [f"cat number{place}\nof the   mat" for place in range(12)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert main(["embed", "hashed-words:64", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.npy")]) == 0
+    build_index(tmp_path / "out.npy", tmp_path / "index")
+    capsys.readouterr()
+    assert main(["search", str(tmp_path / "index"), "s3://cat", "mat"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (len(lines), lines[0], lines[11]) == (22, "# s3://cat", "# mat")
+    assert all(line.endswith(" of the mat") and "  cat number" in line for line in lines if line[0] != "#")
+
+
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])
 def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix):
     """By file, or by a field of theirs; a text without that field falls back to its file."""

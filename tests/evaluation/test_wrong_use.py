@@ -149,6 +149,8 @@ OTHERS = [
     (["embed", "docs", "file.txt", "--output", "x.npy"], "docs is no encoder: it has neither config.json nor modules"),
     (["export-onnx", "shards", "--output", "out"], "shards holds prepared shards, not an encoder"),
     (["evaluate", "hashed-words:4", "--data", "nowhere"], "--data nowhere: no such folder; `declutr evaluate --downlo"),
+    (["inspect", "gs://bucket/x"], "declutr inspect reads folders: declutr pull gs://bucket/x FOLDER"),
+    (["report", "gcs://bucket/x"], "declutr report reads folders: declutr pull gcs://bucket/x FOLDER"),
     (["pull", "file.txt", "out"], "file.txt"),
     (["push", "file.txt", "s3://bucket/x"], "is not a folder"),
     (["prepare", "good.yaml", "corpus.paths=[table.csv]"], "table.csv: no column 'text'; found id, txet; did you mean"),

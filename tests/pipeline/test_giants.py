@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.readers import jsonl
 from pipeline.readers.corpus import Document
 from pipeline.readers.jsonl import read_jsonl
+from pipeline.readers.pieces import cut
 from pipeline.readers.streams import ByteStream
 
 GIANT_MIB = 150
@@ -82,6 +83,21 @@ def test_a_long_line_is_judged_as_a_short_one_is(raw, outcome):
     assert last.text == "next"
     reasons = ["" if isinstance(record, Document) else record.reason for record in records]
     assert sorted(set(reasons)) == sorted({outcome} if isinstance(outcome, str) else set(outcome))
+
+
+def test_a_long_first_line_is_read_behind_its_byte_order_mark():
+    line = b'\xef\xbb\xbf{"text": "' + b"word " * 40 + b'"}'
+    records = list(read_jsonl(ByteStream(io.BytesIO(line).read), "x", ("text",), 100))
+    assert "".join(record.text for record in records) == "word " * 40
+    assert [line[record.offset :][:4] for record in records[1:]] == [b"word"] * (len(records) - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "max_bytes", "length"),
+    [("ab cd ef", 7, 6), ("ab cd ef", 4, 3), (" abcdef", 4, 1), ("\u00e9\u00e9\u00e9", 3, 2), ("\U0001f600" * 2, 7, 4)],
+)
+def test_a_piece_ends_after_whitespace_or_else_between_two_characters(text, max_bytes, length):
+    assert cut(text.encode(), max_bytes) == length
 
 
 def write_giant(path: Path, kind: str, mib: int) -> None:

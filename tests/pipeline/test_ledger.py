@@ -59,6 +59,14 @@ def test_documents_are_found_by_id_beginning_of_an_id_or_place(folder, wanted, o
     assert all(unit == "00000" for unit, _, _ in found)
 
 
+def test_eight_digits_of_an_id_are_enough(tmp_path):
+    with LedgerWriter(tmp_path, "00000") as ledger:
+        for number in (0xAB, 0xCD):
+            ledger.add(entry(number, id=bytes([number]) * 16))
+    for wanted, ordinals in (("cdcdcdcd", [1]), ("cdcdcd", [])):
+        assert [ordinal for _, ordinal, _ in find_entries(tmp_path, wanted)] == ordinals
+
+
 def test_documents_are_found_by_source(folder):
     assert sum(1 for _ in find_entries(folder[0], "part-0.jsonl")) == len(range(0, 25_000, 3))
 
@@ -80,6 +88,7 @@ def test_rejected_documents_are_written_with_their_reason_and_equal_ones_give_eq
             rejected(entry(1, fate="too_short", row=None), "grüße")
     paths = [tmp_path / name / "rejected" / "00000.jsonl.gz" for name in ("a", "b")]
     assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert paths[0].read_bytes()[4:8] == bytes(4), "the time in the header of a gzip file"
     (line,) = gzip.decompress(paths[0].read_bytes()).splitlines()
     assert json.loads(line) == {
         "id": (1).to_bytes(16, "big").hex(),

@@ -10,7 +10,7 @@ from shardfolders import GEOMETRY, LENGTHS, tokens_of, write
 from benchmarks.wide import TOKENIZER
 from pipeline.readers.corpus import document_id
 from pipeline.shards.ledger import LedgerFile
-from pipeline.shards.manifest import Counts, Sidecar, build_manifest, data_hash
+from pipeline.shards.manifest import Counts, Shard, Sidecar, build_manifest, data_hash, sum_counts
 from pipeline.shards.schema import shard_schema
 from pipeline.shards.shards import ShardError, ShardSet, check_shards, load_manifest
 from pipeline.shards.writer import ShardWriter
@@ -72,6 +72,23 @@ def test_a_truncated_and_a_missing_shard_are_named_with_their_sizes(tmp_path):
         ShardSet(folder, "train")
 
 
+def test_a_shard_that_is_longer_or_has_another_number_of_documents_than_its_manifest_says(tmp_path):
+    folder = write(tmp_path / "out")
+    path = folder / "train-00001.arrow"
+    size = path.stat().st_size
+    with path.open("ab") as stream:
+        stream.write(b"x" * 7)
+    (problem,) = check_shards(folder)
+    assert f"train-00001.arrow is changed: {size + 7} bytes, the manifest says {size}" in problem
+    with path.open("ab") as stream:
+        stream.truncate(size)
+    tree = json.loads((folder / "manifest.json").read_text())
+    tree["shards"][1]["num_documents"] = 18
+    (folder / "manifest.json").write_text(json.dumps(tree))
+    (problem,) = check_shards(folder)
+    assert "train-00001.arrow: 19 documents, the manifest says 18" in problem
+
+
 @pytest.mark.parametrize("absolute", [False, True])
 def test_a_shard_outside_the_folder_is_not_read(tmp_path, absolute):
     """A manifest is data of somebody else: its names stay inside its folder, also where the file there is sound."""
@@ -124,15 +141,22 @@ def test_totals_that_do_not_close_are_refused():
     counts = Counts(read=3, kept=1, dropped={"empty": 1}, failed={}, text_bytes=0, longest_tokens=1)
     with pytest.raises(ShardError, match="3 documents read, but 2"):
         counts.check("unit")
+    counts.model_copy(update={"failed": {"invalid_utf8": 1}}).check("unit")
 
 
-def test_a_manifest_that_is_absent_or_of_another_version(tmp_path):
+def test_the_longest_document_of_units_is_the_longest_of_all():
+    each = [Counts(read=0, kept=0, dropped={}, failed={}, text_bytes=3, longest_tokens=n) for n in (7, 20, 5)]
+    assert (sum_counts(each).longest_tokens, sum_counts(each).text_bytes) == (20, 9)
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_manifest_that_is_absent_or_of_another_version(tmp_path, version):
     with pytest.raises(ShardError, match=r"holds no manifest\.json"):
         load_manifest(tmp_path)
     folder = write(tmp_path / "out")
     tree = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(tree | {"schema_version": 2}))
-    with pytest.raises(ShardError, match="version 2"):
+    (folder / "manifest.json").write_text(json.dumps(tree | {"schema_version": version}))
+    with pytest.raises(ShardError, match=f"has schema version {version}"):
         load_manifest(folder)
 
 
@@ -187,4 +211,15 @@ def test_a_manifest_is_refused_if_the_ledgers_have_too_few_rows_or_too_many(rows
     given = {"unit": "00000", "unit_hash": "", "config_hash": "", "num_bytes": 1, "failures": [], "shards": []}
     sidecar = Sidecar(counts=counts, ledger=ledger, **given)
     with pytest.raises(ShardError, match=f"19 documents read, but {rows} in the ledgers"):
+        build_manifest([sidecar], TOKENIZER, GEOMETRY, {}, "")
+
+
+@pytest.mark.parametrize("rows", [18, 20])
+def test_a_manifest_is_refused_if_the_shards_have_too_few_documents_or_too_many(rows):
+    ledger = LedgerFile(name="ledger/00000.arrow", num_rows=19, num_bytes=1, sha256="")
+    shard = Shard(name="train-00000.arrow", split="train", num_documents=rows, num_tokens=1, num_bytes=1, sha256="")
+    counts = Counts(read=19, kept=19, dropped={}, failed={}, text_bytes=0, longest_tokens=20)
+    given = {"unit": "00000", "unit_hash": "", "config_hash": "", "num_bytes": 1, "failures": []}
+    sidecar = Sidecar(counts=counts, ledger=ledger, shards=[shard], **given)
+    with pytest.raises(ShardError, match=f"19 documents kept, but {rows} in the shards"):
         build_manifest([sidecar], TOKENIZER, GEOMETRY, {}, "")

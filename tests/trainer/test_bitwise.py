@@ -161,6 +161,19 @@ def test_sums_below_the_limit_are_exact():
     assert torch.equal(parameter.grad, (3 * term.double()).float())
 
 
+def test_a_term_at_the_limit_is_refused_and_gradients_outside_a_step_are_plain():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    sums = FixedPointSums(World(), [parameter], 2)
+    for value, allowed in ((2.0**18, False), (2.0**17, True)):
+        sums.begin()
+        (parameter * value).sum().backward()
+        assert sums.finish() == allowed
+        parameter.grad = None
+        (parameter * value).sum().backward()
+        assert parameter.grad.tolist() == [value] * 4
+        parameter.grad = None
+
+
 def test_order_of_terms_changes_nothing():
     generator = torch.Generator().manual_seed(0)
     terms = [

@@ -71,6 +71,26 @@ def test_areas_and_sides_of_crops_follow_the_plain_law():
     assert area.std() == pytest.approx(drawn[fits].std(), abs=0.015)
 
 
+def test_large_crops_fit_as_often_as_in_the_plain_law():
+    found = boxes(least_area=0.9)
+    whole = (found == [0, 0, 200, 200]).all(axis=1).mean()
+    rng = np.random.default_rng(1)
+    drawn, ratio = rng.uniform(0.9, 1, 20_000), (4 / 3) ** rng.uniform(-1, 1, 20_000)
+    fits = (np.round(200 * (drawn * ratio) ** 0.5) <= 200) & (np.round(200 * (drawn / ratio) ** 0.5) <= 200)
+    assert whole == pytest.approx((1 - fits.mean()) ** 10, abs=0.05)
+
+
+def test_colours_change_by_their_own_draws():
+    crops, image = Crops(CropConfig(**(PLAIN | {"color": 1.0})), 16, 0), picture()
+    draws = np.random.default_rng(0).random(40)
+    found = [np.asarray(crops.view(image, draws))]
+    for place in range(33, 37):  # brightness, contrast, saturation, hue
+        changed = draws.copy()
+        changed[place] = (changed[place] + 0.5) % 1
+        found.append(np.asarray(crops.view(image, changed)))
+    assert len({one.tobytes() for one in found}) == 5
+
+
 def test_where_no_crop_fits_it_is_the_whole_image():
     assert (boxes(20, (400, 4), least_area=1.0) == [0, 0, 400, 4]).all()
 

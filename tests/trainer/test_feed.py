@@ -153,6 +153,7 @@ def test_microbatches_cut_between_spans():
         assert all(piece.num_tokens <= limit or piece.num_spans == 1 for piece in pieces)
         assert torch.equal(torch.cat([piece.input_ids for piece in pieces]), batch.input_ids)
         assert torch.equal(torch.cat([piece.lengths for piece in pieces]), batch.lengths)
+        assert torch.equal(torch.cat([piece.keys for piece in pieces]), batch.keys)
         shifts = np.cumsum([0] + [piece.num_tokens for piece in pieces])
         selected = torch.cat([piece.selected + int(s) for piece, s in zip(pieces, shifts, strict=False)])
         assert torch.equal(selected, batch.selected)
@@ -170,6 +171,11 @@ def test_the_digest_adds_up_over_ranks_and_knows_documents_tokens_masks_and_epoc
         values = getattr(whole, changed).clone()
         values[place] += 1
         assert dataclasses.replace(whole, **{changed: values}).digest() != whole.digest(), changed
+    token, label = whole.input_ids.clone(), whole.labels.clone()
+    place = whole.selected[0]
+    assert token[place] != label[0]
+    token[place], label[0] = whole.labels[0], whole.input_ids[place]
+    assert dataclasses.replace(whole, input_ids=token, labels=label).digest() != whole.digest(), "exchanged"
     moved = whole.selected.clone()
     moved[-1] += 1
     assert dataclasses.replace(whole, selected=moved).digest() != whole.digest()

@@ -76,3 +76,18 @@ def test_shares_at_their_ends(shares, kinds):
     assert (selected == (~special & (shares["select_share"] == 1.0))).all()
     found = np.where(masked == given["ids"], "kept", np.where(masked == VOCABULARY.mask, "mask", "other"))
     assert set(found[selected]) == kinds
+
+
+def test_selected_tokens_are_masked_replaced_and_kept_as_often_as_asked():
+    """Replacements are drawn from the whole vocabulary, whatever was drawn to decide on the replacement."""
+    given = tokens(20_000)
+    given["ids"] = np.full(20_000, 7)
+    masked, selected = mask(given, MaskingConfig(select_share=0.5, mask_share=0.6, random_share=0.3))
+    assert selected.mean() == pytest.approx(0.5, abs=0.02)
+    found = np.bincount(masked[selected], minlength=VOCABULARY.size) / selected.sum()
+    expected = np.full(VOCABULARY.size, 0.3 / VOCABULARY.size)
+    expected[VOCABULARY.mask] += 0.6
+    expected[7] += 0.1
+    assert found == pytest.approx(expected, abs=0.02)
+    rest = np.delete(found, [7, VOCABULARY.mask])
+    assert rest == pytest.approx(np.delete(expected, [7, VOCABULARY.mask]), abs=0.004)

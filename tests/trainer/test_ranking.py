@@ -11,9 +11,10 @@ from states import state_of
 
 from common.scores import ScoreLine, append_score, scoring
 from trainer.checkpoints import checkpoint, retention
-from trainer.checkpoints.ranking import FOLLOWED, BestScore, find_best, history, unscored
+from trainer.checkpoints.ranking import FOLLOWED, BestScore, EarlyStopping, find_best, history, unscored
 from trainer.checkpoints.settings import CheckpointConfig
 from trainer.metrics.metrics import MetricsWriter
+from trainer.parallel.request import Request
 
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
@@ -35,6 +36,16 @@ def test_held_out_scores_begin_after_the_untrained_weights_and_after_a_fork(tmp_
     (tmp_path / "fork.json").write_text(json.dumps({"from": "elsewhere", "step": 4}))
     assert history(tmp_path, "mrr", 6) == {6: 0.6}
     assert history(tmp_path / "nothing", "mrr", 6) == {}
+
+
+def test_a_run_ends_when_as_many_scores_as_its_patience_are_no_better_than_the_best(tmp_path):
+    stopping = EarlyStopping(tmp_path, "mrr", 2)
+    stopping.measured(0, {"mrr": 0.9})  # the untrained weights do not count
+    found = []
+    for step, score in ((2, 0.3), (4, 0.5), (6, 0.5), (8, 0.4)):
+        stopping.measured(step, {"mrr": score})
+        found.append(stopping.request)
+    assert found == [Request(0), Request(0), Request(0), Request.EARLY]
 
 
 def write(run, step, value=0.0):

@@ -243,16 +243,19 @@ def test_memory_that_was_handed_back_is_not_written(tmp_path, opened):
 def test_patience_begins_again_after_a_success(tmp_path, log):
     now = [0.0]
     retry = StorageRetry(tmp_path / "checkpoints", 10.0, lambda: now[0])
-    job, error = Job(state_of(1), {}), OSError(5, "Input/output error")
+    weights = {"encoder.safetensors": {"weight": torch.zeros(5 * 2**18)}}
+    job, error = Job(state_of(1), weights), OSError(5, "Input/output error")
     pauses = []
     for now[0] in (0.0, 4.0, 8.0):
         pauses.append(retry.failed(job, error))
     assert pauses == [0.5, 1.0, 2.0]
+    assert "it needs 5.0 MiB, " in log[0]
     now[0] = 9.0
     retry.over(job)
     assert "step 1 is written, after 4 attempts in 9 s" in log[-1]
     now[0] = 18.5  # later than the first failure by more than the patience
     assert retry.failed(job, error) == 0.5
+    assert len([line for line in log if "Training continues" in line]) == 2, "the same error again is no news"
     assert log[-1].endswith("Training continues; retrying for 10 s")
     now[0] = 28.5
     assert retry.failed(job, error) is None

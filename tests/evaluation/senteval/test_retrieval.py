@@ -75,6 +75,19 @@ def test_training_makes_the_released_steps_and_learns():
     assert found.dev_total > untrained.total + 5
 
 
+@pytest.mark.parametrize("tenacity", [0, 1])
+def test_training_stops_after_misses_and_the_first_of_equal_bests_is_kept(tenacity):
+    """A dev set of one image scores 600 whatever is learned: every pass after the first is a miss."""
+    config = RetrievalConfig(size=12, batch_size=32, num_contrasts=6, max_epoch=6, fold_images=20, tenacity=tenacity)
+    train, dev, test = made(30, 0), made(1, 1), made(45, 2)
+    found = retrieval(train, dev, test, config)
+    assert (found.dev_total, found.num_passes) == (600, tenacity + 2)
+    once = retrieval(train, dev, test, config.model_copy(update={"max_epoch": 0}))
+    assert (once.num_passes, found.test) == (1, once.test)
+    last = mean_recalls(test, official_training(train, config, found.num_passes), 20)
+    assert last != once.test, "later passes change the recalls"
+
+
 def test_recalls_are_counted_by_hand():
     """Image 0's best caption is second, image 1's first; ranks are from 1."""
     images = torch.eye(2)
@@ -82,6 +95,7 @@ def test_recalls_are_counted_by_hand():
     found = recalls(images, captions)
     assert found.to_text == (50.0, 100.0, 100.0, 1.0)
     assert found.to_image == (40.0, 100.0, 100.0, 2.0)
+    assert found.total == 50 + 100 + 100 + 40 + 100 + 100
 
 
 def test_wrong_galleries_are_refused():

@@ -11,6 +11,7 @@ from evaluation.senteval.data.loading import load
 from evaluation.senteval.data.taskdata import sentences
 from evaluation.senteval.data.tasks import find
 from evaluation.senteval.scores import geometry
+from evaluation.senteval.scores.collapse import collapse_warnings
 from evaluation.senteval.scores.geometry import blockwise_uniformity, score_geometry
 from evaluation.senteval.scores.similarity import aggregate, correlate, cosines, score_sts
 from trainer.objectives.measures import uniformity
@@ -50,6 +51,28 @@ def test_a_collapsed_encoder_gets_zero_and_a_warning_not_nan():
     assert aggregate({"b": (gold, gold)}).warnings == ()
     with pytest.raises(ValueError, match="1 values and 1 gold scores"):
         correlate(np.array([1.0]), np.array([1.0]))
+    same = correlate(np.array([0.1, 0.2]), np.ones(2))
+    assert (same.pearson, same.spearman, same.undefined) == (0, 0, True)
+
+
+@pytest.mark.parametrize(("cosine", "told"), [(0.98, ()), (0.995, ("cosine of two different sentences is 0.9950",))])
+def test_an_encoder_is_collapsed_if_the_mean_cosine_of_different_sentences_is_above_099(cosine, told):
+    """Eight vectors, every two with this cosine, in seven directions around their mean."""
+    vectors = np.hstack([np.full((8, 1), cosine**0.5), (1 - cosine) ** 0.5 * np.eye(8)])
+    found = collapse_warnings(vectors)
+    assert len(found) == len(told)
+    assert all(part in warning for part, warning in zip(told, found, strict=True))
+
+
+def test_an_encoder_is_collapsed_in_two_directions_or_with_more_than_a_hundredth_of_zeros():
+    corners = np.eye(16)[[0, 1]]
+    two = ("collapsed: embeddings fill 2.0 of 16 dimensions (effective rank)",)
+    assert collapse_warnings(np.vstack([corners, -corners])) == two
+    vectors = np.random.default_rng(0).normal(size=(200, 16))
+    vectors[:2] = 0
+    assert collapse_warnings(vectors) == ()
+    vectors[2] = 0
+    assert collapse_warnings(vectors) == ("3 of 200 sampled embeddings are zero",)
 
 
 def test_a_task_is_scored_on_its_subsets_and_sick_r_on_dev_and_test(tmp_path):
