@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.tokenrates import drops, limit, token_keys
+from trainer.data.tokenrates import TokenRates, drops, limit, signed, token_keys
 from trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
 
 TOKENS, FEATURES = 4096, 256
@@ -29,6 +29,24 @@ def test_share_and_independence(p):
     other = (masks(p, layer=4).double().numpy() - p) / np.sqrt(p * (1 - p))
     for product in (z[1:] * z[:-1], z[:, 1:] * z[:, :-1], z[64:] * z[:-64], z * other):
         assert abs(product.mean()) < 5 / np.sqrt(product.size)
+
+
+def test_an_element_is_dropped_by_the_plain_mix_of_its_word():
+    given = [*np.random.default_rng(0).integers(0, 2**32, 200).tolist(), 1, 2**16, 2**31]
+
+    def mixed(word):
+        word ^= signed(word) >> 16 & 0xFFFFFFFF  # the sign is shifted in
+        word = word * 0x7FEB352D & 0xFFFFFFFF
+        word ^= signed(word) >> 15 & 0xFFFFFFFF
+        return signed(word * 0x846CA68B & 0xFFFFFFFF)
+
+    found = drops(torch.tensor([signed(word) for word in given], dtype=torch.int32), limit(0.3))
+    assert found.tolist() == [mixed(word) < limit(0.3) for word in given]
+
+
+def test_rates_of_which_some_are_zero_are_rates():
+    for rates, expected in (([0.0, 0.3], True), ([0.0, 0.0], False)):
+        assert TokenRates.of(torch.tensor(rates, dtype=torch.float64), torch.tensor([1, 2]), CPU).any == expected
 
 
 def test_a_token_keeps_its_mask_in_any_company():

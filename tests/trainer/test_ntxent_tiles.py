@@ -40,6 +40,12 @@ def value_and_gradient(loss, rows, *arguments):
     return value, gradient
 
 
+def test_a_pair_without_negatives_is_won_and_pulls_nothing():
+    value, gradient = value_and_gradient(ntxent, embeddings(1), 0.05)
+    assert value.item() == 0
+    assert (gradient == 0).all()
+
+
 @pytest.mark.parametrize("temperature", [0.5, 0.05, 5e-4])
 @pytest.mark.parametrize("queued", [0, 1, 23])
 @pytest.mark.parametrize("dtype", LIMITS)
