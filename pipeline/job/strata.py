@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -75,6 +76,8 @@ class Stratum:
 
     parts: list[Part]
     sampled: list[Sampled]
+    by_size: bool = False
+    """Each sampled part stands for those of about its size, in the order of size."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +97,10 @@ class Stratum:
             shares = np.array([one.stands_for for one in self.sampled])[:, None]
             rates = totals / np.maximum(1, shares)
             spread = rates.var(axis=0, ddof=1) if count > 1 else (_UNKNOWN_SPREAD * rates[0]) ** 2
-            found += self.num_bytes**2 * spread / count * (1 - count / len(self.parts))
+            between = self.num_bytes**2 * spread / count
+            if self.by_size and count > 1:  # neighbours are of nearly the same size
+                between = (np.diff(totals, axis=0) ** 2).sum(axis=0) / 2
+            found += between * (1 - count / len(self.parts))
         for one, total in zip(self.sampled, totals, strict=True):
             unread = max(0.0, 1 - one.num_bytes / max(1, one.part.num_bytes))
             sizes = np.array([size for _, size in one.bites], dtype=float)
@@ -149,11 +155,21 @@ def _kind(part: Part) -> tuple[str, str]:
 
 
 def _draw(parts: list[Part], total: int) -> Stratum:
-    """Draws parts evenly over the bytes of a stratum."""
+    """Draws parts evenly over the bytes of a stratum; of whole files, one for each group of about the same size.
+
+    A file is often one document, so its documents do not follow its bytes: a short one drawn by bytes would stand for
+    hundreds.
+    """
     mine = sum(part.num_bytes for part in parts)
     count = max(LEAST_PARTS, math.ceil(SAMPLED_PARTS * mine / total))
     if len(parts) <= count:
         return Stratum(parts, [Sampled(part, part.num_bytes, []) for part in parts])
+    if parts[0].format == "stream":
+        ordered = sorted(parts, key=lambda part: (part.num_bytes, part.source))
+        cuts = [len(ordered) * index // count for index in range(count + 1)]
+        groups = [ordered[start:stop] for start, stop in pairwise(cuts)]
+        middles = [(group[len(group) // 2], sum(part.num_bytes for part in group)) for group in groups]
+        return Stratum(parts, [Sampled(part, size, []) for part, size in middles], by_size=True)
     ends = np.cumsum([part.num_bytes for part in parts])
     places = (np.arange(count) + 0.5) * (mine / count)
     drawn, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)

@@ -57,6 +57,21 @@ def test_a_mixed_folder_is_estimated_by_folder_and_format(mixed, make_config, mo
     assert any("documents" in line for line in made.lines())
 
 
+def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
+    """Of files that are a document each, some of them with a few words, the number follows from the names alone."""
+    draw, root = random.Random(0), tmp_path / "notes"
+    root.mkdir()
+    for number in range(1000):
+        words = draw.randint(3, 20) if number % 20 == 0 else round(draw.lognormvariate(7, 0.8)) + 150
+        (root / f"{number}.md").write_text("one two three four " * (words // 4 + 1))
+    made = plan_ahead(make_config(root, geometry={"num_anchors": 1, "max_tokens": 64}))
+    assert made.documents == pytest.approx(1000, rel=0.1)
+    assert made.kept == pytest.approx(950, rel=0.1)
+    low, high = made.bounds("documents")
+    assert low <= 1000 <= high
+    assert high - low < 300
+
+
 def test_what_is_read_to_its_end_has_no_range(tmp_path, make_config):
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
     made = plan_ahead(make_config(tmp_path / "a.txt"))
