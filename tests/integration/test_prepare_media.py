@@ -62,7 +62,7 @@ def prepared(corpus, tmp_path_factory):
 def test_every_file_is_accounted_for_and_copies_are_dropped(prepared):
     folder, manifest = prepared
     assert len(manifest.ledgers) >= 4
-    assert manifest.dropped == {"duplicate": 6}
+    assert manifest.dropped == {"duplicate_other_label": 6}
     assert manifest.failed == {"not_an_image": 1}
     assert manifest.totals["read"] == 97
     assert manifest.labels == {"a": 30, "b": 30, "c": 30}
@@ -123,7 +123,7 @@ def test_a_killed_command_continues_to_the_same_bytes(tmp_path):
     changes = {"content": {"kind": "audio", "label": r"^(\d)_"}, "unit_mib": 0.06}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     manifest = prepare(PipelineConfig.model_validate(values_of(corpus, whole, **changes)))
-    assert manifest.dropped == {"duplicate": 1}
+    assert manifest.dropped == {"duplicate_other_label": 1}
     assert manifest.totals["kept"] == 30
     config = runs.write_config(tmp_path / "config.yaml", prepare=values_of(corpus, killed, **changes))
     process, _ = runs.start_command("pipeline.prepare", config, tmp_path)
