@@ -57,7 +57,7 @@ def test_embed_names_a_wrong_output_and_a_wrong_model(tmp_path, capsys):
     assert main(["embed", "hashed-words:8", *given, str(tmp_path / "out.csv")]) == 1
     assert ".npy or .parquet" in capsys.readouterr().err
     assert main(["embed", str(tmp_path), *given, str(tmp_path / "out.npy")]) == 1
-    assert "cannot be loaded" in capsys.readouterr().err
+    assert "is no encoder: it has neither config.json nor modules.json" in capsys.readouterr().err
 
 
 def test_inspect_explains_shards_with_their_spans(data, capsys):
