@@ -228,6 +228,12 @@ def test_units_of_a_batch_and_the_hash_of_a_run():
             assert all(start % unit == 0 for start, _ in bounds if start < size)
 
 
+def test_the_rows_of_a_rank_are_whole_chunks_if_bits_must_not_depend_on_it():
+    for bitwise, parts in ((True, [(0, 4), (4, 10)]), (False, [(0, 5), (5, 10)])):
+        ranks = [dataclasses.replace(World(), rank=rank, size=2, bitwise=bitwise) for rank in (0, 1)]
+        assert [rank.part(10, 4) for rank in ranks] == parts
+
+
 def test_large_parameters_are_summed_to_their_last_element():
     """Elements are converted a million at a time, and sent 16 millions at a time."""
     sizes = [3, fixedpoint._CHUNK + 5, 2 * fixedpoint._CHUNK, 7]

@@ -95,6 +95,20 @@ def test_a_checkpoint_beyond_the_newest_never_displaces_it(tmp_path, broken):
     assert state.step == (7 if broken else 8)
 
 
+def test_a_file_that_is_longer_or_altered_is_broken(tmp_path):
+    longer, altered = (write(tmp_path, step) / "encoder.safetensors" for step in (4, 5))
+    with longer.open("ab") as stream:
+        stream.write(b"x")
+    raw = bytearray(altered.read_bytes())
+    raw[-1] ^= 1
+    altered.write_bytes(raw)
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.read_state(longer.parent, verify=False)
+    assert checkpoint.read_state(altered.parent, verify=False).step == 5
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.read_state(altered.parent)
+
+
 def test_latest_of_this_run(tmp_path):
     write(tmp_path, 5)
     found = checkpoint.find_latest(tmp_path, {"config_hash": "c", "data_hash": "d"})

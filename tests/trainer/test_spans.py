@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.shards.windows import window_starts
-from trainer.objectives.declutr.spans import Draws, draw, place
+from trainer.objectives.declutr.spans import Draws, _count_anchors, draw, place
 from trainer.objectives.span_settings import SpanConfig
 
 
@@ -205,3 +205,11 @@ def test_an_adjacent_positive_may_touch_either_end_of_the_document(side, first):
     spans = place(config, draws, np.array([12]), *windows_of([12], config))
     assert spans.anchors.tolist() == [[[4, 8]]]
     assert spans.positives.tolist() == [[[[first, first + 4]]]]
+
+
+def test_a_short_document_has_an_anchor_for_every_two_windows():
+    config = SpanConfig(num_anchors=2, num_positives=1, min_tokens=3, max_tokens=20)
+    windows = np.array([2, 3, 4, 5, 9])
+    assert _count_anchors(config, 20 * windows, windows, "fewer_anchors").tolist() == [1, 1, 2, 2, 2]
+    with pytest.raises(ValueError, match="its 1 windows have room for 0 anchors"):
+        _count_anchors(config, np.array([20]), np.array([1]), "fewer_anchors")
