@@ -124,6 +124,15 @@ def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
     assert looks(lambda rank, _: 0.19 if rank == 1 else 0.1) == []
 
 
+@pytest.mark.parametrize(("steps", "looks", "named"), [(20, 20, True), (20, 19, False), (19, 100, False)])
+def test_the_slower_of_two_workers_is_named_after_ten_seconds_and_twenty_steps(steps, looks, named):
+    dog, found = Watchdog(600.0, slow_factor=2.0), []
+    for look in range(looks):
+        dog.look([heartbeat(rank, steps=steps, own_seconds=(0.1, 0.25)[rank]) for rank in (0, 1)], look * 0.5)
+        found += dog.slow()
+    assert [sentence.split(" is slow")[0] for sentence in found] == ["worker 1 (host host-1, pid 101)"] * named
+
+
 def test_a_heartbeat_separates_a_workers_own_time_from_waiting():
     heartbeat = Heartbeat(0, 2)
     heartbeat.finish_step(1, 100.0)  # a first step is not typical
