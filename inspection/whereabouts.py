@@ -66,7 +66,9 @@ def whereabouts(
             yield f"  spans that epoch {epoch} of seed {seed} draws, {config.min_tokens} to {config.max_tokens} tokens:"
             yield from span_lines(folder, ShardSet(folder, entry.fate), config, [number], seed, epoch)
     if not found:
+        shorter = wanted.partition("/")[2]
+        near = f"; sources are named from inside their folder, so try {shorter}" if shorter else ""
         raise DescribeError(
-            f"{folder}: no document matches {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
+            f"{folder}: no document matches {wanted!r}{near}; give an id (at least 8 hexadecimal digits), a source or "
             "SOURCE:OFFSET from the ledger"
         )

@@ -120,6 +120,8 @@ def test_inspect_says_where_a_document_is_and_why_it_was_dropped(finished, capsy
     assert shown[0] == shown[2] != shown[1]
     assert declutr(["inspect", str(finished), "--document", "nowhere"]) == 1
     assert "no document matches 'nowhere'" in capsys.readouterr().err
+    assert declutr(["inspect", str(finished), "--document", "my/nowhere.txt:0"]) == 1
+    assert "named from inside their folder, so try nowhere.txt:0; give an id" in capsys.readouterr().err
 
 
 def test_a_planted_question_is_noted(finished):
