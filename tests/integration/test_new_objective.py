@@ -107,7 +107,7 @@ def test_an_entry_point_that_is_no_objective_is_named(tmp_path, config):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[declutr.objectives]\nwrong = json:JSONDecoder\n")
-    done = subprocess.run(**command(tmp_path, "train", config), timeout=100, check=False)
+    done = subprocess.run(**command(tmp_path, "train", config, "objective={kind: wrong}"), timeout=100, check=False)
     assert done.returncode != 0
     assert (
         "entry point wrong = json:JSONDecoder (declutr.objectives): must name a subclass of ObjectiveConfig"
