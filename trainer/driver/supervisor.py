@@ -40,6 +40,7 @@ from trainer.worker.stopwatch import Stopwatch, describe_start
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long
+_END_SECONDS = 10.0  # for the group's thread to notice that Ray was shut down
 _LOST_SECONDS = 20.0  # Ray kills a process that has not reached its head for 60 s
 
 
@@ -163,6 +164,7 @@ class Supervisor:
                 if reader.heartbeats:
                     get_logger().warning("the workers did not stop within %.0f s", now - asked_at)
                 ray.shutdown()  # without heartbeats no worker could save yet
+                fit.wait(_END_SECONDS)  # a thread that is still inside Ray can crash the process at its end
                 raise self._stopped(None)
             if reader.draining and reader.stop_reason is None:
                 get_logger().warning("%s: saving", reader.draining)
