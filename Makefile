@@ -40,7 +40,7 @@ demo: setup ## corpus, shards, training, encoder, measured result: at most 8 min
 	$(BIN)/declutr demo
 
 # Two processes of tests, a file of tests in one of them: most of the time is imports, on one core.
-test: setup ## every test: about 20 minutes on 2 CPU cores
+test: setup ## every test: about 25 minutes on 2 CPU cores
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-cluster: setup ## kill one of three hosts in namespaces of this machine: two minutes, needs root
@@ -52,7 +52,7 @@ test-fast: setup ## tests without Ray, process groups and slow tests: about ten 
 chaos: setup ## one run for each fault, compared with the quiet run (docs/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
-chaos-short: setup ## nine of the faults, several to a run: at most 5 minutes on 2 CPU cores
+chaos-short: setup ## nine of the faults, several to a run: about 6 minutes on 2 CPU cores
 	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 soak: setup ## training for half an hour with a random fault every minute
