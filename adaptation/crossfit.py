@@ -5,6 +5,7 @@ import numpy as np
 from adaptation.measures import F64, Passages
 from adaptation.scores import DISTANT, Values
 from adaptation.whitening import WithinSums, whitening
+from evaluation.encoders.protocol import unit_rows
 from evaluation.encoders.transformer import TransformerEncoder
 
 _FOLDS = 5
@@ -26,8 +27,7 @@ def cross_fitted(
     Raises:
         WhiteningError: the documents of four folds have no covariance.
     """
-    rows = start.embed_ids(passages.ids).astype(np.float64)
-    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    rows = unit_rows(start.embed_ids(passages.ids).astype(np.float64))
     before, after = (np.full(passages.num_documents, np.nan) for _ in range(2))
     fold_of = np.arange(passages.num_documents) % _FOLDS
     for fold in range(min(_FOLDS, passages.num_documents)):
@@ -36,7 +36,7 @@ def cross_fitted(
         mine = np.flatnonzero(fold_of == fold)
         part = _of_documents(passages, mine)
         for values, found in ((before, rows[inside]), (after, rows[inside] @ matrix)):
-            unit = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+            unit = unit_rows(found)
             values[mine] = part.distant((unit @ unit.T).astype(np.float32))
     return {DISTANT: before}, {DISTANT: after}
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from adaptation.measures import F64
 from common.bootstrap import Comparison, compare, spearman
+from evaluation.encoders.protocol import unit_rows
 from evaluation.encoders.transformer import TransformerEncoder
 from trainer.metrics.sts import read_pairs
 
@@ -26,20 +27,16 @@ def _cosines_and_gold(encoder: TransformerEncoder, folder: Path) -> F64:
     """`(N, 2)` cosine and judgement of each pair."""
     pairs = read_pairs(folder, STSB_TEST)
     gold = np.array([score for score, _, _ in pairs])
-    first = _unit(encoder.encode([text for _, text, _ in pairs]))
-    second = _unit(encoder.encode([text for _, _, text in pairs]))
+    first = unit_rows(encoder.encode([text for _, text, _ in pairs]).astype(np.float64))
+    second = unit_rows(encoder.encode([text for _, _, text in pairs]).astype(np.float64))
     return np.stack([(first * second).sum(axis=1), gold], axis=1)
 
 
 def moved(before: TransformerEncoder, after: TransformerEncoder) -> float:
     """Mean absolute change of the cosines between any two of some general sentences."""
     sentences = files("adaptation").joinpath("sentences.txt").read_text(encoding="utf-8").splitlines()
-    tables = [rows @ rows.T for rows in (_unit(one.encode(sentences)) for one in (before, after))]
+    tables = [
+        rows @ rows.T for rows in (unit_rows(one.encode(sentences).astype(np.float64)) for one in (before, after))
+    ]
     pairs = np.triu_indices(len(sentences), 1)
     return float(np.abs(tables[1] - tables[0])[pairs].mean())
-
-
-def _unit(rows: np.ndarray) -> F64:
-    rows = rows.astype(np.float64)
-    unit: F64 = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-    return unit

@@ -119,18 +119,19 @@ class _Adaptation:
             split: TestSet(make_passages(each, self.start.tokenizer), self._half(split))
             for split, each in documents.items()
         }
-        reporting = [len(sets["test"].pairs.queries) if sets["test"].pairs else sets["test"].passages.num_documents]
-        if reporting[0] < MIN_ROWS:
+        test = sets["test"]
+        reporting = len(test.pairs.queries) if test.pairs else test.passages.num_documents
+        if reporting < MIN_ROWS:
             if self.pairs is not None:
                 raise AdaptError(
-                    f"--pairs {self.config.pairs}: {reporting[0]} of its queries are left for the test, which needs at "
+                    f"--pairs {self.config.pairs}: {reporting} of its queries are left for the test, which needs at "
                     f"least {MIN_ROWS}; give about {2 * MIN_ROWS} queries, or none to use passages of the documents"
                 )
             return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
         development = self._development(sets["development"])
         made = [name for name in ORDER if name in development]
         chosen = choose(made, development, self.primary, self.config.seed)
-        return self._judged(sets["test"], made, chosen)
+        return self._judged(test, made, chosen)
 
     def _development(self, test: TestSet) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""

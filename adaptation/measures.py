@@ -21,8 +21,8 @@ from adaptation.documents import HeldOutDocument
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 _PASSAGES = 8
-_DISTANCE = 96
-"""Tokens between two passages of which one must find the other."""
+FAR_TOKENS = PASSAGE_TOKENS + 96
+"""Tokens between the starts of two passages of which one must find the other."""
 _HEADING = re.compile(r"#{1,6}\s+(.+)")
 _MOST_WORDS, _MOST_HEADINGS = 20, 8
 
@@ -68,7 +68,7 @@ class Passages:
         hits, pairs = np.zeros(self.num_documents), np.zeros(self.num_documents)
         for gallery in self.galleries:
             own = gallery[self.owners]
-            far = np.abs(self.starts[own] - self.starts) >= PASSAGE_TOKENS + _DISTANCE
+            far = np.abs(self.starts[own] - self.starts) >= FAR_TOKENS
             table = scores[:, gallery]
             best = (table >= scores[np.arange(len(own)), own][:, None]).sum(axis=1) == 1
             np.add.at(hits, self.owners, best & far)

@@ -10,8 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptation.measures import F32, F64, Passages, share
+from adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
 from common.bootstrap import Comparison, Statistic, compare, mean
+from evaluation.encoders.protocol import unit_rows
 from evaluation.encoders.transformer import TransformerEncoder
 from evaluation.retrieval.compare import score_encoder
 from evaluation.retrieval.lexical import Lexicon
@@ -76,13 +77,13 @@ class TestSet:
         """`(P,)` passage of another document or far away in the same one that is nearest to each passage."""
         scores, _ = self._cosines(encoder, with_idf=False)
         owners, starts = self.passages.owners, self.passages.starts
-        near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < 158)
+        near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < FAR_TOKENS)
         found: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
         return found
 
     def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> tuple[F32, F32]:
-        rows = _unit(encoder.embed_ids(self.passages.ids))
-        queries = _unit(encoder.encode(self.passages.queries))
+        rows = unit_rows(encoder.embed_ids(self.passages.ids))
+        queries = unit_rows(encoder.encode(self.passages.queries))
         passages, headings = rows @ rows.T, queries @ rows.T
         if with_idf:
             passages, headings = passages + self.idf[0], headings + self.idf[1]
@@ -96,11 +97,6 @@ class TestSet:
 
     def _lexical(self, scores: Callable[[Sequence[str]], F32]) -> tuple[F32, F32]:
         return scores(self.passages.texts), scores(self.passages.queries)
-
-
-def _unit(rows: F32) -> F32:
-    unit: F32 = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-    return unit
 
 
 def _first(test: RetrievalTest, scores: F32) -> F64:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evaluation.encoders.protocol import unit_rows
+
 F64 = NDArray[np.float64]
 
 
@@ -40,8 +42,7 @@ class WithinSums:
             embeddings: `(S, D)` embeddings of spans.
             owners: `(S,)` number of the document of each span, within the block.
         """
-        unit = embeddings.astype(np.float64)
-        unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12)
+        unit = unit_rows(embeddings.astype(np.float64))
         _, rows, counts = np.unique(owners, return_inverse=True, return_counts=True)
         means = np.zeros((len(counts), unit.shape[1]))
         np.add.at(means, rows, unit)

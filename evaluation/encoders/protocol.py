@@ -1,7 +1,7 @@
 """Interface of every sentence encoder."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,12 @@ class SentenceEncoder(Protocol):
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return embeddings `(len(texts), size)` in the order of the texts."""
+
+
+def unit_rows(rows: NDArray[Any]) -> NDArray[Any]:
+    """Rows `(n, size)` scaled to length 1, in their own precision; a null row stays null."""
+    unit: NDArray[Any] = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    return unit
 
 
 def vectors_fingerprint(encoder: SentenceEncoder) -> str:

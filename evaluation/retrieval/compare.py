@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from common.bootstrap import MIN_ROWS, Comparison, compare, paired_interval
 from common.storage import write_json, write_text
-from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.encoders.protocol import SentenceEncoder, unit_rows
 from evaluation.encoders.transformer import TransformerEncoder
 from evaluation.retrieval.lexical import Lexicon
 from evaluation.retrieval.measures import F64, MEASURES, measures
@@ -54,7 +54,7 @@ def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, 
         found = encoder.embed_ids(rows)
     else:
         found, owners = encoder.encode(texts), np.arange(len(texts))
-    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12), owners
+    return unit_rows(found), owners
 
 
 def score_lexical(test: RetrievalTest, lexicon: Lexicon) -> list[Scored]:
@@ -72,8 +72,7 @@ def score_encoder(test: RetrievalTest, encoder: SentenceEncoder, lexicon: Lexico
     starts = np.flatnonzero(np.diff(owners, prepend=-1))
 
     def cosines(queries: Sequence[str]) -> F32:
-        rows = encoder.encode(queries)
-        rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        rows = unit_rows(encoder.encode(queries))
         return np.maximum.reduceat(rows @ texts.T, starts, axis=1)
 
     name = encoder.name
