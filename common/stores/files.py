@@ -65,13 +65,16 @@ def fetch_file(url: str, target: Path, retries: RetryPolicy = DEFAULT_RETRIES) -
 
     def fetch(files: Any, place: str) -> tuple[str, int]:
         digest, num_bytes = hashlib.sha256(), 0
-        with files.open(place, "rb") as source, target.open("wb") as stream:
+        with _own_disk(target):
+            # Without a buffer, which would be written again on closing and fail as the store's error.
+            stream = target.open("wb", buffering=0)
+        with stream, files.open(place, "rb") as source:
             while chunk := source.read(_CHUNK_BYTES):
                 digest.update(chunk)
-                with _own_disk(target):
-                    stream.write(chunk)
-                    stream.flush()
                 num_bytes += len(chunk)
+                with _own_disk(target):
+                    while chunk:
+                        chunk = chunk[stream.write(chunk) :]
         with _own_disk(target):
             fsync_path(target)
         return digest.hexdigest(), num_bytes
