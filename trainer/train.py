@@ -28,7 +28,6 @@ from common.paths import expand
 from common.stores.address import is_remote
 from trainer.checkpoints.state import FORK
 from trainer.driver.checks import early_problems, refuse
-from trainer.driver.original_score import with_original_score
 from trainer.driver.places import fork_problem, place_problems
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
@@ -110,7 +109,7 @@ def _refuse_early(config: TrainConfig, new_run: str | None) -> None:
     run = run_folder(started.run, started.cache)
     if new_run is not None and run.exists() and not (run / FORK).is_file():
         return  # no fork, which `fork` refuses
-    refuse(early_problems(with_geometry(with_original_score(started, run), run)))
+    refuse(early_problems(with_geometry(started, run)))
     refuse_held(run)
 
 

@@ -218,11 +218,7 @@ def test_settings_that_have_no_effect_are_refused(prepared, tmp_path):
         TrainConfig.model_validate(values)
 
 
-def test_older_runs_keep_their_hash(prepared, tmp_path):
-    values = values_of(prepared, tmp_path / "run")
-    del values["also"], values["turns"]
-    config = TrainConfig.model_validate(values)
-    assert not {"also", "turns"} & set(config.decisive())
+def test_the_place_of_a_branchs_data_is_no_part_of_a_runs_identity(prepared, tmp_path):
     moved = config_of(prepared, tmp_path / "run")
     shutil.copytree(prepared / "images", tmp_path / "copy")
     elsewhere = moved.model_copy(

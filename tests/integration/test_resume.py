@@ -1,8 +1,6 @@
 """Which checkpoint a run continues from, and when it does not."""
 
-import json
 import shutil
-from dataclasses import asdict
 
 import pytest
 import ray
@@ -10,14 +8,11 @@ import tinyruns as runs
 from broken import flip_a_bit, remove, truncate
 
 from common.config import ConfigError
-from common.storage import hash_file, read_json, write_json
-from inspection.checkpoints import rows
-from inspection.describe import describe
+from common.storage import hash_file
 from pipeline.shards.shards import load_manifest
 from trainer.checkpoints.checkpoint import CheckpointError, find_latest, read_state, steps_in
 from trainer.checkpoints.ranking import find_best
 from trainer.driver.checks import problems
-from trainer.driver.original_score import with_original_score
 from trainer.train import main, train
 
 pytestmark = pytest.mark.ray
@@ -76,30 +71,6 @@ def test_a_finished_run_is_left_as_it_is(data, copied, capsys):
     after = contents(copied)
     assert {name for name in after if after[name] != before.get(name)} <= {"config.yaml", "summary.json"}
     assert set(after) == set(before)
-
-
-def test_a_run_of_a_former_default_score_keeps_it(data, copied, log):
-    """Its files name `recall_at_1` and hold no distant scores; the same command finds it and exports its best."""
-    config = runs.finished_config(data, copied, export="best")
-    begun = runs.finished_config(data, copied, export="best", validation={"score": "recall_at_1"})
-    write_json(copied / "decisive.json", begun.decisive())
-    for path in copied.glob("checkpoints/*/state.json"):
-        state, best = read_json(path), path.parent.name == "step-00000006"
-        write_json(path, state | {"config_hash": begun.hash(), "scores": {"recall_at_1": float(best), "mrr": 0.5}})
-    lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
-    older = [{name: value for name, value in line.items() if not name.startswith("distant")} for line in lines]
-    (copied / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
-    assert problems(with_original_score(config, copied)) == []
-    summary = train(config)
-    assert not ray.is_initialized()
-    assert summary["exported_step"] == 6
-    assert "distant_mrr" not in summary["last_scores"]
-    assert any("keeping validation.score = recall_at_1" in line for line in log)
-    assert "score: recall_at_1" in (copied / "config.yaml").read_text()
-    assert [one["kept"] for one in map(asdict, rows(copied)) if one["step"] in (6, 8)] == [["last", "best"], ["last"]]
-    shown = "\n".join(describe(copied))
-    assert "held out after step 8: recall_at_1" in shown
-    assert "finished already" in "\n".join(log)
 
 
 def test_another_configuration_in_the_same_folder_is_refused(data, copied):

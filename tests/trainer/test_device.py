@@ -78,9 +78,3 @@ def test_a_damaged_record_is_named_with_its_remedy(tmp_path, content):
     assert 'write {"device": "cuda"}' in problem
     with pytest.raises(DamagedError):
         choose(tmp_path, TWO_GPUS)
-
-
-def test_the_settings_of_an_earlier_run_are_read():
-    assert ScalingConfig.model_validate({"report_minutes": None}) == ScalingConfig()
-    with pytest.raises(ValueError, match="report_minutes is gone"):
-        ScalingConfig.model_validate({"report_minutes": 5})

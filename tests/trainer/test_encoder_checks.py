@@ -182,15 +182,6 @@ def test_a_family_that_cannot_be_trained(data, tmp_path, family):
     assert "use" in problem
 
 
-def test_hashes_are_those_from_before(data, tmp_path):
-    """A setting that is off is no part of what decides a run."""
-    config = given(data, tmp_path, {"pretrained": "x"})
-    assert "new_mlm_head" not in json.dumps(config.decisive())
-    on = given(data, tmp_path, {"pretrained": "x", "new_mlm_head": True})
-    assert on.decisive()["encoder"]["new_mlm_head"] is True
-    assert on.hash() != config.hash()
-
-
 def test_an_untrained_head_is_not_exported(data, tmp_path, pretrained):
     """Else it would pass for a trained one with who starts from the export."""
     config = given(data, tmp_path, {"pretrained": str(pretrained(BertModel))}, objective={"terms": "contrastive"})

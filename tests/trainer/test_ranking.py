@@ -48,6 +48,18 @@ def test_a_run_ends_when_as_many_scores_as_its_patience_are_no_better_than_the_b
     assert found == [Request(0), Request(0), Request(0), Request.EARLY]
 
 
+def test_lines_and_checkpoints_without_a_score_do_not_count(tmp_path):
+    """Those that a fork with another `validation.score` takes over."""
+    writer = MetricsWriter(tmp_path, 0)
+    for step, scores in ((6, {"mrr": 0.9}), (8, {"mrr": 0.1, "distant_mrr": 0.2})):
+        writer.scores(step, scores)
+        checkpoint.save(tmp_path / "checkpoints", state_of(step, **scores), {"encoder.safetensors": {}})
+    writer.close()
+    assert (history(tmp_path, "distant_mrr", 8), history(tmp_path, "mrr", 8)) == ({8: 0.2}, {6: 0.9, 8: 0.1})
+    assert find_best(tmp_path / "checkpoints", "distant_mrr")[1].step == 8
+    assert find_best(tmp_path / "checkpoints", "mrr")[1].step == 6
+
+
 def write(run, step, value=0.0):
     state = state_of(step, mrr=1.0 / step)
     contents = {"encoder.safetensors": {"weight": torch.full((40,), value)}}
@@ -112,7 +124,8 @@ def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():
     saving = {"every_steps": 100}
     plain, patient = config_of(checkpoint=saving), config_of(checkpoint=saving, validation={"patience": 3})
     assert plain.hash() == patient.hash()
-    assert plain.decisive()["validation"] == {"every_steps": 0.05, "max_documents": 400, "score": "distant_recall_at_1"}
+    assert plain.decisive()["validation"]["score"] == "distant_recall_at_1"
+    assert "patience" not in plain.decisive()["validation"]
     assert plain.hash() != config_of(validation={"score": "followed"}).hash()
 
 

@@ -15,7 +15,6 @@ from pipeline.shards.manifest import Manifest
 from pipeline.shards.shards import ShardSet
 from trainer.data.plan import Plan
 from trainer.driver.checks import problems, refuse
-from trainer.driver.original_score import with_original_score
 from trainer.driver.summary import read_seconds
 from trainer.driver.validation_checks import validated_rows, validation_remarks
 from trainer.metrics.interval import steps_between
@@ -131,7 +130,7 @@ def plan_ahead(config: TrainConfig) -> TrainEstimate:
         NonFiniteLossError: the losses of the first steps are not finite.
     """
     run = run_folder(config.run, config.cache)
-    config = with_geometry(with_original_score(config, run), run)
+    config = with_geometry(config, run)
     refuse(problems(config))
     shards = {name: ShardSet(data_folder(one.data, config.cache), "train") for name, one in config.branches().items()}
     main = shards[""]

@@ -29,7 +29,6 @@ from trainer.driver.device import DEVICE, choose_device
 from trainer.driver.estimate import find_estimate
 from trainer.driver.exported import EXPORT, read_settings
 from trainer.driver.failure import FAILURES
-from trainer.driver.original_score import with_original_score
 from trainer.driver.progress import ProgressBar
 from trainer.driver.signals import Signals
 from trainer.driver.summary import SECONDS, SUMMARY, add_seconds, ended_early, first_and_last_scores, read_seconds
@@ -74,7 +73,7 @@ def run_training(
         if is_remote(config.run):  # the checks need the run's files on this host
             _lock_and_fetch(config, signals, stack)
         run = run_folder(config.run, config.cache)
-        config = _with_geometry(_keep_score(config), run)
+        config = _with_geometry(config, run)
         refuse([*problems(config), *ray_problems(config, run, wait_for_ray is not None)])
         marks["checks"] = time.time()
         if wait_for_ray:
@@ -85,17 +84,6 @@ def run_training(
         if not is_remote(config.run):
             _lock_and_fetch(config, signals, stack)
         return _train(config, run, signals, marks)
-
-
-def _keep_score(config: TrainConfig) -> TrainConfig:
-    """The configuration with the run's original score; logs a score that is no longer the default."""
-    kept = with_original_score(config, run_folder(config.run, config.cache))
-    if kept.validation.score != config.validation.score:
-        get_logger().info(
-            "%s: keeping validation.score = %s, with which the run started; the default of new runs is %s",
-            *(config.run, kept.validation.score, config.validation.score),
-        )
-    return kept
 
 
 def _with_geometry(config: TrainConfig, run: Path) -> TrainConfig:

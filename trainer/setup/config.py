@@ -17,7 +17,6 @@ from trainer.objectives.config import RunContext
 from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
 from trainer.objectives.span_settings import SpanConfig
 from trainer.setup.branches import BranchConfig
-from trainer.setup.older_runs import as_in_older_runs
 from trainer.setup.scaling import ScalingConfig
 from trainer.step.settings import OptimConfig
 
@@ -87,12 +86,10 @@ class TrainConfig(Strict):
 
     @model_validator(mode="after")
     def _complete_score(self) -> "TrainConfig":
-        """Sets the objective's default score, which does not count as a setting given by the user."""
+        """Sets the objective's default score."""
         if not self.validation.score:
             default = STSB if self.validation.stsb else (*self.objective.scores, FOLLOWED)[0]
-            completed = self.validation.model_copy(update={"score": default})
-            completed.model_fields_set.discard("score")
-            self.__dict__["validation"] = completed
+            self.__dict__["validation"] = self.validation.model_copy(update={"score": default})
         return self
 
     @model_validator(mode="after")
@@ -217,9 +214,6 @@ class TrainConfig(Strict):
         found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
         for branch in found["also"].values():
             del branch["data"]
-        as_in_older_runs(found)
-        if not self.also:
-            del found["also"], found["turns"]
         return found
 
     def hash(self) -> str:

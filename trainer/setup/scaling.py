@@ -1,7 +1,7 @@
 """Settings of workers, devices and failures. Few imports, so that Ray can start before the rest is loaded."""
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -56,16 +56,6 @@ class ScalingConfig(Strict):
     notice drains the node, so that the workers save and the group starts on other nodes. null: it is not asked."""
     storage_threads: int = Field(default=2, ge=1)
     """CPUs for the tasks that read shards, in a session on this machine."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former(cls, values: Any) -> Any:
-        """Leaves out `report_minutes: null`, which the `config.yaml` of earlier runs has."""
-        if not isinstance(values, dict) or "report_minutes" not in values:
-            return values
-        if values["report_minutes"] is not None:
-            raise ValueError("report_minutes is gone: every checkpoint is reported to Ray Train; delete the key")
-        return {name: value for name, value in values.items() if name != "report_minutes"}
 
     @property
     def num_cpus(self) -> int:

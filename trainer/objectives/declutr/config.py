@@ -101,14 +101,6 @@ class DeclutrConfig(ObjectiveConfig):
     """Divide the gradient of the contrastive loss by this number, as the released configs do by the number of GPUs (4
     in the paper); the loss that is logged is not divided. null: off."""
 
-    @field_validator("released_rank_scaling", mode="before")
-    @classmethod
-    def _number_of_gpus(cls, value: Any) -> Any:
-        """Reads false, which older runs have, as null; true depended on the number of workers."""
-        if value is True:
-            raise ValueError("released_rank_scaling = true: give the number to divide by, such as 4 (the paper's GPUs)")
-        return None if value is False else value
-
     @model_validator(mode="after")
     def _queue_needs_ntxent(self) -> "DeclutrConfig":
         if self.queue_size and self.loss.kind != "ntxent":
