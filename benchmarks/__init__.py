@@ -1,1 +1,1 @@
-"""Measurements that anyone can rerun: no corpus, no download, no Ray."""
+"""Measurements that anyone can rerun; a folder has those of one question."""

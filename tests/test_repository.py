@@ -69,6 +69,23 @@ def test_documents_name_paths_that_exist(path):
     assert not missing
 
 
+def test_documents_name_benchmarks_that_exist():
+    """Commands that run, and the file of every published figure; no file of a figure that is published nowhere."""
+    folder = ROOT / "benchmarks"
+    text = "\n".join(path.read_text() for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", folder / "README.md"])
+    commands = set(re.findall(r"python -m (benchmarks(?:\.\w+)*)", text))
+    paths = {name: name.replace(".", "/") for name in commands}
+    lacking = [
+        name
+        for name, path in paths.items()
+        if not any((ROOT / f"{path}{end}").is_file() for end in (".py", "/__main__.py"))
+    ]
+    assert len(commands) > 10
+    assert lacking == []
+    named = set(re.findall(r"[\w-]+_epyc-[\w-]+\.json", text))
+    assert named == {path.name for path in (folder / "results").iterdir()}
+
+
 def test_documents_name_make_targets_that_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in DOCUMENTS:

@@ -13,7 +13,15 @@ import ray
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, documents, embed, feed, gpu, memory, packed, prepare, saving, scale, sharding, step, wide
+from benchmarks import memory
+from benchmarks.evaluate import embed
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.prepare import __main__ as prepare
+from benchmarks.scale import __main__ as scale
+from benchmarks.scale import shards
+from benchmarks.step import __main__ as step
+from benchmarks.step import batch, feed, sharding
+from benchmarks.workload import packed, texts
 from pipeline.shards.schema import shard_schema
 from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, window_starts
@@ -86,26 +94,6 @@ def test_embed(tmp_path):
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
 
 
-@pytest.mark.dist
-def test_saving(tmp_path):
-    short = ["--documents", "2", "--every-seconds", "0.05", "--stretches", "2", "--folder", str(tmp_path)]
-    found = figures(saving.main, tmp_path, *TINY, *short)
-    low, high = found["overhead_range"]
-    assert low <= found["overhead"] <= high
-    assert len(found["step_seconds"]["with"]) == len(found["step_seconds"]["without"]) == 2
-    assert len(found["noise_each"]) == len(found["between_each"]) == len(found["copy_seconds"]) == 2
-    assert 0 < min(found["copy_seconds"]) < min(found["written_seconds"])
-    assert found["checkpoint_mib"] > 0.1
-    assert found["agree_share"] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
-
-
-def test_what_a_checkpoint_costs_is_what_its_steps_took_beyond_the_later_ones():
-    stretch = saving.Stretch(copy_seconds=0.5, written_seconds=2.0, step_seconds=[1.25, 1.25, 1.0, 1.0, 1.0, 1.0])
-    assert stretch.lost_share(stretch.written_seconds) == pytest.approx(1.0 / 6.0)
-    assert saving.Stretch(0.0, 0.0, [1.0, 1.0, 1.0]).lost_share(1.5) == 0
-
-
 def test_feed(tmp_path):
     found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
     assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
@@ -140,20 +128,20 @@ def test_the_order_of_a_billion_runs_backwards():
 
 
 def test_a_wide_folder_is_what_prepare_would_leave(tmp_path):
-    wide.make(tmp_path / "wide", 3, 20)
-    shards = ShardSet(tmp_path / "wide", "train")
-    assert shards.num_documents == 60
+    shards.make_shards(tmp_path / "wide", 3, 20)
+    found = ShardSet(tmp_path / "wide", "train")
+    assert found.num_documents == 60
     assert all("ledger" in problem for problem in check_shards(tmp_path / "wide"))
-    assert shards.take(np.array([59, 0])).column("offset").to_pylist() == [19, 0]
+    assert found.take(np.array([59, 0])).column("offset").to_pylist() == [19, 0]
 
 
 def test_needs_neither_ray_nor_data(tmp_path):
     """A whole run in an empty folder, without Ray and sentence-transformers."""
     code = (
         "import sys; sys.modules['ray'] = sys.modules['sentence_transformers'] = None\n"
-        "import benchmarks.batch, benchmarks.feed, benchmarks.saving, benchmarks.step\n"
+        "import benchmarks.step.__main__ as step, benchmarks.step.batch, benchmarks.step.feed\n"
         "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
-        f"benchmarks.step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
+        f"step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
     )
     child = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True
@@ -167,11 +155,11 @@ def test_needs_neither_ray_nor_data(tmp_path):
 
 def test_documents_are_shards_rows():
     spans = SpanConfig(min_tokens=8, max_tokens=64)
-    table = documents.documents(3, 5, spans, 1000, seed=1)
+    table = texts.documents(3, 5, spans, 1000, seed=1)
     assert table.schema.equals(
         shard_schema(1000, Geometry(num_anchors=2, max_tokens=64), "made up"), check_metadata=True
     )
-    assert table.slice(2, 2).equals(documents.documents(5, 2, spans, 1000, seed=1))
+    assert table.slice(2, 2).equals(texts.documents(5, 2, spans, 1000, seed=1))
     lengths = table.column("num_tokens").to_pylist()
     assert min(lengths) >= spans.min_document_tokens
     for row in table.to_pylist():
@@ -180,7 +168,7 @@ def test_documents_are_shards_rows():
         assert min(row["tokens"]) >= 4
         assert max(row["tokens"]) < 999
     assert len(set(table.column("id").to_pylist())) == 5
-    assert not documents.documents(3, 5, spans, 1000, seed=2).equals(table)
+    assert not texts.documents(3, 5, spans, 1000, seed=2).equals(table)
 
 
 def test_flops_of_a_forward_counted_by_torch():
@@ -247,7 +235,7 @@ def test_prepare(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
-    with pytest.raises(SystemExit, match=r"no GPU: torch .* benchmarks\.budget"):
+    with pytest.raises(SystemExit, match=r"no GPU: torch .* benchmarks\.gpu\.budget"):
         gpu.main([])
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])

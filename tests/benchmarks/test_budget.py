@@ -1,4 +1,4 @@
-"""A step on a GPU does not become heavier: RoBERTa-base, 16 documents, bfloat16, by `benchmarks.budget`."""
+"""A step on a GPU does not become heavier: RoBERTa-base, 16 documents, bfloat16, by `benchmarks.gpu.budget`."""
 
 import json
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from benchmarks import budget
-from benchmarks.traffic import counting
+from benchmarks.gpu import budget
+from benchmarks.gpu.budget import counting
 
-MOST_GIGABYTES = 90
+MOST_GIGABYTES = 135  # without compilation, which merges operations
+MOST_OPERATIONS = 1900
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,8 @@ def found(tmp_path_factory):
 
 def test_a_step_stays_within_its_budget(found):
     assert found["gigabytes"] <= MOST_GIGABYTES
-    assert (found["syncs"], found["graphs"], found["breaks"]) == (0, 1, 0)
-    assert found["operations"] < found["eager"]["operations"]
-    assert found["eager"]["syncs"] == 0
+    assert found["operations"] <= MOST_OPERATIONS
+    assert found["syncs"] == 0
 
 
 def test_a_wait_is_counted():

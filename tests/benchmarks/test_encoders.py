@@ -1,11 +1,12 @@
-"""`python -m benchmarks.encoders`: what it makes of scores, and that a cut-off call goes on. Training is not run."""
+"""`benchmarks.quality.encoders`: what it makes of scores, and that a cut-off call goes on. Training is not run."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import encoders, evaluate
+from benchmarks.evaluate import __main__ as evaluate
+from benchmarks.quality import encoders
 from common.storage import read_json
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,12 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from sentevalsets import write_sets
 from threads import one_thread
 
-from benchmarks import evaluate
-from benchmarks.kept_fits import KeptFits
+from benchmarks.evaluate import __main__ as evaluate
 
 CHECKOUT = os.environ.get("SENTEVAL")
 __all__ = ["one_thread"]
@@ -32,7 +30,7 @@ def figures(tmp_path, *arguments):
 def test_against_the_plain_writing(tmp_path):
     kept = ["--hashed-size", "16", "--keep", str(tmp_path / "kept")]
     found = figures(tmp_path, *kept)
-    assert found["official"] == "benchmarks.released_senteval"
+    assert found["official"] == "benchmarks.evaluate.released"
     names = {"MR", "SST2", "TREC", "MRPC", "SICKEntailment", "SICKRelatedness", "STSBenchmark", "STS12", "Tense"}
     rows = {(row["task"], row["encoder"]): row for row in found["tasks"]}
     assert rows.keys() == {(name, encoder) for name in names for encoder in ("transformer", "hashed-words")}
@@ -45,34 +43,6 @@ def test_against_the_plain_writing(tmp_path):
     assert len({row["ours"]["score"] for row in rows.values()}) > 9  # not all at chance
     one = figures(tmp_path, *kept, "--encoders", "hashed-words")["tasks"]
     assert one == [row for row in found["tasks"] if row["encoder"] == "hashed-words"]  # with its seconds: not again
-
-
-def test_a_kept_fit_is_not_made_again(tmp_path):
-    class Fit:
-        made = 0
-
-        def __init__(self):
-            torch.manual_seed(1111)
-            self.model = torch.nn.Linear(3, 2)
-
-        def fit(self, accuracy, more):
-            Fit.made += 1
-            torch.nn.init.constant_(self.model.weight, accuracy)
-            return accuracy + more
-
-    def two(fits):
-        with fits.around(Fit):
-            first, second = Fit(), Fit()
-            answers = [first.fit(0.1, more=0.2), second.fit(0.5, more=0.0)]
-        return answers, [first.model.weight[0, 0].item(), second.model.weight[0, 0].item()], first.model.bias.tolist()
-
-    made = two(KeptFits(tmp_path))
-    taken = KeptFits(tmp_path)
-    assert two(taken) == made
-    assert Fit.made == 2
-    assert taken.elapsed[0] > 0
-    Fit().fit(0.0, more=0.0)
-    assert Fit.made == 3  # as it was, outside
 
 
 def test_without_data_there_is_no_figure(tmp_path):

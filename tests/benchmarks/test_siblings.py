@@ -1,4 +1,4 @@
-"""`python -m benchmarks.siblings`: a whole call on a tiny corpus, its second call, its inputs and its tables."""
+"""`benchmarks.quality.siblings`: a whole call on a tiny corpus, its second call, its inputs and its tables."""
 
 import json
 import random
@@ -7,7 +7,7 @@ import pytest
 from folders import encoder_folder
 from transformers import AutoModel, BertConfig, BertModel
 
-from benchmarks import sibling_inputs, sibling_runs, sibling_table, siblings
+from benchmarks.quality import sibling_inputs, sibling_runs, siblings
 from pipeline.config import PipelineConfig
 from pipeline.tokenizer.tokenization import train_tokenizer
 from trainer.setup.config import TrainConfig
@@ -143,7 +143,7 @@ def test_table():
     scores = [run("simcse-unsup", 0, 40.0), run("simcse-unsup", 1, 50.0), run("simcse-sup", 0, 44.0)]
     scores += [run("simcse-sup", 1, 52.0)]
     start = {"name": "own", "scores": dict.fromkeys(siblings._SCORES, 1.0)}
-    lines = list(sibling_table.table({"steps": 7, "runs": scores, "start": start}))
+    lines = list(siblings.table({"steps": 7, "runs": scores, "start": start}))
     assert lines[2] == "| start: own | 1.0 | 100.0 | 1.000 | 1.000 |"
     assert lines[3] == "| simcse-unsup | 45.0 ± 7.1 | 50.0 ± 0.0 | 1.000 ± 0.000 | -2.000 ± 0.000 |"
     assert lines[-1] == "| simcse-sup over simcse-unsup | +3.0 ± 1.4 | +0.0 ± 0.0 |"

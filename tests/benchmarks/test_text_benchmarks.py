@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import batch, feed, models, released_texts, step, texts
+from benchmarks.step import __main__ as step
+from benchmarks.step import batch, feed, padded_texts
+from benchmarks.workload import models, packed, texts
 from pipeline.shards.content import NO_LABEL
 from trainer.objectives.span_settings import SpanConfig
 from trainer.objectives.texts import Texts
@@ -20,7 +22,7 @@ def figures(main, tmp_path, *arguments):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("objective", texts.OBJECTIVES)
+@pytest.mark.parametrize("objective", packed.OBJECTIVES)
 def test_step(tmp_path, objective):
     """Loss and gradient equal those of the released layout in float64, with sentences that differ between views."""
     short = ("--documents", "5", "--steps", "2", "--warm-up", "0", "--projector", "24", "16")
@@ -80,13 +82,13 @@ def test_rows_have_the_lengths_of_real_texts(pairs, labels):
 
 
 def test_released_views_drop_with_their_own_rates():
-    dropout = released_texts.AlternatingDropout((0.1, 0.6))
+    dropout = padded_texts.AlternatingDropout((0.1, 0.6))
     torch.manual_seed(0)
     dropped = dropout(torch.ones(2, 100_000)) == 0
     assert dropped.double().mean(dim=1).tolist() == pytest.approx([0.1, 0.6], abs=0.01)
     model = models.padded_model("tiny", 0.0, 0, 0.0)
     ids = torch.randint(4, 900, (1, 9)).expand(4, -1)
-    released_texts.alternate_dropout(model, (0.0, 0.0), (0.0, 0.5))
+    padded_texts.alternate_dropout(model, (0.0, 0.0), (0.0, 0.5))
     hidden = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
     torch.testing.assert_close(hidden[0], hidden[2])
     assert not torch.allclose(hidden[1], hidden[3])
@@ -95,16 +97,16 @@ def test_released_views_drop_with_their_own_rates():
 
 @pytest.mark.parametrize(("objective", "of_a_row"), [("simcse", 1), ("scd", 1), ("scl", 4)])
 def test_rows_fit_the_objective(objective, of_a_row):
-    workload = texts.TextWorkload("tiny", SpanConfig(), 0, objective=texts.OBJECTIVES[objective])
+    workload = packed.TextWorkload("tiny", SpanConfig(), 0, objective=packed.OBJECTIVES[objective])
     assert [len(labels) for labels in workload.rows(0, 2).column("labels").to_pylist()] == [of_a_row] * 2
 
 
 def test_a_premise_of_three_pairs_is_padded_three_times():
-    workload = texts.TextWorkload("tiny", SpanConfig(), 0, objective=texts.OBJECTIVES["scl"])
-    packed = workload.batch(0, 4)
-    padded = released_texts.pad_texts(packed, 1, torch.device("cpu"))
+    workload = packed.TextWorkload("tiny", SpanConfig(), 0, objective=packed.OBJECTIVES["scl"])
+    batch_ = workload.batch(0, 4)
+    padded = padded_texts.pad_texts(batch_, 1, torch.device("cpu"))
     premises, hypotheses = padded.groups
-    assert len(premises[0]) == len(hypotheses[0]) == packed.num_rows == 12
-    lengths = packed.spans.lengths.view(4, 4)
+    assert len(premises[0]) == len(hypotheses[0]) == batch_.num_rows == 12
+    lengths = batch_.spans.lengths.view(4, 4)
     assert padded.num_tokens == 3 * int(lengths[:, 0].sum()) + int(lengths[:, 1:].sum())
     assert premises[0].shape[1] == int(lengths[:, 0].max())

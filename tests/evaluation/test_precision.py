@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.embed import documentation, paragraphs_of, sentences_of, write_encoder
+from benchmarks.evaluate.embed import documentation, paragraphs_of, sentences_of, write_encoder
 from evaluation.encoders.linear import pack_linears
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.protocol import vectors_fingerprint

@@ -13,7 +13,7 @@ import tinyruns as runs
 import yaml
 from safetensors.numpy import load_file
 
-from benchmarks.lab import Lab, missing
+from benchmarks.prepare.lab import Lab, missing
 
 ADDRESSES = {"head": "10.77.0.1", "worker1": "10.77.0.2", "worker2": "10.77.0.3", "laptop": "10.77.0.9"}
 STEPS, KILLED_AT = 60, 25

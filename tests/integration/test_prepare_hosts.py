@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import prepare_hosts
-from benchmarks.lab import missing
+from benchmarks.prepare import hosts
+from benchmarks.prepare.lab import missing
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -12,10 +12,8 @@ def test_three_hosts_without_a_shared_folder_and_the_loss_of_one(tmp_path):
     """`measure` compares every output with that of one machine, byte for byte."""
     if reason := missing():
         pytest.skip(reason)
-    given = prepare_hosts.options().parse_args(
-        ["--hosts", "--documents", "600", "--unit-mib", "0.2", "--kills", "3", "--near"]
-    )
-    killed = prepare_hosts.measure(given, tmp_path)["kills"]
+    given = hosts.options().parse_args(["--hosts", "--documents", "600", "--unit-mib", "0.2", "--kills", "3", "--near"])
+    killed = hosts.measure(given, tmp_path)["kills"]
     assert killed["host"] == 1
     assert killed["task"] + killed["command"] == 3
     assert killed["bytes_equal"]

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from shardfolders import GEOMETRY, LENGTHS, tokens_of, write
 
-from benchmarks.wide import TOKENIZER
+from benchmarks.scale.shards import TOKENIZER
 from pipeline.readers.corpus import document_id
 from pipeline.shards.ledger import LedgerFile
 from pipeline.shards.manifest import Counts, Shard, Sidecar, build_manifest, data_hash, sum_counts

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from benchmarks.wide import TOKENIZER
+from benchmarks.scale.shards import TOKENIZER
 from pipeline.readers.corpus import document_id
 from pipeline.shards.ledger import Entry, LedgerWriter
 from pipeline.shards.manifest import Counts, Sidecar, build_manifest

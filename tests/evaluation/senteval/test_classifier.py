@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import released_senteval as plain
+from benchmarks.evaluate import released as plain
 from evaluation.senteval.classifier.classifier import examples, fit_many
 from evaluation.senteval.classifier.features import table
 from evaluation.senteval.classifier.folds import TrainingSet

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import released_senteval as plain
+from benchmarks.evaluate import released as plain
 from evaluation.senteval.classifier import protocols
 from evaluation.senteval.classifier.classifier import examples
 from evaluation.senteval.classifier.features import pair_table, table

@@ -5,7 +5,7 @@ import pytest
 from sentevaldata import write_retrieval
 from sentevalsets import write_sets
 
-from benchmarks.official_senteval import Plain
+from benchmarks.evaluate.official import Plain
 from evaluation.encoders.words import HashedWords
 from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.loading import load

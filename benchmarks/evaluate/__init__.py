@@ -1,0 +1,1 @@
+"""Speed and equality of embedding and of SentEval."""

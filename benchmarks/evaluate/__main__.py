@@ -1,0 +1,221 @@
+"""Speed of SentEval against the official procedure, and equality of the scores.
+
+Task by task on the same embeddings, one thread per process, the two sides in turns; the first side changes from task to
+task. The time covers everything after the embeddings: features, folds, classifiers, correlations. The encoders are a
+transformer with random weights from a fixed seed and a bag of hashed words. Neither needs a download, and both are the
+same everywhere.
+
+    python -m benchmarks.evaluate --json OUT                          # against a plain version of the procedure
+    python -m benchmarks.evaluate --json OUT --senteval CHECKOUT      # against facebookresearch/SentEval itself
+
+On complete data the official preset takes long: MR alone is 410 fits of seconds each. With `--keep FOLDER` the same
+command resumes with the task that was interrupted, and processes with different `--encoders` share their measurements.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import record
+from benchmarks.evaluate.embed import SIZES, write_encoder
+from benchmarks.evaluate.official import Checkout, Plain
+from common.storage import folder_aside, hash_json, read_json, write_json
+from evaluation.encoders.loading import load_encoder
+from evaluation.encoders.protocol import SentenceEncoder
+from evaluation.encoders.words import HashedWords
+from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.data.findings import Inspection
+from evaluation.senteval.data.taskdata import sentence_rows, sentences
+from evaluation.senteval.data.tasks import find
+from evaluation.senteval.runner.plan import choose_tasks
+from evaluation.senteval.runner.vectors import embed_all, texts_hash
+from evaluation.senteval.scores.averages import headline
+from evaluation.senteval.scores.scoring import Embeddings, cost, score
+
+_SIBLING = Path(__file__).resolve().parents[3] / "shared" / "data" / "senteval"
+_HUNDREDTHS = ("acc", "devacc", "f1")  # already in percent; correlations are not
+_SHORT = {"num_folds": 2, "max_epoch": 2, "epoch_size": 1, "tenacity": 0}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and write."""
+    given = _options().parse_args(arguments)
+    data = given.data or (given.senteval / "data" if given.senteval else _SIBLING)
+    config = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
+    if given.short:
+        config = config.model_copy(update=_SHORT)
+    torch.set_num_threads(1)
+    facts = record.facts("evaluate", given.commit)
+    official: Checkout | Plain = Checkout(given.senteval, data) if given.senteval else Plain()
+    inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data, config)
+    if not inspections:
+        raise SystemExit(f"{data}: no data for any task of {given.tasks}; give their folder with --data FOLDER")
+    quick = choose_tasks(given.quick.split(",")) if given.quick else ()
+    rows = sentence_rows(found.data for found in inspections if found.data)
+    figures: dict[str, Any] = {
+        "official": official.name,
+        "preset": "short" if given.short else given.preset,
+        "data": {found.task.name: found.standing for found in inspections},
+        "left_out": left_out,
+    }
+    measured: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = given.keep or Path(name)
+        for encoder in _encoders(given, folder, list(rows)):
+            embeddings = embed_all(encoder, list(rows), folder / "embeddings", record.progress).take(
+                np.arange(len(rows))
+            )
+            for inspection in inspections:
+                task, turn = inspection.task.name, len(measured) % 2
+                chosen = ClassifierConfig.prototyping() if task in quick else config
+                made_of = [encoder.fingerprint, task, chosen.model_dump(mode="json"), official.name]
+                identity = f"{task}-{hash_json([*made_of, texts_hash(list(rows))])[:16]}"
+                path = folder / f"{identity}.json"
+                if not path.is_file():
+                    found = _task(inspection, encoder.name, rows, embeddings, chosen, official, turn)
+                    preset = "prototyping" if task in quick else figures["preset"]
+                    write_json(path, {**found, "preset": preset, "commit": facts["commit"]})
+                measured.append(read_json(path))
+    record.progress("\n".join(table(measured)))
+    record.publish({**figures, **_totals(measured), "tasks": measured, **facts}, given.json)
+
+
+def _options() -> argparse.ArgumentParser:
+    options = record.parser("evaluate", __doc__)
+    options.add_argument("--senteval", type=Path, metavar="DIR", help="checkout of facebookresearch/SentEval")
+    options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
+    options.add_argument("--tasks", default="all", help="names and sets, separated by commas")
+    options.add_argument("--preset", choices=("official", "prototyping"), default="official")
+    options.add_argument("--quick", metavar="TASKS", help="tasks for the prototyping preset, on both sides")
+    options.add_argument("--encoders", default="transformer,hashed-words", help="one or both, separated by a comma")
+    options.add_argument("--model", choices=SIZES, default="small", help="size of the transformer")
+    options.add_argument("--hashed-size", type=int, default=300, help="numbers in an embedding of hashed words")
+    options.add_argument("--vocab-size", type=int, default=16_000)
+    options.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="stores measurements and reuses those of earlier calls"
+    )
+    options.add_argument("--short", action="store_true", help="a few passes and two folds: a test, not a result")
+    return options
+
+
+def _at_hand(names: Sequence[str], data: Path, config: ClassifierConfig) -> tuple[list[Inspection], dict[str, str]]:
+    """Tasks that both sides can score, shortest first, and the reasons for leaving out the others."""
+    found, left_out = [], {}
+    for name in names:
+        task = find(name)
+        inspection = inspect(task, data, allow_unchecked=True)
+        if task.procedure == "retrieval":
+            left_out[name] = "the released code reads pickles, which are never opened here"
+        elif not inspection.usable:
+            left_out[name] = inspection.reason.replace(str(data), "DATA")
+        else:
+            found.append(inspection)
+    return sorted(found, key=lambda one: cost(one.data, "procedure", config) if one.data else 0), left_out
+
+
+def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list[SentenceEncoder]:
+    made: list[SentenceEncoder] = []
+    for kind in given.encoders.split(","):
+        if kind == "hashed-words":
+            made.append(HashedWords(given.hashed_size, given.seed))
+        elif kind == "transformer":
+            made_of = [given.model, given.vocab_size, given.seed, texts_hash(texts)]
+            model = folder / f"encoder-{hash_json(made_of)[:16]}"
+            if not model.is_dir():
+                with folder_aside(model) as aside:
+                    some = texts[:: max(1, len(texts) // 50_000)]
+                    write_encoder(aside, given.model, some, given.vocab_size, given.seed)
+            made.append(load_encoder(str(model), device="cpu"))
+        else:
+            raise SystemExit(f"--encoders {kind}: must be transformer or hashed-words")
+    return made
+
+
+def _task(
+    inspection: Inspection,
+    encoder: str,
+    rows: dict[str, int],
+    embeddings: Embeddings,
+    config: ClassifierConfig,
+    official: Checkout | Plain,
+    turn: int,
+) -> dict[str, Any]:
+    """Measure both sides of one task: scores, seconds, ratio, differences in points."""
+    data, task = inspection.data, inspection.task
+    if data is None:
+        raise ValueError(f"{task.name}: no data")
+    load = round(os.getloadavg()[0], 2)
+    seconds: dict[str, list[float]] = {}  # wall and processor
+    scores: dict[str, dict[str, float]] = {}
+    for side in ("ours", "official") if turn else ("official", "ours"):
+        if side == "ours":
+            own = embeddings[[rows[text] for text in sentences(data)]]
+            begun = record.now()
+            scores[side] = dict(score(data, "procedure", own, config).scores)
+            elapsed = record.now() - begun
+        else:
+            scores[side], elapsed = official.score(data, rows, embeddings, config)
+        seconds[side] = elapsed.tolist()
+        record.progress(f"{encoder} {task.name} {side} {elapsed[0]:.1f} s {headline(task.name, scores[side]):.2f}")
+    compared = sorted(scores["ours"].keys() & scores["official"].keys() - {"mse"})
+    points = {name: 1.0 if name in _HUNDREDTHS else 100.0 for name in compared}
+    apart = {name: abs(scores["ours"][name] - scores["official"][name]) * points[name] for name in compared}
+    return {
+        "task": task.name,
+        "encoder": "hashed-words" if encoder.startswith("hashed-words") else "transformer",
+        "rows": data.num_rows,
+        "load_average": load,
+        "ratio": round(seconds["official"][1] / max(seconds["ours"][1], 1e-9), 3),
+        "ratio_wall": round(seconds["official"][0] / max(seconds["ours"][0], 1e-9), 3),
+        "score_diff": round(abs(headline(task.name, scores["ours"]) - headline(task.name, scores["official"])), 6),
+        "largest_diff": round(max(apart.values()), 6),
+        **{
+            side: {
+                "score": round(headline(task.name, scores[side]), 4),
+                "seconds": round(seconds[side][0], 3),
+                "cpu_seconds": round(seconds[side][1], 3),
+                "scores": {name: round(scores[side][name], 6) for name in compared},
+            }
+            for side in ("ours", "official")
+        },
+    }
+
+
+def table(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Markdown table: a row per task with official score, ours and the difference in points, for each encoder."""
+    by_name = {(row["task"], row["encoder"]): row for row in measured}
+    tasks, encoders = ({row[kind]: None for row in measured} for kind in ("task", "encoder"))
+    yield f"| task | rows | {' | '.join(f'{encoder}: official | ours | apart' for encoder in encoders)} |"
+    yield "| --- | " + " | ".join(["---:"] * (1 + 3 * len(encoders))) + " |"
+    for task in tasks:
+        found = [by_name[task, encoder] for encoder in encoders]
+        cells = [
+            f"{row['official']['score']:.2f} | {row['ours']['score']:.2f} | {row['score_diff']:.2f}" for row in found
+        ]
+        quick = " (prototyping)" if found[0]["preset"] == "prototyping" else ""
+        yield f"| {find(task).label}{quick} | {found[0]['rows']:,} | {' | '.join(cells)} |"
+
+
+def _totals(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def total(side: str, kind: str) -> float:
+        return sum(float(row[side][kind]) for row in measured)
+
+    return {
+        "ratio": round(total("official", "cpu_seconds") / max(total("ours", "cpu_seconds"), 1e-9), 3),
+        "ratio_wall": round(total("official", "seconds") / max(total("ours", "seconds"), 1e-9), 3),
+        "max_abs_score_diff": max(row["score_diff"] for row in measured),
+        "max_abs_diff_of_any_score": max(row["largest_diff"] for row in measured),
+        "seconds": {side: round(total(side, "seconds"), 2) for side in ("ours", "official")},
+        "cpu_seconds": {side: round(total(side, "cpu_seconds"), 2) for side in ("ours", "official")},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Time of `declutr embed`'s encoder against SentenceTransformer.encode, on the same weights and texts.
+
+    python -m benchmarks.evaluate.embed --json OUT [--model minilm] [--sentences FILE] [--rounds N]
+
+Two workloads, many short sentences and some long paragraphs, come from the documentation of the installed Python
+packages or from a file of sentences. Both sides tokenize, encode and give one float32 array on the same cores, in turns
+within one run. The weights are drawn from the seed, because the time of a forward does not depend on them.
+"""
+
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModel
+
+from benchmarks import record
+from common import seeding
+from common.storage import write_json
+from evaluation.encoders.loading import load_encoder
+from pipeline.job.units import plan_units, read_unit
+from pipeline.readers.corpus import Document
+from pipeline.readers.pydocs import PythonDocs
+from pipeline.tokenizer.tokenization import train_tokenizer
+from trainer.driver.export import sentence_transformers_files
+
+_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "small": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 1024},
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "distilroberta": {"hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 3072},
+}
+_SENTENCE = re.compile(r"[A-Z][^.!?\n]{20,300}[.!?]")
+_WHITESPACE = re.compile(r"\s+")
+_PARAGRAPH_CHARACTERS = 2400
+_MAX_TOKENS = 512
+
+
+def documentation() -> Iterator[str]:
+    """Texts of the documentation installed here, as in the demo's corpus."""
+    corpus = PythonDocs(kind="python_docs")
+    for unit in plan_units(corpus, 1)[0]:
+        yield from (record.text for record in read_unit(unit, corpus) if isinstance(record, Document))
+
+
+def sentences_of(texts: Iterator[str], count: int) -> list[str]:
+    """The first different sentences of 20 to 300 characters."""
+    found: dict[str, None] = {}
+    for text in texts:
+        for match in _SENTENCE.finditer(text):
+            found[_WHITESPACE.sub(" ", match[0])] = None
+            if len(found) == count:
+                return list(found)
+    return list(found)
+
+
+def paragraphs_of(sentences: list[str], count: int) -> list[str]:
+    """Consecutive sentences joined to about 2,400 characters, repeated from the beginning if they run out."""
+    made: list[str] = []
+    place = 0
+    while len(made) < count:
+        parts: list[str] = []
+        while sum(map(len, parts)) < _PARAGRAPH_CHARACTERS:
+            parts.append(sentences[place % len(sentences)])
+            place += 1
+        made.append(" ".join(parts))
+    return made
+
+
+def write_encoder(folder: Path, size: str, texts: list[str], vocab_size: int, seed: int) -> None:
+    """Write a folder for both libraries: RoBERTa of that size, with a tokenizer trained on the texts."""
+    tokenizer = train_tokenizer(texts, vocab_size)
+    ids = {name: getattr(tokenizer, name) for name in _IDS}
+    shape = {"max_position_embeddings": _MAX_TOKENS + 2, "type_vocab_size": 1, **SIZES[size]}
+    config = AutoConfig.for_model("roberta", vocab_size=len(tokenizer), **ids, **shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeding.torch_seed(seed, "weights"))
+        AutoModel.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name, value in sentence_transformers_files(int(shape["hidden_size"]), _MAX_TOKENS, "mean").items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_json(folder / name, value)
+
+
+def compare(
+    sides: dict[str, Callable[[list[str]], NDArray[np.float32]]], texts: list[str], rounds: int
+) -> dict[str, Any]:
+    """Seconds of each side, measured in turns after a warm-up on some texts, and the distance of their vectors."""
+    for encode in sides.values():
+        encode(texts[:: max(1, len(texts) // 64)])
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
+    vectors: dict[str, NDArray[np.float32]] = {}
+    for number in range(rounds):
+        # the first side changes, so that neither always runs on a machine warmed by the other
+        for name in sorted(sides, reverse=bool(number % 2)):
+            begun = record.now()
+            vectors[name] = sides[name](texts)
+            taken, cpu_taken = (record.now() - begun).tolist()
+            seconds[name].append(round(taken, 4))
+            cpu_seconds[name].append(round(cpu_taken, 4))
+            record.progress(f"round {number} {name} {len(texts)} texts {seconds[name][-1]:.2f} s")
+    return {
+        "texts": len(texts),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "ratio_cpu_median": round(
+            statistics.median(cpu_seconds["sentence_transformers"]) / statistics.median(cpu_seconds["ours"]), 4
+        ),
+        **record.ratios(seconds["sentence_transformers"], seconds["ours"]),
+        "texts_per_second": round(len(texts) / statistics.median(seconds["ours"]), 1),
+        "max_abs_diff": float(np.abs(vectors["ours"] - vectors["sentence_transformers"]).max()),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and write."""
+    options = record.parser("evaluate.embed", __doc__)
+    options.add_argument("--model", choices=SIZES, default="minilm", help="size of the encoder")
+    options.add_argument("--sentences", type=Path, help="file with one sentence per line; default: documentation")
+    options.add_argument("--num-sentences", type=int, default=20_000)
+    options.add_argument("--num-paragraphs", type=int, default=2_000)
+    options.add_argument("--vocab-size", type=int, default=16_000)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    given = options.parse_args(arguments)
+    from sentence_transformers import SentenceTransformer
+
+    facts = record.facts("evaluate.embed", given.commit)
+    if given.sentences:
+        lines = given.sentences.read_text(encoding="utf-8").splitlines()
+        sentences = list(dict.fromkeys(line.strip() for line in lines if line.strip()))[: given.num_sentences]
+    else:
+        sentences = sentences_of(documentation(), given.num_sentences)
+    workloads = {"sentences": sentences, "paragraphs": paragraphs_of(sentences, given.num_paragraphs)}
+    with tempfile.TemporaryDirectory() as name:
+        write_encoder(Path(name), given.model, sentences, given.vocab_size, given.seed)
+        theirs = SentenceTransformer(name, device=given.device)
+        ours = load_encoder(name, device=given.device)
+        sides: dict[str, Callable[[list[str]], NDArray[np.float32]]] = {
+            "sentence_transformers": lambda texts: np.asarray(theirs.encode(texts, show_progress_bar=False)),
+            "ours": ours.encode,
+        }
+        measured = {kind: compare(sides, texts, given.rounds) for kind, texts in workloads.items() if texts}
+    ratios = {f"ratio_{kind}": found["ratio_median"] for kind, found in measured.items()}
+    figures = {
+        "model": given.model,
+        "device": given.device,
+        "ratio": min(ratios.values()),
+        **ratios,
+        "max_abs_diff": max(found["max_abs_diff"] for found in measured.values()),
+        **measured,
+        **facts,
+    }
+    record.publish(figures, given.json)
+
+
+if __name__ == "__main__":
+    main()

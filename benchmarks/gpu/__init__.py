@@ -1,0 +1,1 @@
+"""The trainer on a GPU: checks, measurements, and what can be counted without one."""

@@ -1,0 +1,189 @@
+"""Checks and measures the trainer on this machine's GPU; the first thing to run on one.
+
+    make gpu
+    python -m benchmarks.gpu --json OUT [--model roberta-base] [--documents 16] [--only step]
+
+1. `kernel`, `dropping`: embeddings and gradients of the attention kernel against those of groups, in bfloat16; the
+   second with dropped attention weights.
+2. `compiled`: the same for the compiled encoder against the one that is not, with dropout: equal masks on both sides.
+3. `syncs`: steps in which any wait for the GPU is an error.
+4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
+5. `step`, `batch`, `sharding`, `embed`: the benchmarks of these names, each with a file of figures next to OUT.
+
+The command ends with 1 if a check fails; the figures are written in any case.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import record
+from benchmarks.workload import models, packed
+from trainer.model.encoder import Encoder
+from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
+from trainer.model.language_model import drops_attention
+
+_DEVICE = torch.device("cuda")
+# bfloat16 has 8 bits: rounding in another order moves an embedding by up to a few parts in a hundred of the largest.
+_TOLERANCE = 0.05
+_WARM_UP, _TIMED, _PROFILED = 5, 20, 3
+_CHECKS = ("kernel", "dropping", "compiled", "syncs", "time")
+_BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options
+    "step": ("step", "--device", "cuda", "--model", "roberta-base", "--documents", "16", "--compile"),
+    "batch": ("step.batch", "--device", "cuda"),
+    "sharding": ("step.sharding",),
+    "embed": ("evaluate.embed",),
+}
+
+
+def kernel_against_groups(workload: packed.Workload, documents: int) -> dict[str, Any]:
+    """Compare the kernel with groups."""
+    encoder = _encoder(workload, compiled=False)
+    drops = drops_attention(encoder.model.config)
+    found = encoder.kernels(_DEVICE, drops)
+    if found is None or (drops and found.attend_dropping is None):
+        return {"passed": False, "why": "the kernel does not run on this GPU; the log has the reason"}
+    with_kernel = _values(encoder, workload, documents)
+    encoder._kernels[_DEVICE, drops] = None
+    return _compared(with_kernel, _values(encoder, workload, documents))
+
+
+def compiled_against_eager(workload: packed.Workload, documents: int) -> dict[str, Any]:
+    """Compare the compiled encoder with the one that is not."""
+    eager, compiled = (_values(_encoder(workload, compiled=one), workload, documents) for one in (False, True))
+    return _compared(compiled, eager)
+
+
+def without_syncs(workload: packed.Workload, documents: int) -> dict[str, Any]:
+    """Take steps in which a wait for the GPU is an error."""
+    stepper = workload.stepper(_encoder(workload, compiled=True), late=True)
+    batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + 2)]
+    for step, batch in enumerate(batches[:_WARM_UP], start=1):
+        stepper.begin(batch, step).read()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = [stepper.begin(batch, _WARM_UP + 1) for batch in batches[_WARM_UP:]]
+    except RuntimeError as error:
+        return {"passed": False, "why": str(error)}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {"passed": True, "loss": pending[-1].read().loss}
+
+
+def timed(workload: packed.Workload, documents: int, folder: Path) -> dict[str, Any]:
+    """Time steps, and write a table and a trace of their kernels."""
+    stepper = workload.stepper(_encoder(workload, compiled=True), late=True)
+    batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + _TIMED)]
+    for step, batch in enumerate(batches[:_WARM_UP], start=1):
+        stepper.begin(batch, step).read()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for step, batch in enumerate(batches[_WARM_UP:], start=_WARM_UP + 1):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        stepper.begin(batch, step)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    with torch.profiler.profile() as profile:
+        for batch in batches[-_PROFILED:]:
+            stepper.begin(batch, 1)
+        torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30)
+    (folder / "kernels.txt").write_text(table, encoding="utf-8")
+    timed_batches = [batch.tokens for batch in batches[_WARM_UP:]]
+    model = stepper.encoder.model
+    flops = sum(step_flops(model, linear_weights(model), each.lengths, len(each.labels)) for each in timed_batches)
+    tokens, peak = sum(each.num_tokens for each in timed_batches), peak_flops(gpu_name(_DEVICE), half=True)
+    return {
+        "passed": True,
+        "seconds": round(statistics.median(seconds), 5),
+        "tokens_per_second": round(tokens / sum(seconds), 1),
+        "mfu": None if peak is None else round(flops / sum(seconds) / peak, 4),
+        "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+
+
+def _encoder(workload: packed.Workload, compiled: bool) -> Encoder:
+    size, dropout, seed = workload.size, workload.dropout, workload.seed
+    return models.encoder(size, dropout, seed, workload.attention_dropout, compiled=compiled).to(_DEVICE)
+
+
+def _values(encoder: Encoder, workload: packed.Workload, documents: int) -> list[torch.Tensor]:
+    """Embeddings of a batch, and the gradient of their sum with that of the MLM loss."""
+    batch = workload.batch(0, documents).tokens
+    encoder.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        embeddings, mlm = encoder(batch)
+    (embeddings.square().sum() + mlm).backward()
+    gradients = [parameter.grad.float() for parameter in encoder.parameters() if parameter.grad is not None]
+    return [embeddings.detach(), torch.cat([each.flatten() for each in gradients])]
+
+
+def _compared(found: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, Any]:
+    names = ("embeddings", "gradients")
+    pairs = zip(names, found, expected, strict=True)
+    differences = {name: float((one - other).norm() / other.norm()) for name, one, other in pairs}
+    return {"passed": max(differences.values()) <= _TOLERANCE, **differences}
+
+
+def _benchmark(name: str, folder: Path) -> dict[str, Any]:
+    """Run another benchmark in a process; its figures are in the folder."""
+    module, *options = _BENCHMARKS[name]
+    command = [sys.executable, "-m", f"benchmarks.{module}", *options, "--json", str(folder / f"{name}.json")]
+    done = subprocess.run(command, check=False)
+    return {"passed": done.returncode == 0, "exit": done.returncode}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Check, measure, print and write."""
+    options = record.parser("gpu", __doc__)
+    options.add_argument("--model", choices=models.SIZES, default="roberta-base")
+    options.add_argument("--documents", type=int, default=16)
+    options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512])
+    options.add_argument("--only", nargs="+", choices=[*_CHECKS, *_BENCHMARKS], help="parts to run; default: all")
+    given = options.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.exit(
+            f"no GPU: torch {torch.__version__} finds no CUDA device. Run this on a machine with an NVIDIA GPU, and "
+            "install a build of torch for CUDA: make setup TORCH=torch. Without a GPU, "
+            "`python -m benchmarks.gpu.budget` counts what a step asks of one"
+        )
+    folder = given.json.with_suffix("") if given.json else Path("runs/gpu")
+    parts = {name: part for name, part in _parts(given, folder).items() if not given.only or name in given.only}
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        record.progress(f"{name} ...")
+        found[name] = part()
+        record.progress(f"{name}: {found[name]}")
+    mfu = found.get("time", {}).get("mfu")
+    figures = {"benchmark": "gpu", "model": given.model, "documents": given.documents, "mfu": mfu, **found}
+    record.publish({**figures, **record.facts("gpu", given.commit)}, given.json)
+    if failed := [name for name, part in found.items() if not part["passed"]]:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    dropping = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.0)
+    plain = packed.Workload.of(given, "cuda", "bf16", dropout=0.0)
+    dropping_weights = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.1)
+    return {
+        "kernel": lambda: kernel_against_groups(plain, given.documents),
+        "dropping": lambda: kernel_against_groups(dropping_weights, given.documents),
+        "compiled": lambda: compiled_against_eager(dropping, given.documents),
+        "syncs": lambda: without_syncs(dropping, given.documents),
+        "time": lambda: timed(dropping, given.documents, folder),
+        **{name: lambda name=name: _benchmark(name, folder) for name in _BENCHMARKS},  # type: ignore[misc]
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Throughput of preparation, on one host and on several."""

@@ -1,0 +1,1 @@
+"""Effect of training on the quality of embeddings."""

@@ -1,0 +1,1 @@
+"""Needs of runs that are too large for this machine."""
