@@ -36,9 +36,8 @@ class ScoreLine(Strict):
     """Mean over the tasks on dev data in percent, higher is better; None if a task could not be scored."""
     tasks: Mapping[str, float]
     """Percent by task, on dev data."""
-    test: Mapping[str, float] | None = None
-    """Percent by task on test data, which decides nothing; None in lines of older versions, whose `score` is of test
-    data and does not count."""
+    test: Mapping[str, float]
+    """Percent by task on test data, which decides nothing."""
     warnings: tuple[str, ...] = ()
     """Notes shown with the score: a collapsed encoder, non-standard data."""
     seconds: float = 0.0
@@ -81,12 +80,12 @@ def comparable(lines: Sequence[ScoreLine]) -> dict[tuple[int, str], float]:
     """The scores that may be compared, by step and checkpoint, in the order in which they were written.
 
     These are the scores with the newest line's choice; a change of tasks or settings starts a new comparison. A
-    checkpoint with a task that could not be scored is left out, and so are scores on test data (see `ScoreLine.test`).
+    checkpoint with a task that could not be scored is left out.
     """
     return {
         (line.step, line.checkpoint): line.score
         for line in lines
-        if line.choice == lines[-1].choice and line.score is not None and line.test is not None
+        if line.choice == lines[-1].choice and line.score is not None
     }
 
 

@@ -40,10 +40,6 @@ def test_scores_of_the_newest_choice_are_comparable():
     assert comparable([]) == {}
 
 
-def test_scores_on_test_data_of_an_older_version_do_not_count():
-    assert comparable([line(2, test=None), line(4)]) == {(4, "c4"): 54.0}
-
-
 def test_a_name_that_is_not_known_is_no_setting():
     with pytest.raises(ValueError, match="extra"):
         line(1, mean=3)
@@ -54,7 +50,7 @@ from common.scores import ScoreLine, append_score
 def prepare(here): pass
 def act(here):
     for step in (1, 2):
-        append_score(here, ScoreLine(step=step, checkpoint="c", choice="x", score=1.0, tasks={}))
+        append_score(here, ScoreLine(step=step, checkpoint="c", choice="x", score=1.0, tasks={}, test={}))
 """
 
 

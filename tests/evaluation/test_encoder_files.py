@@ -176,7 +176,7 @@ def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):
     step = checkpoint_path(run / "checkpoints", 8)
     step.mkdir(parents=True)
     (step / ENCODER).write_bytes(b"")
-    state = state_of(8).model_copy(update={"files": {ENCODER: "0" * 64}})
+    state = state_of(8).model_copy(update={"files": {ENCODER: "0" * 64}, "sizes": {ENCODER: 0}})
     write_json(step / "state.json", state.model_dump(mode="json"))
     config = runs.train_config(tmp_path / "data of another machine", run)
     write_config(run / "config.yaml", **config.model_dump(mode="json"))

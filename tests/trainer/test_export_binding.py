@@ -1,6 +1,5 @@
 """An export is of the very checkpoint it is reported for, and whole; otherwise it is made again."""
 
-import json
 import shutil
 
 import pytest
@@ -66,16 +65,3 @@ def test_the_export_of_another_checkpoint_with_the_same_step_gives_way(made, run
     assert new["model.safetensors"] != old["model.safetensors"]
     assert any("was made from another checkpoint" in line for line in log)
     assert (run / "export.kept-1" / "notes.txt").is_file() == others
-
-
-def test_an_export_of_an_older_version_is_made_again_once(made, run, log):
-    settings = json.loads((run / "export" / SETTINGS).read_text())
-    whole = contents(run / "export")
-    old = {key: settings[key] for key in ("step", "pooling", "config")}
-    (run / "export" / SETTINGS).write_text(json.dumps(old))
-    export(made[0], run)
-    assert contents(run / "export") == whole
-    assert any("a checkpoint that is not named in it" in line for line in log)
-    log.clear()
-    export(made[0], run)
-    assert log == []

@@ -96,7 +96,6 @@ def test_without_rows_the_reason_is_said(told, changes, sentence):
     assert verdict(told, **changes) == {"sentence": sentence}
 
 
-def test_rows_come_back_from_a_checkpoint_and_states_without_them_look_as_before():
+def test_rows_come_back_from_a_checkpoint():
     pairs = state([[0.1, 5.0]], [[0.25, 5.0]])
     assert RunState.model_validate(pairs.model_dump(mode="json"), strict=True) == pairs
-    assert "reported" not in state_of(8).model_dump(mode="json")

@@ -95,7 +95,7 @@ def read_state(path: Path, verify: bool = True) -> RunState:
             size = status.st_size
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: {name} is a pipe or a device, not a file")
-            if size != state.sizes.get(name, size):
+            if size != state.sizes[name]:
                 raise CheckpointError(f"{path}: {name} is truncated or altered ({size} bytes, not {state.sizes[name]})")
             if verify and not has_checksum(path / name, expected):
                 raise CheckpointError(f"{path}: {name} is truncated or altered (checksum differs)")
@@ -116,14 +116,16 @@ def _check_state(path: Path, state: RunState) -> None:
     """Compares a state with its folder.
 
     Raises:
-        CheckpointError: it names a different step, or lacks the checksum of a file.
+        CheckpointError: it names a different step, or lacks the checksum or the size of a file.
     """
     match = _NAME.fullmatch(path.name)
     if match and state.step != int(match[1]):
         raise CheckpointError(f"{path}: {STATE} is damaged (it names step {state.step})")
-    unknown = {file.name for file in path.glob("*.safetensors")} - set(state.files)
-    if unknown or not state.files:
-        raise CheckpointError(f"{path}: {STATE} is damaged (no checksum of {', '.join(sorted(unknown)) or 'any file'})")
+    listed = state.files.keys() & state.sizes.keys()
+    unknown = {file.name for file in path.glob("*.safetensors")} - listed
+    if unknown or state.files.keys() != listed or not listed:
+        of = ", ".join(sorted(unknown | (state.files.keys() - listed))) or "any file"
+        raise CheckpointError(f"{path}: {STATE} is damaged (no checksum or size of {of})")
 
 
 def steps_in(folder: Path) -> list[int]:

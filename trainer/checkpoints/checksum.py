@@ -10,11 +10,10 @@ XXH3 = "xxh3:"
 
 
 def has_checksum(path: Path, checksum: str) -> bool:
-    """Compares a file with its checksum. One without a prefix is SHA-256, from older checkpoints.
+    """Compares a file with its checksum.
 
     Raises:
         OSError: the storage failed.
     """
-    kind = xxhash.xxh3_128 if checksum.startswith(XXH3) else hashlib.sha256
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, kind).hexdigest() == checksum.removeprefix(XXH3)
+        return XXH3 + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() == checksum

@@ -43,11 +43,11 @@ class RunState(Strict):
     """Hash of all settings that decide the result."""
     data_hash: str
     """Hash of the shards' manifest."""
-    branch_hashes: dict[str, str] = Field(default_factory=dict, exclude_if=lambda hashes: not hashes)
-    """The same of each branch, if the run has additional ones; runs of earlier versions lack it."""
+    branch_hashes: dict[str, str] = Field(default_factory=dict)
+    """The same of each branch; empty if the run has no additional ones."""
     scores: dict[str, float]
     """Held-out scores of these weights; empty when they were not validated."""
-    reported: Reported | None = Field(default=None, exclude_if=lambda reported: reported is None)
+    reported: Reported | None = None
     """What the held-out rows that choose nothing say; None in runs without scores of rows."""
     files: dict[str, str]
     """Checksum of each other file of the checkpoint (trainer/checkpoints/tensorfile.py)."""
@@ -57,8 +57,8 @@ class RunState(Strict):
     """Number of steps so far that were skipped because their loss was not finite (`on_bad_loss`)."""
     skipped_in_a_row: int = Field(default=0, ge=0)
     """Number of skipped steps directly before and at `step`."""
-    branches_skipped: dict[str, tuple[int, int]] = Field(default_factory=dict, exclude_if=lambda counts: not counts)
-    """The same two numbers of each additional branch with its own update; left out of the file if empty."""
+    branches_skipped: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    """The same two numbers of each additional branch with its own update, if it skipped steps."""
 
     @property
     def identity(self) -> str:

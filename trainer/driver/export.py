@@ -90,8 +90,7 @@ def _is_of(target: Path, state: RunState) -> bool:
         _keep(target, ", ".join(told))
         return False
     if settings.checkpoint != _identity(state):
-        source = "another checkpoint" if settings.checkpoint else "a checkpoint that is not named in it"
-        get_logger().info("%s was made from %s: exporting again", target, source)
+        get_logger().info("%s was made from another checkpoint: exporting again", target)
         return False
     return True
 

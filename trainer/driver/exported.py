@@ -18,11 +18,11 @@ class ExportSettings(msgspec.Struct, frozen=True):
     step: int
     """Step of the exported checkpoint."""
     pooling: str
-    verdict: dict[str, Any] = {}
-    """Comparison with the start of the run (trainer/driver/verdict.py); empty in exports of older versions."""
-    checkpoint: str = ""
-    """Hash of that checkpoint's state, which has the checksums of its files; empty in exports of older versions."""
-    files: dict[str, str] = {}
+    verdict: dict[str, Any]
+    """Comparison with the start of the run (trainer/driver/verdict.py)."""
+    checkpoint: str
+    """Hash of that checkpoint's state, which has the checksums of its files."""
+    files: dict[str, str]
     """SHA-256 of every other file of the folder."""
 
 
@@ -33,7 +33,8 @@ def read_settings(folder: Path) -> ExportSettings:
         DamagedError: the file is damaged.
         OSError: the file is missing or cannot be read.
     """
+    settings = read_record(folder / SETTINGS, ExportSettings)
     raw = read_record(folder / SETTINGS, dict[str, Any])
-    if raw.pop("hash", hash_json(raw)) != hash_json(raw):
+    if raw.pop("hash", None) != hash_json(raw):
         raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
-    return read_record(folder / SETTINGS, ExportSettings)
+    return settings
