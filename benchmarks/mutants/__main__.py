@@ -25,7 +25,10 @@ from benchmarks.mutants.mutant import Mutant, read_mutants
 from common.storage import write_json
 
 _ROOT = Path(__file__).resolve().parents[2]
-_COPIED = ("common", "pipeline", "trainer", "evaluation", "doctor", "inspection", "cli", "benchmarks", "tests")
+_COPIED = (
+    *("common", "pipeline", "trainer", "evaluation", "adaptation", "doctor", "inspection", "cli"),
+    *("benchmarks", "tests"),
+)
 _LIBRARIES = ("pytest", "torch", "transformers", "pyarrow.parquet", "pydantic", "ray.data", "ray.train")
 _FAST = "not ray and not dist and not slow and not gpu and not cluster"
 _OPTIONS = (
