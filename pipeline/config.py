@@ -151,17 +151,10 @@ def _media_problems(config: PipelineConfig) -> list[str]:
 def identity(config: PipelineConfig) -> dict[str, Any]:
     """The settings that decide the content of the shards, as JSON. Those without effect on its kind are left out."""
     found = config.model_dump(mode="json", exclude=_NO_INFLUENCE)
-    if not found["corpus"].get("exclude"):  # so that outputs of earlier versions continue
-        found["corpus"].pop("exclude", None)
-    without: tuple[str, ...] = ("geometry", "short_documents")
-    if config.content.kind == "documents":
-        without = ("content",)
-    elif config.content.kind in MEDIA_KINDS:
-        without += ("tokenizer", "choosing")
-    for name in without:
-        del found[name]
-    if config.content.kind in MEDIA_KINDS and found["content"]["max_labels"] is None:  # older outputs keep their hash
-        del found["content"]["max_labels"]
+    if config.content.kind != "documents":
+        del found["geometry"], found["short_documents"]
+    if config.content.kind in MEDIA_KINDS:
+        del found["tokenizer"], found["choosing"]
     return found
 
 

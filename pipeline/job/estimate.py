@@ -25,7 +25,7 @@ from pipeline.job.unit_writer import Tally
 from pipeline.job.units import Unit, read_unit
 from pipeline.job.worker import judged_records
 from pipeline.readers.corpus import MIB, ReadFailure
-from pipeline.shards.content import MEDIA_KINDS, ContentKind, bytes_noun, noun_of, size_noun
+from pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
 from pipeline.shards.manifest import SPLITS, Manifest
 from pipeline.shards.media import Clip, Image, Media
 from pipeline.shards.schema import UINT16_VOCABULARY
@@ -66,22 +66,21 @@ class Estimate(Strict):
     """CPUs for which `seconds` holds: session.num_cpus, or all CPUs of this machine."""
     plan_hash: str = ""
     """Hash of its plan (pipeline/job/output.py)."""
-
-    seconds: float | None = None
-    """Duration on `num_cpus` CPUs, without Ray's start; None in an estimate of an earlier version."""
+    seconds: float
+    """Duration on `num_cpus` CPUs, without Ray's start."""
     deviations: dict[str, float] = Field(default_factory=dict)
     """Standard deviations of the estimates, by name."""
     not_kept: dict[str, int] = Field(default_factory=dict)
     """Documents of the sample that are not kept, by reason, the most frequent first."""
     hint: str | None = None
     """Setting that would keep more of them."""
-    kind: ContentKind = Field(default="documents", exclude_if=lambda kind: kind not in MEDIA_KINDS)
-    """Kind of the rows; in the file only if they are images or audio."""
+    kind: ContentKind = "documents"
+    """Kind of the rows."""
 
     def lines(self) -> list[str]:
         """The estimate as text."""
-        seconds = self._seconds
-        long = f"{seconds / 60:,.1f} minutes" if seconds >= _LEAST_SECONDS else f"{math.ceil(seconds)} seconds"
+        minutes = f"{self.seconds / 60:,.1f} minutes"
+        long = minutes if self.seconds >= _LEAST_SECONDS else f"{math.ceil(self.seconds)} seconds"
         kept = f"of which {self.kept:,} kept{self._range('kept')} ({self.kept / max(1, self.documents):.0%})"
         return [
             f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
@@ -117,7 +116,7 @@ class Estimate(Strict):
             ("shard bytes", self.shard_bytes, sum(shard.num_bytes for shard in manifest.shards)),
         ]
         return found + (
-            [] if seconds is None or seconds < _LEAST_SECONDS else [("seconds", round(self._seconds), round(seconds))]
+            [] if seconds is None or seconds < _LEAST_SECONDS else [("seconds", round(self.seconds), round(seconds))]
         )
 
     def score(self, manifest: Manifest, seconds: float | None = None) -> str:
@@ -127,10 +126,6 @@ class Estimate(Strict):
             for name, expected, came in self.against(manifest, seconds)
         ]
         return "estimated before: " + ", ".join(told)
-
-    @property
-    def _seconds(self) -> float:
-        return self.cpu_seconds / self.num_cpus if self.seconds is None else self.seconds
 
     @property
     def _reasons(self) -> str:

@@ -93,8 +93,8 @@ def lines_hint(
 ) -> str | None:
     """A hint if most documents are empty or short and each line of a text file is a document; else None."""
     num_short = dropped.get(EMPTY, 0) + dropped.get(TOO_SHORT, 0)
-    chosen = config.get("corpus", {}).get("format")
-    if "content" in config or 2 * num_short <= read or chosen not in ("auto", "text"):
+    chosen = config["corpus"].get("format")
+    if config["content"]["kind"] != "documents" or 2 * num_short <= read or chosen not in ("auto", "text"):
         return None
     if chosen == "auto" and not any(SUFFIXES.get(bare_suffix(source or "")) == "text" for source in sources):
         return None

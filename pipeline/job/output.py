@@ -36,9 +36,9 @@ class PreparePlan(Strict):
     """Hash of other files that influence the choice, by setting."""
     sources: dict[str, str]
     """First source of each unit, by unit name, for messages on changed inputs."""
-    stamps: dict[str, Stamp] = Field(default_factory=dict)
-    """State of each unit's inputs, by unit name; empty if an earlier version wrote the plan."""
-    skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
+    stamps: dict[str, Stamp]
+    """State of each unit's inputs, by unit name."""
+    skipped: dict[str, Skip] = Field(default_factory=dict)
     """Skipped files, by kind; without influence on whether a folder can be continued."""
 
 

@@ -11,7 +11,7 @@ from common.stores.address import is_remote
 from common.stores.copies import PLAN
 from pipeline.config import PipelineConfig
 from pipeline.job.output import PreparePlan
-from pipeline.job.unit_writer import load_sidecar, sidecar_path
+from pipeline.job.unit_writer import load_sidecar
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
 from pipeline.readers.stamp import Stamp, digest_parts
@@ -32,14 +32,13 @@ def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit]
         units: marked units.
         verify: also read every byte of files whose time is the same.
     """
-    finished = (folder / MANIFEST).exists()
-    if finished and config.corpus.kind == "python_docs":  # see output_problems: installed packages may change
+    if config.corpus.kind == "python_docs" and (folder / MANIFEST).exists():  # packages may change: output_problems
         return []
     try:
         plan = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return []
-    judge = _Judge(folder, plan, finished, verify)
+    judge = _Judge(folder, plan, verify)
     with ThreadPoolExecutor(_THREADS) as pool:
         changed = [unit for unit, same in zip(units, pool.map(judge.is_same, units), strict=True) if not same]
     if changed:
@@ -55,9 +54,8 @@ def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit]
 class _Judge:
     """Compares the inputs of units with their recorded stamps."""
 
-    def __init__(self, folder: Path, plan: PreparePlan, finished: bool, verify: bool) -> None:
-        self._folder, self._plan, self._finished, self._verify = folder, plan, finished, verify
-        self._unnoted: list[str] = []
+    def __init__(self, folder: Path, plan: PreparePlan, verify: bool) -> None:
+        self._folder, self._plan, self._verify = folder, plan, verify
         self._touched: list[str] = []
         self._verified: list[str] = []
         self._remote: list[str] = []
@@ -67,9 +65,7 @@ class _Judge:
         now, noted = unit.stamp, self._noted(unit)
         if now is None:
             return True
-        if noted is None:
-            return self._is_older(unit)
-        if now.sample != noted.sample:
+        if noted is None or now.sample != noted.sample:
             return False
         if now.modified == noted.modified and not self._verify:
             return True
@@ -83,19 +79,9 @@ class _Judge:
 
     def _noted(self, unit: Unit) -> Stamp | None:
         for folder in (self._folder, self._folder / CANDIDATES):
-            if sidecar := load_sidecar(folder, unit.name):
+            if (sidecar := load_sidecar(folder, unit.name)) and sidecar.stamp:
                 return sidecar.stamp
         return self._plan.stamps.get(unit.name)
-
-    def _is_older(self, unit: Unit) -> bool:
-        """Returns True if the inputs are older than the unit's result; used if an earlier version recorded no stamp."""
-        paths = [sidecar_path(folder, unit.name) for folder in (self._folder / CANDIDATES, self._folder)]
-        made = [path.stat().st_mtime_ns for path in paths if path.exists()]
-        if not made:
-            return True
-        self._unnoted.append(unit.name)
-        local = [Path(part.path) for part in unit.parts if not is_remote(part.path)]
-        return self._finished or all(path.stat().st_mtime_ns <= min(made) for path in local if path.exists())
 
     def tell(self, num_units: int) -> None:
         """Logs which units were accepted as unchanged, and why."""
@@ -105,11 +91,3 @@ class _Judge:
             get_logger().info("%d of %d units: every byte is unchanged", len(self._verified), num_units)
         if self._verify and self._remote:
             get_logger().warning("%d units: compared only by size and tag of remote files", len(self._remote))
-        if self._unnoted:
-            get_logger().warning(
-                "%d of %d units were made by an earlier version, which recorded only names and sizes of inputs; "
-                "accepted%s",
-                len(self._unnoted),
-                num_units,
-                "" if self._finished else ", because no input is newer than them",
-            )

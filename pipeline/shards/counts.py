@@ -24,11 +24,10 @@ class Counts(Strict):
     """UTF-8 bytes of the readable documents, whitespace-normalised."""
     longest_tokens: int
     """Tokens of the longest document, kept or not."""
-    labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
-    """Kept hypotheses, images or clips by label; left out of the file if there are none."""
-    notes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda notes: not notes)
-    """Kept images or clips by what was changed, such as `first_frame` or `cut`; left out of the file if there are
-    none."""
+    labels: dict[str, int] = Field(default_factory=dict)
+    """Kept hypotheses, images or clips by label."""
+    notes: dict[str, int] = Field(default_factory=dict)
+    """Kept images or clips by what was changed, such as `first_frame` or `cut`."""
 
     def check(self, what: str) -> None:
         """Checks that the counts balance.

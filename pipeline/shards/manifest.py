@@ -69,8 +69,8 @@ class Sidecar(Strict):
     shards: list[Shard]
     ledger: LedgerFile
     stamp: Stamp | None = None
-    """State of the inputs when they were read; None if an earlier version did not record it."""
-    conflict: str | None = Field(default=None, exclude_if=lambda example: example is None)
+    """State of the inputs when they were read; None if the plan did not mark them."""
+    conflict: str | None = None
     """An example of a copy whose label differs from that of the kept row."""
 
 
@@ -95,14 +95,14 @@ class Manifest(Strict):
     """Resolved settings that decide the content of the shards."""
     config_hash: str
     versions: dict[str, str]
-    skipped: dict[str, Skip] = Field(default_factory=dict, exclude_if=lambda kinds: not kinds)
-    """Files that a search of folders skipped, by kind; left out of the file if there are none."""
-    labels: dict[str, int] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
-    """Kept hypotheses of pairs and triples, or images or clips, by label; left out of the file if there are none."""
-    notes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda notes: not notes)
-    """Kept images or clips by what was changed; left out of the file if there are none."""
-    conflict: str | None = Field(default=None, exclude_if=lambda example: example is None)
-    """An example of a copy whose label differs from that of the kept row; left out of the file if there is none."""
+    skipped: dict[str, Skip] = Field(default_factory=dict)
+    """Files that a search of folders skipped, by kind."""
+    labels: dict[str, int] = Field(default_factory=dict)
+    """Kept hypotheses of pairs and triples, or images or clips, by label."""
+    notes: dict[str, int] = Field(default_factory=dict)
+    """Kept images or clips by what was changed."""
+    conflict: str | None = None
+    """An example of a copy whose label differs from that of the kept row."""
 
     @property
     def text_tokenizer(self) -> TokenizerInfo:

@@ -8,7 +8,6 @@ import pytest
 from prepared import Row, write_prepared
 
 from pipeline.job import estimate as estimating
-from pipeline.job.estimate import Estimate
 from pipeline.job.progress import PROGRESS, seconds_spent
 from pipeline.job.strata import MAX_STRATA, bites, draw_strata
 from pipeline.job.units import plan_units, read_unit
@@ -153,9 +152,3 @@ def test_seconds_are_those_of_all_stages_and_runs(tmp_path):
     lines[3:3] = ['{"stage": "prepa', "[]", "7"]
     (tmp_path / PROGRESS).write_text("\n".join(lines))
     assert seconds_spent(tmp_path) == 5 + 3 + 6
-
-
-def test_an_estimate_of_an_earlier_version_is_read():
-    old = {"sampled_bytes": 1, "input_bytes": 1, "documents": 1, "kept": 1, "num_tokens": 9, "text_bytes": 9}
-    old |= {"shards": 2, "shard_bytes": 9, "cpu_seconds": 120.0, "num_cpus": 2}
-    assert any("1.0 minutes on 2 CPUs" in line for line in Estimate.model_validate(old).lines())

@@ -145,21 +145,6 @@ def test_the_command_says_so_before_any_work(begun, tmp_path, capsys):
     assert "restore the earlier files, name another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("finished", "touched", "accepted"), [(1, 1, 1), (0, 0, 1), (0, 1, 0)])
-def test_what_an_earlier_version_made_is_taken_where_nothing_speaks_against_it(begun, log, finished, touched, accepted):
-    path, config, folder = begun()
-    for noted in [folder / "plan.json", *(folder / "units").iterdir()]:
-        values = json.loads(noted.read_text())
-        del values["stamps" if noted.name == "plan.json" else "stamp"]
-        noted.write_text(json.dumps(values))
-    if finished:
-        (folder / MANIFEST).touch()
-    if touched:
-        path.touch()
-    assert (check(config, folder) == []) == bool(accepted)
-    assert any("made by an earlier version" in line for line in log) == bool(accepted)
-
-
 def test_a_file_that_changes_while_it_is_read_ends_the_unit(begun, output):
     path, config, folder = begun(num_finished=0)
     unit = look(config)[0]

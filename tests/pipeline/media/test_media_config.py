@@ -28,17 +28,6 @@ def test_no_tokenizer_is_needed_and_texts_still_need_one():
             PipelineConfig.model_validate(BASE | {"content": content})
 
 
-def test_outputs_of_before_keep_their_settings():
-    """`max_labels` decides the shards only if it is given."""
-    for content in ("images", "audio"):
-        plain, kept = (
-            identity(PipelineConfig.model_validate(BASE | {"content": {"kind": content, "max_labels": most}}))
-            for most in (None, 5)
-        )
-        assert "max_labels" not in plain["content"]
-        assert kept["content"]["max_labels"] == 5
-
-
 def test_a_missing_tokenizer_is_told_with_other_problems(tmp_path):
     (tmp_path / "c.yaml").write_text("prepare: {output: out, corpus: {kind: files, paths: [in]}, seed: -1}")
     with pytest.raises(ConfigError) as caught:

