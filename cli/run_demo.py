@@ -65,12 +65,11 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
 
 
 def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
-    """Format the scores as a text table; `rows` by encoder, then by column. `-`: an older run lacks the score."""
+    """Format the scores as a text table; `rows` by encoder, then by column."""
     widths = {name: max(len(name), 8) + 2 for name in COLUMNS}
     yield f"{'held-out documents':18s}" + "".join(f"{name:>{width}s}" for name, width in widths.items())
     for name, scores in rows.items():
-        cells = {column: f"{scores[column]:.3f}" if column in scores else "-" for column in COLUMNS}
-        yield f"{name:18s}" + "".join(f"{cells[column]:>{width}s}" for column, width in widths.items())
+        yield f"{name:18s}" + "".join(f"{scores[column]:>{width}.3f}" for column, width in widths.items())
 
 
 def neighbours(data: Path, model: Path) -> Iterator[str]:

@@ -65,7 +65,7 @@ class Follower:
     def identity(self) -> str:
         """Hash of tasks, data and settings."""
         files = {found.task.name: dict(found.data.files) for found in self.inspections if found.data}
-        return hash_json([self.choice.model_dump(mode="json"), files, "dev"])
+        return hash_json([self.choice.model_dump(mode="json"), files])
 
     def follow(self, wait_seconds: float = 10.0, once: bool = False) -> int:
         """Score checkpoints until the run is finished, or `once` those that exist; return the number of new scores."""

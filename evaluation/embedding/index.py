@@ -18,11 +18,11 @@ from pydantic import ValidationError
 
 from common.config import Strict, first_problem
 from common.console.bars import bar
-from common.storage import folder_aside, hash_file, write_json
+from common.storage import folder_aside, hash_file, hash_json, write_json
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
 from evaluation.embedding.output import read_note, unit_vectors, write_npy_header
-from evaluation.embedding.plan import jobs, plan
+from evaluation.embedding.plan import identify, plan
 from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, stored_vectors
 from evaluation.embedding.units import corpus_of, keyed, shaped
 from evaluation.encoders.choice import EncoderChoice
@@ -76,7 +76,7 @@ def build_index(
     note = read_note(embeddings)
     config = note.config.model_copy(update={"output": embeddings.absolute()})
     units = plan(config)
-    if note.job not in jobs(config, units, note.fingerprint):
+    if note.job != hash_json(identify(config, units, note.fingerprint)):
         raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))

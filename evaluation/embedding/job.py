@@ -15,7 +15,7 @@ from common.console.logs import get_logger
 from common.storage import hash_json, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.output import Note, assemble, note_path, read_note
-from evaluation.embedding.plan import identify, jobs, located, plan
+from evaluation.embedding.plan import identify, located, plan
 from evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished
 from evaluation.embedding.workers import embed_on_ray
 from evaluation.encoders.protocol import SentenceEncoder
@@ -42,7 +42,7 @@ def embed(config: EmbedConfig) -> Note:
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     identities = identify(config, units, encoder.fingerprint)
-    if done := _done(config.output, jobs(config, units, encoder.fingerprint)):
+    if done := _done(config.output, hash_json(identities)):
         get_logger().info("%s is already complete; nothing to embed", config.output)
         return done
     folder = config.output.absolute().with_name(f".{config.output.name}.parts")
@@ -93,15 +93,15 @@ def _embedded(
     return note
 
 
-def _done(output: Path, jobs: set[str]) -> Note | None:
+def _done(output: Path, job: str) -> Note | None:
     """Note of a finished output of this job, or None."""
     if not note_path(output).is_file():
         return None
     try:
         note = read_note(output)
-    except EmbedError:  # the note is of another version, or its output is missing
+    except EmbedError:  # the note is damaged, or its output is missing
         return None
-    return note if note.job in jobs else None
+    return note if note.job == job else None
 
 
 def _run(

@@ -1,7 +1,6 @@
 """Plan of an embedding job: its units of work, and identities by which finished work is recognised."""
 
 from pathlib import Path
-from typing import Any
 
 from common.console.logs import get_logger
 from common.paths import expand
@@ -13,8 +12,6 @@ from pipeline.readers.skipped import Skipped, describe_skipped
 
 _MIB = 2**20
 _MAX_UNITS = 4096
-VERSIONS = (2, 1)
-"""Versions of identities, current first. A note may have the older one, which identifies local files by time only."""
 
 
 def located(config: EmbedConfig) -> EmbedConfig:
@@ -58,23 +55,8 @@ def plan(config: EmbedConfig) -> list[Unit]:
     return mark_units(units)
 
 
-def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, version: int = VERSIONS[0]) -> list[str]:
+def identify(config: EmbedConfig, units: list[Unit], fingerprint: str) -> list[str]:
     """SHA-256 for each unit of its input, the encoder and the settings that decide its embeddings."""
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
-    if config.choice.precision != "auto":
-        settings["precision"] = config.choice.precision
-    settings |= {"version": version, "fingerprint": fingerprint, "suffix": config.output.suffix}
-    return [hash_json([settings, hash_unit(unit), _seen(unit, version)]) for unit in units]
-
-
-def jobs(config: EmbedConfig, units: list[Unit], fingerprint: str) -> set[str]:
-    """Values of `Note.job` for this job, in every version."""
-    return {hash_json(identify(config, units, fingerprint, version)) for version in VERSIONS}
-
-
-def _seen(unit: Unit, version: int) -> Any:
-    """Sizes, times, tags and samples of the unit's files; in version 1 the times alone."""
-    if version == 1:
-        paths = [Path(part.path) for part in unit.parts]
-        return [path.stat().st_mtime_ns for path in paths if path.is_file()]
-    return unit.stamp.model_dump() if unit.stamp else None
+    settings |= {"precision": config.choice.precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
+    return [hash_json([settings, hash_unit(unit), unit.stamp.model_dump() if unit.stamp else None]) for unit in units]

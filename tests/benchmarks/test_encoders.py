@@ -55,13 +55,6 @@ def test_held_out_scores_of_touching_and_of_distant_passages():
     assert distant.endswith("(`distant_recall_at_1`) | 2.0 ± 0.0 | 2.0 ± 0.7 | 7.5 ± 3.5 |")
 
 
-def test_a_run_of_an_older_version_is_named():
-    older = {"run": "runs/declutr-0", "steps": 1, "seconds": 1.0}
-    scores = {"first_scores": {"recall_at_1": 0.1}, "last_scores": {"recall_at_1": 0.2}}
-    with pytest.raises(SystemExit, match=r"runs/declutr-0: .* without \['distant_recall_at_1'\]; use another --work"):
-        encoders._of_run(older | scores)
-
-
 def test_a_mean_of_fewer_seeds_is_no_mean():
     with pytest.raises(ValueError, match="TREC: no score for declutr 1"):
         encoders.summarise(*scored(left_out=("declutr", 1)))

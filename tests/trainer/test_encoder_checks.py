@@ -146,7 +146,7 @@ def test_a_dense_layer_without_its_files_is_a_problem(data, tmp_path, pretrained
 
 
 def test_a_run_that_has_weights_of_its_own_goes_on(data, tmp_path, pretrained):
-    """Its checkpoints hold the head, whatever the encoder brought along: runs from before this was asked."""
+    """Its checkpoints hold the head, whatever the encoder brought along."""
     config = given(data, tmp_path, {"pretrained": str(pretrained(BertModel))})
     assert problems(config)
     (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
