@@ -7,8 +7,8 @@ the verdict say "better" of nothing, and how often does it find a planted gain?
 
 import argparse
 import gzip
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,15 @@ from adaptation.job import adapt
 from adaptation.result import Result, Row
 from adaptation.scores import DISTANT, HEADINGS, Values
 from adaptation.verdict import choose, judge
+from benchmarks.adapt_references import references
 from benchmarks.record import facts, parser, publish
 from common.bootstrap import Comparison
 from common.storage import read_json
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.transformer import TransformerEncoder
 
-SOURCES = {
-    **{name: (name, None) for name in ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")},
-    **{name: (name, None) for name in ("python-peps", "ethereum-eips")},
-    "scotus-2009-2011": ("scotus", ("2009", "2010", "2011")),
-}
-"""File of each source, and the years of its documents."""
+DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
+UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")
 _GAIN = 0.02
 """Planted gain in recall@1, of calibration."""
 
@@ -41,11 +38,12 @@ def main() -> None:
     options = parser("adapt", __doc__)
     options.add_argument("--start", type=Path, required=True, help="folder of an encoder of sentence-transformers")
     options.add_argument("--corpus", type=Path, required=True, help="folder with SOURCE.jsonl.gz")
-    options.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES)[4:])
+    options.add_argument("--sources", nargs="+", choices=(*DEVELOPED_ON, *UNTOUCHED), default=UNTOUCHED)
     options.add_argument("--stsb", type=Path, help="folder with STS-B's sts-test.csv")
     options.add_argument("--seeds", type=int, default=3, help="seeds of split and training")
     options.add_argument("--minutes", type=float, default=30, help="of each run")
     options.add_argument("--most-documents", type=int, nargs="+", help="also with only this many documents")
+    options.add_argument("--references", action="store_true", help="also train SimCSE, MLM and others, with seed 0")
     options.add_argument("--calibrate", type=int, metavar="N", help="repetitions of the calibration, on finished runs")
     options.add_argument("--work", type=Path, default=Path("runs/adapt-benchmark"))
     given = options.parse_args()
@@ -62,13 +60,11 @@ def main() -> None:
 
 def _corpus(given: argparse.Namespace, source: str, most: int | None) -> Path:
     """The documents of a source as a file."""
-    name, years = SOURCES[source]
     path: Path = given.work / f"{source}{'' if most is None else f'-{most}'}.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(given.corpus / f"{name}.jsonl.gz", "rt", encoding="utf-8") as stream:
-            lines = [line for line in stream if years is None or any(year in json.loads(line)["id"] for year in years)]
-        path.write_text("".join(lines[:most]), encoding="utf-8")
+        with gzip.open(given.corpus / f"{source}.jsonl.gz", "rt", encoding="utf-8") as stream:
+            path.write_text("".join(islice(stream, most)), encoding="utf-8")
     return path
 
 
@@ -79,26 +75,29 @@ def _runs(given: argparse.Namespace, source: str, most: int | None, seed: int) -
     stsb = None if given.stsb is None else str(given.stsb)
     config = AdaptConfig(encoder=str(given.start), corpus=[str(corpus)], stsb=stsb, minutes=given.minutes, seed=seed)
     result = adapt(config, output)
+    same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
     for row in result.rows[1:]:
-        yield {
-            "source": source,
+        chosen = row.name == result.chosen
+        yield same | {
             "recipe": row.name,
-            "seed": seed,
-            "chosen": row.name == result.chosen,
-            "verdict": result.verdict.outcome if row.name == result.chosen else None,
-            "documents": result.facts["documents"],
-            "steps": result.facts["steps"],
+            "chosen": chosen,
+            "verdict": result.verdict.outcome if chosen else None,
             "seconds": result.facts["seconds"],
-            "distant": _points(row.differences.get(DISTANT)),
-            "queries": _points(row.differences.get(HEADINGS)),
-            "stsb": _stsb(given, row, output, result, seed),
+            **_differences(row.differences, _stsb(given, row, output, result, seed)),
         }
+    if given.references and seed == 0 and most is None:
+        for name, found, lost in references(config, output, int(result.facts["steps"])):
+            yield same | {"recipe": name, "chosen": False, **_differences(found, lost)}
 
 
-def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, seed: int) -> dict[str, Any] | None:
+def _differences(found: Mapping[str, Comparison], stsb: Comparison | None) -> dict[str, Any]:
+    return {"distant": _points(found.get(DISTANT)), "queries": _points(found.get(HEADINGS)), "stsb": _points(stsb)}
+
+
+def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, seed: int) -> Comparison | None:
     """Difference of a candidate on STS-B's test set."""
     if row.name == result.chosen:
-        return _points(result.stsb)
+        return result.stsb
     if row.kind != "candidate" or given.stsb is None:
         return None
     from adaptation.candidates import Workshop
@@ -107,14 +106,15 @@ def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, see
     start, other = (load_encoder(str(each)) for each in (given.start, shop.place(row.name)))
     assert isinstance(start, TransformerEncoder)
     assert isinstance(other, TransformerEncoder)
-    return _points(compare_stsb(start, other, given.stsb, seed))
+    return compare_stsb(start, other, given.stsb, seed)
 
 
 def _points(one: Comparison | None) -> dict[str, Any] | None:
+    """A difference in points, with the ends of its interval and the number of rows."""
     if one is None:
         return None
-    low, high = one.interval or (None, None)
-    return {"value": one.difference, "low": low, "high": high, "rows": one.rows}
+    low, high = (None, None) if one.interval is None else (100 * end for end in one.interval)
+    return {"value": 100 * one.difference, "low": low, "high": high, "rows": one.rows}
 
 
 def _calibrations(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,100 @@
+"""Other trainings of the same encoder on the same documents, with which benchmarks/adapt.py compares the recipe."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaptation.config import PASSAGE_TOKENS, AdaptConfig, located, prepare_config, train_config
+from adaptation.documents import held_out_documents
+from adaptation.general import compare_stsb
+from adaptation.measures import make_passages
+from adaptation.passages import passages
+from adaptation.scores import TestSet, compared
+from common.bootstrap import Comparison
+from evaluation.encoders.loading import load_encoder
+from evaluation.encoders.transformer import TransformerEncoder
+from pipeline.config import PipelineConfig
+from pipeline.prepare import prepare
+from pipeline.shards.shards import ShardSet
+from trainer.model.language_model import vocabulary_of
+from trainer.setup.config import TrainConfig
+from trainer.train import train
+
+REFERENCES: dict[str, dict[str, Any]] = {
+    "two anchors, adjacent positives": {"spans.num_anchors": 2, "spans.strategy": "adjacent"},
+    "one anchor, adjacent positive": {"spans.strategy": "adjacent"},
+    "the last third of the layers": {"encoder.num_trainable_layers": 2},
+    "all layers": {"encoder.num_trainable_layers": None},
+    "MLM": {"objective.terms": "mlm", "encoder.num_trainable_layers": None},
+    "SimCSE": {"objective": {"kind": "simcse", "max_tokens": PASSAGE_TOKENS}, "encoder.dropout": 0.1},
+}
+"""What differs from the recipe's training, by name; the number of steps is the same."""
+_MOST_PASSAGES = 16
+
+
+def references(
+    config: AdaptConfig, output: Path, steps: int
+) -> Iterator[tuple[str, dict[str, Comparison], Comparison | None]]:
+    """Trains each reference; yields its name, its differences on test documents, and that on STS-B's test set.
+
+    Args:
+        config: of a finished adaptation.
+        output: its folder.
+        steps: of its training.
+    """
+    config, data = located(config), output / "data"
+    start = _load(config.encoder)
+    documents = held_out_documents(prepare_config(config, data), data, config.seed)["test"]
+    test = TestSet(make_passages(documents, start.tokenizer))
+    before = test.encoder(start)
+    layers = int(start.encoder.model.config.num_hidden_layers)
+    for name, changes in REFERENCES.items():
+        run = output / "references" / name.replace(",", "").replace(" ", "-")
+        shards = _sentences(config, data, start) if name == "SimCSE" else data
+        settings = train_config(config, shards, run, steps, layers, start.encoder.config.pooling)
+        train(TrainConfig.model_validate(_changed(settings.model_dump(exclude_unset=True), changes)))
+        after = _load(str(run / "export"))
+        stsb = compare_stsb(start, after, Path(config.stsb), config.seed) if config.stsb else None
+        yield name, compared(before, test.encoder(after), config.seed), stsb
+
+
+def _load(name: str) -> TransformerEncoder:
+    found = load_encoder(name)
+    assert isinstance(found, TransformerEncoder)
+    return found
+
+
+def _changed(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with these keys changed; SimCSE has no spans."""
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        place = settings
+        for section in sections:
+            place = place[section]
+        place[last] = value
+    if "objective" in changes:
+        del settings["spans"]
+    return settings
+
+
+def _sentences(config: AdaptConfig, data: Path, start: TransformerEncoder) -> Path:
+    """Shards of sentences: passages of the training documents."""
+    shards = ShardSet(data, "train")
+    rows = shards.take(np.arange(shards.num_documents))
+    ids, _ = passages(rows, _MOST_PASSAGES, PASSAGE_TOKENS, vocabulary_of(start.tokenizer))
+    texts = start.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    file = data.parent / "references" / "passages.txt"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(" ".join(text.split()) + "\n" for text in texts), encoding="utf-8")
+    made = {
+        "output": str(file.parent / "passages"),
+        "content": "sentences",
+        "corpus": {"kind": "files", "paths": [str(file)]},
+        "tokenizer": {"kind": "pretrained", "name": config.encoder},
+        "held_out_share": 0.0,
+        "seed": config.seed,
+    }
+    prepare(PipelineConfig.model_validate(made))
+    return file.parent / "passages"
