@@ -67,13 +67,12 @@ class Workshop:
     def make(self, name: str, start: TransformerEncoder, steps: int) -> Path:
         """Makes a candidate unless it exists; return its folder."""
         place = self.place(name)
+        if place.is_dir():
+            return place
         if name == TRAINED:
             layers = int(start.encoder.model.config.num_hidden_layers)
             pooling = start.encoder.config.pooling
-            run = self.folder / "run"
-            train(train_config(self.config, self.data, run, steps, layers, pooling, self.address))
-        elif place.is_dir():
-            return place
+            train(train_config(self.config, self.data, self.folder / "run", steps, layers, pooling, self.address))
         elif name == CLOSED:
             whiten(self._whitening(self.config.encoder), place, self.address)
         elif name == BOTH:

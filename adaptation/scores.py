@@ -4,7 +4,7 @@ Legend: n documents, P passages, Q queries.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +40,7 @@ class TestSet:
 
     passages: Passages
     pairs: RetrievalTest | None = None
+    _embedded: dict[str, tuple[F32, F32]] = field(default_factory=dict)
 
     @cached_property
     def lexicon(self) -> Lexicon:
@@ -82,12 +83,18 @@ class TestSet:
         return found
 
     def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> tuple[F32, F32]:
-        rows = unit_rows(encoder.embed_ids(self.passages.ids))
-        queries = unit_rows(encoder.encode(self.passages.queries))
+        rows, queries = self._rows(encoder)
         passages, headings = rows @ rows.T, queries @ rows.T
         if with_idf:
             passages, headings = passages + self.idf[0], headings + self.idf[1]
         return passages, headings
+
+    def _rows(self, encoder: TransformerEncoder) -> tuple[F32, F32]:
+        """Embeddings of length 1 of passages and headings, computed once for each encoder."""
+        if encoder.fingerprint not in self._embedded:
+            rows = unit_rows(encoder.embed_ids(self.passages.ids))
+            self._embedded[encoder.fingerprint] = rows, unit_rows(encoder.encode(self.passages.queries))
+        return self._embedded[encoder.fingerprint]
 
     def _values(self, passages: F32, headings: F32) -> Values:
         found = {DISTANT: self.passages.distant(passages)}
