@@ -17,16 +17,19 @@ class ProgressBar(Watcher):
         steps: optimizer steps of the whole run.
         terms: names of the loss terms.
         rows: short noun for rows of the shards.
+        done: steps of earlier starts.
     """
 
     def __init__(
-        self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str], rows: str
+        self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str], rows: str, done: int = 0
     ) -> None:
         super().__init__(_EVERY_SECONDS, "declutr-progress")
         self.newest = newest
         self.terms = terms
         self.rows = rows
         self.bar = bar(total=steps, unit="step", desc="train")
+        self.bar.n = self.bar.initial = done
+        self._waiting = True
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -38,7 +41,8 @@ class ProgressBar(Watcher):
         line = self.newest()
         if line is None or line["step"] == self.bar.n:
             return
-        if self.bar.n == 0 or line["step"] < self.bar.n:  # resumed: count the rate from here
+        if self._waiting or line["step"] < self.bar.n:  # count the rate from here
+            self._waiting = False
             self.bar.initial = line["step"]
             self.bar.unpause()
         self.bar.n = line["step"]

@@ -147,7 +147,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks, device)
         try:
             rows = "docs" if shards.manifest.noun == "documents" else "rows"
-            with ProgressBar(lambda: supervisor.line, steps, terms_of(config), rows):
+            with ProgressBar(lambda: supervisor.line, steps, terms_of(config), rows, done):
                 done = supervisor.run_to_end()
         finally:
             add_seconds(run, time.monotonic() - began)
