@@ -20,7 +20,7 @@ from adaptation.job import adapt
 from adaptation.result import Result, Row
 from adaptation.scores import DISTANT, HEADINGS, Values
 from adaptation.verdict import choose, judge
-from benchmarks.adapt_references import references
+from benchmarks.adapt.references import references
 from benchmarks.record import facts, parser, publish
 from common.bootstrap import Comparison
 from common.storage import read_json

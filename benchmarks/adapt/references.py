@@ -1,4 +1,4 @@
-"""Other trainings of the same encoder on the same documents, with which benchmarks/adapt.py compares the recipe."""
+"""Other trainings of the same encoder on the same documents, with which the recipe is compared."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,0 +1,1 @@
+"""Adaptation of an encoder to documents, compared with other trainings: does it help, and is the verdict right?"""
