@@ -201,8 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             early.end()
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
     sys.stdout.write(f", ended early: {summary['why']}" if summary["ended"] == "early" else "")
-    verdict = summary["verdict"].get("sentence", "")
-    sys.stdout.write(f"; {verdict}" if verdict else "")
+    sys.stdout.write(f"; {summary['verdict']['sentence']}")
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
     if compared := summary.get("estimate"):
