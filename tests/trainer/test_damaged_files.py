@@ -125,6 +125,8 @@ def test_without_a_word_on_its_configuration_the_checkpoints_are_asked(made, run
         {"world_size": 0},
         {"skipped": -1},
         {"files": {}},
+        {"sizes": {}},
+        {"sizes": {"encoder.safetensors": 0}},
         {"files": {"encoder.safetensors": "xxh3:0"}},
     ],
     ids=str,

@@ -122,9 +122,9 @@ def _check_state(path: Path, state: RunState) -> None:
     if match and state.step != int(match[1]):
         raise CheckpointError(f"{path}: {STATE} is damaged (it names step {state.step})")
     listed = state.files.keys() & state.sizes.keys()
-    unknown = {file.name for file in path.glob("*.safetensors")} - listed
-    if unknown or state.files.keys() != listed or not listed:
-        of = ", ".join(sorted(unknown | (state.files.keys() - listed))) or "any file"
+    unknown = ({file.name for file in path.glob("*.safetensors")} | state.files.keys()) - listed
+    if unknown or not listed:
+        of = ", ".join(sorted(unknown)) or "any file"
         raise CheckpointError(f"{path}: {STATE} is damaged (no checksum or size of {of})")
 
 
