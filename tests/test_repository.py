@@ -24,7 +24,7 @@ from trainer.objectives.registry import DEFAULT
 from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = "common|pipeline|trainer|evaluation|doctor|inspection|cli|benchmarks|configs|deploy|docs|tests"
+FOLDERS = "common|pipeline|trainer|evaluation|adaptation|doctor|inspection|cli|benchmarks|configs|deploy|docs|tests"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 

@@ -9,7 +9,7 @@ import tinyruns as runs
 
 from trainer.worker.ray_internals import SUPPORTED, unsupported_ray
 
-PACKAGES = ("common", "pipeline", "trainer", "evaluation", "inspection", "doctor", "cli", "benchmarks")
+PACKAGES = ("common", "pipeline", "trainer", "evaluation", "adaptation", "inspection", "doctor", "cli", "benchmarks")
 ALLOWED = "trainer/worker/ray_internals.py"
 
 
