@@ -145,13 +145,12 @@ def alone(data, tmp_path_factory):
     return curve(data, tmp_path_factory.mktemp("alone") / "run", 1)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_any_number_of_workers_follows_the_same_loss_curve(data, alone, tmp_path, workers):
+def test_three_workers_follow_the_loss_curve_of_one(data, alone, tmp_path):
     steps, scores = alone
     assert list(steps) == list(range(1, 31))
     first, last = (np.mean([steps[step]["mlm"] for step in some]) for some in (range(1, 6), range(26, 31)))
     assert last < first - 0.05, "nothing is learned"
-    others, other_scores = curve(data, tmp_path, workers)
+    others, other_scores = curve(data, tmp_path, 3)
     for step, line in steps.items():
         assert line == pytest.approx(others[step], rel=1e-4), f"step {step}"
     assert steps[1] == pytest.approx(others[1], rel=1e-6)
