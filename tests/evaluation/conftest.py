@@ -45,6 +45,7 @@ def prepared(tmp_path_factory):
         "shard_bytes": 20000,
         "cpu_seconds": 1.0,
         "num_cpus": 2,
+        "seconds": 0.5,
     }
     (folder / "estimate.json").write_text(json.dumps(estimate))
     os.utime(folder / "manifest.json", (1_700_000_000, 1_700_000_000))

@@ -134,7 +134,8 @@ def run(plain, tmp_path):
     point.mkdir(parents=True)
     files = {ENCODER: write_tensors(point / ENCODER, {"x": torch.zeros(1)})}
     state = {"step": 1, "documents": 1, "world_size": 1, "config_hash": "", "data_hash": "", "files": files}
-    (point / "state.json").write_text(json.dumps(state | {"scores": {}, "skipped": 0}))
+    sizes = {ENCODER: (point / ENCODER).stat().st_size}
+    (point / "state.json").write_text(json.dumps(state | {"sizes": sizes, "scores": {}, "skipped": 0}))
     shutil.copytree(plain, folder / "tokenizer", ignore=lambda _, names: [n for n in names if "tokenizer" not in n])
     return folder
 

@@ -83,10 +83,12 @@ def their_index(tmp_path, theirs):
 def their_run(tmp_path, theirs):
     """A run whose settings say the same; its checkpoint has no weights, and its code would run before that is seen."""
     run, data = tmp_path / "run", tmp_path / "data"
-    (run / "checkpoints/step-00000001").mkdir(parents=True)
-    files = {ENCODER: write_tensors(run / "checkpoints/step-00000001" / ENCODER, {"x": torch.zeros(1)})}
+    point = run / "checkpoints/step-00000001"
+    point.mkdir(parents=True)
+    files = {ENCODER: write_tensors(point / ENCODER, {"x": torch.zeros(1)})}
     state = {"step": 1, "documents": 1, "world_size": 1, "config_hash": "", "data_hash": "", "files": files}
-    (run / "checkpoints/step-00000001/state.json").write_text(json.dumps(state | {"scores": {}, "skipped": 0}))
+    sizes = {ENCODER: (point / ENCODER).stat().st_size}
+    (point / "state.json").write_text(json.dumps(state | {"sizes": sizes, "scores": {}, "skipped": 0}))
     (data / "tokenizer").mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(theirs / name, data / "tokenizer")
