@@ -29,6 +29,8 @@ from trainer.setup.steps import total_steps
 _LEAST_SECONDS = 60.0
 """Shortest run whose duration is compared; below it, the start of the workers dominates, which no step shows."""
 _DAY_SECONDS = 86_400.0
+_GROWTH = 3.0
+"""On CPUs a worker grows to about this multiple of its first steps (docs/log.md, 2026-11-24)."""
 _LITTLE = 0.5
 """Share of the tokens below which a plan says what more passes would read."""
 _MORE = 4
@@ -69,7 +71,7 @@ class TrainEstimate(Strict):
     """Tokens of a step over all workers, special ones included."""
     validation_seconds: float
     memory_mib: float
-    """Peak memory of a worker."""
+    """Most memory of a worker."""
     advice: list[str] = Field(default_factory=list)
     """Changes to consider, each with its reason."""
 
@@ -91,7 +93,7 @@ class TrainEstimate(Strict):
             f"{self.pass_tokens:,.0f} of the {self.document_tokens:,.0f} tokens of a {noun}, in spans of "
             f"{self.span_tokens:,.0f} tokens together",
             f"  validations  {scored}",
-            f"  memory       {self.memory_mib:,.0f} MiB for each of {self.workers} worker(s)",
+            f"  memory       up to {self.memory_mib:,.0f} MiB for each of {self.workers} worker(s)",
             *(["to consider:"] if self.advice else []),
             *(f"  - {line}" for line in self.advice),
         ]
@@ -163,7 +165,7 @@ def plan_ahead(config: TrainConfig) -> TrainEstimate:
         step_seconds=trial.step_seconds,
         step_tokens=trial.step_tokens,
         validation_seconds=trial.validation_seconds,
-        memory_mib=trial.memory_mib,
+        memory_mib=trial.memory_mib * (_GROWTH if trial.device == "cpu" else 1),
     )
     made = made.model_copy(update={"advice": _advice(config, made, main)})
     path = _path(run)
