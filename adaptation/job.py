@@ -62,7 +62,7 @@ def adapt(config: AdaptConfig, output: Path, address: str | None = None) -> Resu
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
-        start = _load(config.encoder, config.trust_remote_code)
+        start = load_transformer(config.encoder, config.trust_remote_code)
         return _Adaptation(config, output, address, state, start, pairs).run()
 
 
@@ -81,7 +81,12 @@ def _checked(config: AdaptConfig) -> RetrievalTest | None:
     return pairs
 
 
-def _load(name: str, trust_remote_code: bool = False) -> TransformerEncoder:
+def load_transformer(name: str, trust_remote_code: bool = False) -> TransformerEncoder:
+    """Loads an encoder that can be adapted.
+
+    Raises:
+        EncoderError: it cannot be loaded, or is no transformer.
+    """
     encoder = load_encoder(name, trust_remote_code=trust_remote_code)
     if not isinstance(encoder, TransformerEncoder):
         raise EncoderError(f"{name}: only a transformer can be adapted")
@@ -145,7 +150,7 @@ class _Adaptation:
         for number, name in enumerate(names, 1):
             self._say(f"candidate {number} of {len(names)}: {name}")
             folder = self.shop.make(name, self.start, steps)
-            found[name] = self._scored(test, _load(str(folder), self.config.trust_remote_code))
+            found[name] = self._scored(test, load_transformer(str(folder), self.config.trust_remote_code))
             self._tell(name, found[_START], found[name])
         self._keep("development", found)
         return found
@@ -181,7 +186,7 @@ class _Adaptation:
         """The verdict on the chosen candidate, with every row of the table on test documents."""
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps")
-        encoders = {name: _load(str(self.shop.place(name)), self.config.trust_remote_code) for name in made}
+        encoders = {name: load_transformer(str(self.shop.place(name)), self.config.trust_remote_code) for name in made}
         start = self._scored(test, self.start)
         values = {name: self._scored(test, one) for name, one in encoders.items()}
         self._keep("test", {_START: start, **values})
@@ -209,7 +214,7 @@ class _Adaptation:
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
         looks = self.state.look(CLOSED)
         self.shop.make(CLOSED, self.start, 0)
-        encoder = _load(str(self.shop.place(CLOSED)), self.config.trust_remote_code)
+        encoder = load_transformer(str(self.shop.place(CLOSED)), self.config.trust_remote_code)
         verdict = judge(start, values, DISTANT, seed)
         return self._finish(verdict, CLOSED, encoder, rows, looks, [])
 

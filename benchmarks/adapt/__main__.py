@@ -16,7 +16,7 @@ import numpy as np
 
 from adaptation.config import AdaptConfig
 from adaptation.general import compare_stsb
-from adaptation.job import adapt
+from adaptation.job import adapt, load_transformer
 from adaptation.result import Result, Row
 from adaptation.scores import DISTANT, HEADINGS, Values
 from adaptation.verdict import choose, judge
@@ -24,8 +24,6 @@ from benchmarks.adapt.references import references
 from benchmarks.record import facts, parser, publish
 from common.bootstrap import Comparison
 from common.storage import read_json
-from evaluation.encoders.loading import load_encoder
-from evaluation.encoders.transformer import TransformerEncoder
 
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
 UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")
@@ -103,9 +101,7 @@ def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, see
     from adaptation.candidates import Workshop
 
     shop = Workshop(AdaptConfig(encoder=str(given.start), corpus=["-"]), output / "data", output / "candidates")
-    start, other = (load_encoder(str(each)) for each in (given.start, shop.place(row.name)))
-    assert isinstance(start, TransformerEncoder)
-    assert isinstance(other, TransformerEncoder)
+    start, other = (load_transformer(str(each)) for each in (given.start, shop.place(row.name)))
     return compare_stsb(start, other, given.stsb, seed)
 
 

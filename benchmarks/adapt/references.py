@@ -9,11 +9,11 @@ import numpy as np
 from adaptation.config import PASSAGE_TOKENS, AdaptConfig, located, prepare_config, train_config
 from adaptation.documents import held_out_documents
 from adaptation.general import compare_stsb
+from adaptation.job import load_transformer
 from adaptation.measures import make_passages
 from adaptation.passages import passages
 from adaptation.scores import TestSet, compared
 from common.bootstrap import Comparison
-from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.transformer import TransformerEncoder
 from pipeline.config import PipelineConfig
 from pipeline.prepare import prepare
@@ -25,12 +25,11 @@ from trainer.train import train
 REFERENCES: dict[str, dict[str, Any]] = {
     "two anchors, adjacent positives": {"spans.num_anchors": 2, "spans.strategy": "adjacent"},
     "one anchor, adjacent positive": {"spans.strategy": "adjacent"},
-    "the last third of the layers": {"encoder.num_trainable_layers": 2},
     "all layers": {"encoder.num_trainable_layers": None},
     "MLM": {"objective.terms": "mlm", "encoder.num_trainable_layers": None},
     "SimCSE": {"objective": {"kind": "simcse", "max_tokens": PASSAGE_TOKENS}, "encoder.dropout": 0.1},
 }
-"""What differs from the recipe's training, by name; the number of steps is the same."""
+"""Settings that differ from the recipe's training, by name; the number of steps is the same."""
 _MOST_PASSAGES = 16
 
 
@@ -45,7 +44,7 @@ def references(
         steps: of its training.
     """
     config, data = located(config), output / "data"
-    start = _load(config.encoder)
+    start = load_transformer(config.encoder)
     documents = held_out_documents(prepare_config(config, data), data, config.seed)["test"]
     test = TestSet(make_passages(documents, start.tokenizer))
     before = test.encoder(start)
@@ -55,15 +54,9 @@ def references(
         shards = _sentences(config, data, start) if name == "SimCSE" else data
         settings = train_config(config, shards, run, steps, layers, start.encoder.config.pooling)
         train(TrainConfig.model_validate(_changed(settings.model_dump(exclude_unset=True), changes)))
-        after = _load(str(run / "export"))
+        after = load_transformer(str(run / "export"))
         stsb = compare_stsb(start, after, Path(config.stsb), config.seed) if config.stsb else None
         yield name, compared(before, test.encoder(after), config.seed), stsb
-
-
-def _load(name: str) -> TransformerEncoder:
-    found = load_encoder(name)
-    assert isinstance(found, TransformerEncoder)
-    return found
 
 
 def _changed(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class ProgressBar(Watcher):
     """
 
     def __init__(
-        self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str], rows: str, done: int = 0
+        self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str], rows: str, done: int
     ) -> None:
         super().__init__(_EVERY_SECONDS, "declutr-progress")
         self.newest = newest
