@@ -15,9 +15,11 @@ from trainer.train import train
 
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
 SHARES = (0.25, 0.5, 0.75)
-MOST_STEPS, LEAST_STEPS = 400, 20
-_STEP_COST = 2.5
-"""Time of a step relative to the embedding of as many tokens: the backward through the last layers, and the update."""
+PASSES = 10
+"""Passes over the training documents, if there is time."""
+LEAST_STEPS = 20
+_STEP_COST = 3.75
+"""Time of a step relative to the embedding of as many tokens: the backward, and the update."""
 _LOAD = 60.0
 """Seconds that a start of the training takes besides its steps, with room for a slow machine."""
 
@@ -53,16 +55,17 @@ class Workshop:
             return self.folder / "run" / "export"
         return self.folder / name.replace(",", "").replace("%", "").replace(" ", "-")
 
-    def steps_within(self, seconds: float, tokens_per_second: float) -> int:
-        """Steps of training for which the time suffices; 0 if fewer than 20.
+    def steps_within(self, seconds: float, tokens_per_second: float, num_documents: int) -> int:
+        """Steps of ten passes, or as many as the time suffices for; 0 if fewer than 20.
 
         Args:
             seconds: time left for the training and for what follows it, which takes about a third of it.
             tokens_per_second: of the start's forward.
+            num_documents: that are trained on.
         """
         tokens = 2 * BATCH_DOCUMENTS * (3 * WINDOW_TOKENS // 4 + 2)
         steps = int((seconds * 2 / 3 - _LOAD) * tokens_per_second / (tokens * _STEP_COST))
-        return 0 if steps < LEAST_STEPS else min(steps, MOST_STEPS)
+        return 0 if steps < LEAST_STEPS else min(steps, max(LEAST_STEPS, PASSES * num_documents // BATCH_DOCUMENTS))
 
     def make(self, name: str, start: TransformerEncoder, steps: int) -> Path:
         """Makes a candidate unless it exists; return its folder."""
@@ -70,9 +73,8 @@ class Workshop:
         if place.is_dir():
             return place
         if name == TRAINED:
-            layers = int(start.encoder.model.config.num_hidden_layers)
             pooling = start.encoder.config.pooling
-            train(train_config(self.config, self.data, self.folder / "run", steps, layers, pooling, self.address))
+            train(train_config(self.config, self.data, self.folder / "run", steps, pooling, self.address))
         elif name == CLOSED:
             whiten(self._whitening(self.config.encoder), place, self.address)
         elif name == BOTH:

@@ -16,8 +16,6 @@ PASSAGE_TOKENS = 62
 WINDOW_TOKENS = 64
 HELD_OUT = 0.4
 """Share of the documents that is not trained on: half of it chooses, the other half reports."""
-TRAINED_SHARE = 3
-"""One of this many layers is trained, the last ones."""
 BATCH_DOCUMENTS = 64
 
 
@@ -39,7 +37,7 @@ class AdaptConfig(Strict):
     minutes: float = Field(default=30, gt=0, le=10_000)
     """Time for everything, also over several starts of the command; it decides the number of training steps."""
     steps: int | None = Field(default=None, ge=1)
-    """Steps of the training; null: as many as there is time for, at most 400."""
+    """Steps of the training; null: ten passes over the documents, or as many as there is time for."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the split, the training and the intervals."""
     trust_remote_code: bool = False
@@ -78,16 +76,15 @@ def prepare_config(config: AdaptConfig, output: Path, address: str | None = None
 
 
 def train_config(
-    config: AdaptConfig, data: Path, run: Path, steps: int, num_layers: int, pooling: str, address: str | None = None
+    config: AdaptConfig, data: Path, run: Path, steps: int, pooling: str, address: str | None = None
 ) -> TrainConfig:
-    """The training: one anchor a document, a positive far from it, the last layers alone.
+    """The training: one anchor a document, and a positive far from it.
 
     Args:
         config: what to adapt.
         data: the prepared corpus.
         run: folder of the run.
         steps: number of optimizer steps.
-        num_layers: layers of the encoder.
         pooling: of the encoder.
         address: of a Ray cluster.
     """
@@ -99,7 +96,6 @@ def train_config(
             "trust_remote_code": config.trust_remote_code,
             "pooling": pooling,
             "dropout": 0.0,
-            "num_trainable_layers": max(1, num_layers // TRAINED_SHARE),
         },
         "spans": {
             "num_anchors": 1,

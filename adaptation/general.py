@@ -20,11 +20,15 @@ def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: 
     Raises:
         StsError: the file is missing or damaged.
     """
-    return compare(_cosines_and_gold(before, folder), _cosines_and_gold(after, folder), seed, spearman)
+    return compare(stsb_values(before, folder), stsb_values(after, folder), seed, spearman)
 
 
-def _cosines_and_gold(encoder: TransformerEncoder, folder: Path) -> F64:
-    """`(N, 2)` cosine and judgement of each pair."""
+def stsb_values(encoder: TransformerEncoder, folder: Path) -> F64:
+    """`(N, 2)` cosine and judgement of each pair of STS-B's test set.
+
+    Raises:
+        StsError: the file is missing or damaged.
+    """
     pairs = read_pairs(folder, STSB_TEST)
     gold = np.array([score for score, _, _ in pairs])
     first = unit_rows(encoder.encode([text for _, text, _ in pairs]).astype(np.float64))

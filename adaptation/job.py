@@ -34,6 +34,7 @@ from evaluation.encoders.transformer import TransformerEncoder
 from evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
 from pipeline.prepare import prepare
 from pipeline.shards.manifest import load_manifest
+from pipeline.shards.shards import ShardSet
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"
@@ -173,7 +174,8 @@ class _Adaptation:
         began = time.monotonic()
         self.start.embed_ids(some)
         rate = sum(map(len, some)) / max(1e-3, time.monotonic() - began)
-        steps = self.shop.steps_within(self.state.seconds_left, rate)
+        trained_on = ShardSet(self.shop.data, "train").num_documents
+        steps = self.shop.steps_within(self.state.seconds_left, rate, trained_on)
         self.state.decide_steps(steps)
         if not steps:
             get_logger().warning(

@@ -8,21 +8,24 @@ the verdict say "better" of nothing, and how often does it find a planted gain?
 import argparse
 import gzip
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from adaptation.candidates import Workshop
 from adaptation.config import AdaptConfig
-from adaptation.general import compare_stsb
+from adaptation.general import stsb_values
 from adaptation.job import adapt, load_transformer
+from adaptation.measures import F64
 from adaptation.result import Result, Row
 from adaptation.scores import DISTANT, HEADINGS, Values
 from adaptation.verdict import choose, judge
 from benchmarks.adapt.references import references
 from benchmarks.record import facts, parser, publish
-from common.bootstrap import Comparison
+from common.bootstrap import Comparison, compare, spearman
 from common.storage import read_json
 
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
@@ -98,11 +101,14 @@ def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, see
         return result.stsb
     if row.kind != "candidate" or given.stsb is None:
         return None
-    from adaptation.candidates import Workshop
-
     shop = Workshop(AdaptConfig(encoder=str(given.start), corpus=["-"]), output / "data", output / "candidates")
-    start, other = (load_transformer(str(each)) for each in (given.start, shop.place(row.name)))
-    return compare_stsb(start, other, given.stsb, seed)
+    other = load_transformer(str(shop.place(row.name)))
+    return compare(_start_values(given.start, given.stsb), stsb_values(other, given.stsb), seed, spearman)
+
+
+@cache
+def _start_values(start: Path, stsb: Path) -> F64:
+    return stsb_values(load_transformer(str(start)), stsb)
 
 
 def _points(one: Comparison | None) -> dict[str, Any] | None:

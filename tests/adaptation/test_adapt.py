@@ -105,7 +105,7 @@ def test_train_config_is_that_of_the_config_file():
     from trainer.setup.config import TrainConfig
 
     file = load_config("configs/adapt.yaml", "train", TrainConfig)
-    ours = train_config(AdaptConfig(encoder="models/x", corpus=["-"]), Path("data"), Path("run"), 10, 6, "mean")
+    ours = train_config(AdaptConfig(encoder="models/x", corpus=["-"]), Path("data"), Path("run"), 10, "mean")
     for section in ("spans", "objective", "optim"):
         assert getattr(ours, section) == getattr(file, section), section
     for name in ("dropout", "num_trainable_layers", "pooling"):
