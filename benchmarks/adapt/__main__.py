@@ -7,7 +7,8 @@ the verdict say "better" of nothing, and how often does it find a planted gain?
 
 import argparse
 import gzip
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,7 @@ from common.storage import read_json
 
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
 UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")
+_SHUFFLED_WORDS = 40
 _GAINS = (0.02, 0.03)
 """Planted gains in recall@1, of calibration."""
 
@@ -44,6 +46,7 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=3, help="seeds of split and training")
     options.add_argument("--minutes", type=float, default=30, help="of each run")
     options.add_argument("--most-documents", type=int, nargs="+", help="also with only this many documents")
+    options.add_argument("--shuffled", action="store_true", help="passages change documents: nothing can be learned")
     options.add_argument("--references", action="store_true", help="also train SimCSE, MLM and others, with seed 0")
     options.add_argument("--calibrate", type=int, metavar="N", help="repetitions of the calibration, on finished runs")
     options.add_argument("--work", type=Path, default=Path("runs/adapt-benchmark"))
@@ -61,12 +64,23 @@ def main() -> None:
 
 def _corpus(given: argparse.Namespace, source: str, most: int | None) -> Path:
     """The documents of a source as a file."""
-    path: Path = given.work / f"{source}{'' if most is None else f'-{most}'}.jsonl"
+    path: Path = given.work / f"{source}{'' if most is None else f'-{most}'}{'-shuffled' * given.shuffled}.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with gzip.open(given.corpus / f"{source}.jsonl.gz", "rt", encoding="utf-8") as stream:
-            path.write_text("".join(islice(stream, most)), encoding="utf-8")
+            lines = list(islice(stream, most))
+        path.write_text("".join(_shuffled(lines) if given.shuffled else lines), encoding="utf-8")
     return path
+
+
+def _shuffled(lines: Sequence[str]) -> Iterator[str]:
+    """The same documents as lines of JSON, each with as many passages of any documents as it had."""
+    words = [json.loads(line)["text"].split() for line in lines]
+    passages = [one[at : at + _SHUFFLED_WORDS] for one in words for at in range(0, len(one), _SHUFFLED_WORDS)]
+    order = iter(np.random.default_rng(0).permutation(len(passages)))
+    for one in words:
+        count = -(-len(one) // _SHUFFLED_WORDS)
+        yield json.dumps({"text": " ".join(word for place in islice(order, count) for word in passages[place])}) + "\n"
 
 
 def _runs(given: argparse.Namespace, source: str, most: int | None, seed: int) -> Iterator[dict[str, Any]]:
