@@ -25,7 +25,11 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--text-field", action="append", help="column with the text (text); several are joined")
     parser.add_argument("--pairs", help="own queries and answers (JSONL or CSV with `query` and `text`): they decide")
     parser.add_argument("--minutes", type=float, help="time for everything (30)")
-    parser.add_argument("--steps", type=int, help="steps of the training (ten passes over the documents, or as many as there is time for)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="steps of the training (ten passes, or as many as there is time for)",
+    )
     parser.add_argument("--stsb", metavar="FOLDER", help="STS-B's sts-test.csv: measures what was lost in general")
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
     parser.add_argument("--address", help="address of a Ray cluster")
